@@ -29,7 +29,9 @@ from agora.cli import console
 from agora.cli.console import USAGE, Failure, ProgressDisplay, print_line
 from agora.cli.stage_sources import Sources, base_model_folder, collect_stages, find_run, steps_by_stage
 from agora.data.exported_tokenizer import pretrained_tokenizer_files
+from agora.data.model_tokenizer import open_training_tokenizer
 from agora.data.tokenizer import tokenizer_files
+from agora.data.turn_ends import turn_end_ids
 from agora.node import control_client, paths
 from agora.state.files import PUBLIC, FileDigest, check_export_place, fresh_folder, write_file, write_file_list
 from agora.state.merged_model import (
@@ -219,10 +221,11 @@ def _other_files(sources: Sources, family: Family, parameters: int, target: Expo
         files = pretrained_tokenizer_files(*tokenizer, learns_samples=learns_samples, expected_hash=expected)
     else:
         files, end_of_text = tokenizer_files(*tokenizer)
+    turn_ends = learnt_turn_ends(manifest, sources.base)
     if target.base_model is None:
-        configs = family.config_files(dtype, end_of_text)
+        configs = family.config_files(dtype, end_of_text, turn_ends)
     else:
-        configs = family.merged_config_files(target.base_model, dtype)
+        configs = family.merged_config_files(target.base_model, dtype, turn_ends)
     steps, source = {file.stage: file.step for file in sources.files}, SOURCES[sources.kind]
     words = ExportInWords(parameters, dtype, source, sources.average, target.kind, _reported_metrics(sources.daemon))
     return {
@@ -231,6 +234,13 @@ def _other_files(sources: Sources, family: Family, parameters: int, target: Expo
         "README.md": model_card(manifest, described, steps, words).encode() + b"\n",
         "run.toml": sources.signed.to_toml().encode(),
     }
+
+
+def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
+    """Returns the ids by which a run on samples learns to end an answer; () of a run on text, which learns no turns."""
+    if manifest.objective.kind == "lm":
+        return ()
+    return turn_end_ids(open_training_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base))
 
 
 def _reported_metrics(daemon: paths.Entry | None) -> dict[str, float]:

@@ -31,6 +31,14 @@ FROZEN_AS = Annotated[
     str | None, typer.Option(metavar="float32|bf16|nf4", help="How lora keeps the base model's weights; default bf16.")
 ]
 EPOCHS = Annotated[float | None, typer.Option(min=0.01, max=1000, help="How often the data is seen; default once.")]
+BEGINNING = Annotated[
+    Path | None,
+    typer.Option(
+        "--base-model",
+        metavar="DIR|ORG/NAME",
+        help="Train this Hugging Face model further: a folder, or an id of the Hub, ORG/NAME[@REVISION].",
+    ),
+]
 TUNED_MODEL = Annotated[
     Path | None, typer.Option("--base-model", metavar="DIR", help="Tune the Hugging Face model in this folder instead.")
 ]
@@ -53,14 +61,7 @@ def new(
     preset: Annotated[
         str | None, typer.Option(help="What to start from; see the list below. Default tiny.", show_default=False)
     ] = None,
-    base_model: Annotated[
-        Path | None,
-        typer.Option(
-            "--base-model",
-            metavar="DIR|ORG/NAME",
-            help="Train this Hugging Face model further: a folder, or an id of the Hub, ORG/NAME[@REVISION].",
-        ),
-    ] = None,
+    base_model: BEGINNING = None,
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")
     ] = None,

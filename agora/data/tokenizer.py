@@ -67,8 +67,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines; `content`: the file's bytes.
 
-    Documents are separated by `end_of_text`, the first token of END_OF_TEXT that the vocabulary has, else (None) by the
-    ids of a newline.
+    added_ids: of tokens that stay whole wherever their text stands, as special ones do. Documents are separated by
+    `end_of_text`, the first token of END_OF_TEXT that the vocabulary has, else (None) by the ids of a newline.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,6 +84,7 @@ class JsonTokenizer:
         # ids may have gaps, so that the number of tokens does not bound them
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.fingerprint = f"json:{hashlib.sha256(self.content).hexdigest()}"
+        self.added_ids = frozenset(int(number) for number in self._tokenizer.get_added_tokens_decoder())
         self._dtype = token_dtype(self.vocabulary)
         ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_TEXT}
         self.end_of_text = next((token for token in END_OF_TEXT if ids[token] is not None), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -138,10 +138,13 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
+    def config_files(
+        self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
         """Returns the JSON files beside the tensors of a Hugging Face folder, by name.
 
-        dtype: "float32" or "bfloat16". end_of_text: the id that ends a document; None where there is none.
+        dtype: "float32" or "bfloat16". end_of_text: the id that ends a document; None where there is none. turn_ends:
+        the ids by which the run learnt to end an answer, at which a generation shall stop too.
         """
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
@@ -153,8 +156,10 @@ class Family(abc.ABC):
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
-    def merged_config_files(self, base_model: Path, dtype: str) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files beside merged_tensors, by name; dtype as for config_files. Raises as merged_tensors.
+    def merged_config_files(
+        self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the JSON files beside merged_tensors, by name; the rest as for config_files and merged_tensors.
 
         The base class raises LookupError.
         """

@@ -9,6 +9,7 @@ peers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,7 @@ ACTIVATION_BYTES: Final = 64
 """Bytes for each token and value of the residual stream: a few microbatches' activations, at least."""
 LOGIT_BYTES: Final = 8
 """Bytes for each token and token id in the last stage: its logit and the logit's gradient, float32."""
+END_IDS: Final = "eos_token_id"
 
 
 class HfFamily(Family):
@@ -122,14 +124,17 @@ class HfFamily(Family):
         named = {name: adapter_tensor_name(name) if self._has_lora else name for name in shapes}
         return [ExportedTensor(name, named[name], shape) for name, shape in shapes.items()]
 
-    def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
+    def config_files(
+        self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
         """Returns config.json as it came, but with the export's dtype and an untied head; of LoRA adapter_config.json.
 
-        end_of_text is not written: the base model's config says which ids end a text.
+        end_of_text is not written: the base model's config says which ids end a text. With turn_ends there is also a
+        generation_config.json; an adapter has none of its own.
         """
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}
-        return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}}
+        return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}, **self._generation({}, turn_ends)}
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
         """Returns the tensors of the base model, with LoRA's products added to those that have LoRA. A tied head is
@@ -153,13 +158,26 @@ class HfFamily(Family):
         reads = partial(read_trained, name_a), partial(read_trained, name_b)
         return LoraProduct(*reads, product_scale(self._model), is_transposed)
 
-    def merged_config_files(self, base_model: Path, dtype: str) -> dict[str, dict[str, Any]]:
+    def merged_config_files(
+        self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
         """Returns config.json as it came but with the export's dtype, and the folder's generation_config.json, if any.
 
-        Raises BaseModelError for a malformed one.
+        turn_ends are added to the ids that end a text there. Raises BaseModelError for a malformed one.
         """
         generation = read_generation_config(base_model)
-        return {CONFIG: self._base_config(dtype), **({GENERATION: generation} if generation else {})}
+        return {CONFIG: self._base_config(dtype), **self._generation(generation, turn_ends)}
+
+    def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """Returns generation_config.json by its name: `values`, whose ids that end a text follow the turn_ends.
+
+        Where `values` has no such ids, those of config.json follow. Returns {} if there is nothing to say.
+        """
+        if turn_ends:
+            known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))
+            ends = known if isinstance(known, list) else [known]
+            values = {**values, END_IDS: list(dict.fromkeys([*turn_ends, *(n for n in ends if isinstance(n, int))]))}
+        return {GENERATION: values} if values else {}
 
     def _base_config(self, dtype: str) -> dict[str, Any]:
         """Returns the base model's config.json with the dtype of an export, by its keys of transformers 5 and 4."""

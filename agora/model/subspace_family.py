@@ -8,6 +8,7 @@ of tensors, keys of config.json. Must not know: files, peers, the package transf
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -59,8 +60,13 @@ class SubspaceFamily(Family):
         """Returns for each tensor of `layers` its name, shape and conversion as LlamaForCausalLM has it."""
         return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
-    def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
-        """Returns the content of a Llama's config.json, and of generation_config.json (how to sample), by file name."""
+    def config_files(
+        self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the content of a Llama's config.json, and of generation_config.json (how to sample), by file name.
+
+        turn_ends: none, since this family learns text only.
+        """
         sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
         llama = _llama_config(self._model, dtype, end_of_text)

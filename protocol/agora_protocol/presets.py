@@ -6,10 +6,11 @@
 | `small` | 20 M       | a few machines without GPUs                                                  |
 | `150m`  | 149 M      | cards of 8 GB and more, a few of them                                        |
 | `1b`    | 988 M      | cards of 8 GB and more; a stage is one layer, and a card holds several       |
-| `8b`    | 7.8 B      | cards of 12 GB and more; the last stage, which has the head, wants 24 GB     |
+| `8b`    | 8.0 B      | cards of 8 GB and more; the last stage, which has the head, wants 12 GB      |
 
 The three large ones are cut at every layer, so that a machine can hold as many as fit, next to each other. A step has
-at least 128 microbatches: with the usual staleness of an eighth, as many are in flight as the model has stages.
+at least 128 microbatches: with the usual staleness of an eighth, as many are in flight as the model has stages. Their
+vocabulary is 32,000: with 128,256 ids, no card of 12 GB could train the head of `8b` beside a layer.
 Knows: values. Must not know: how a manifest is read and checked (manifest).
 """
 
@@ -95,15 +96,15 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "model": {
             "width": 4096,
             "subspace": link_subspace(4096),
-            "layers": 40,
+            "layers": 44,
             "heads": 32,
             "key_value_heads": 8,
             "feed_forward": 14_336,
             "context": 2048,
-            "vocabulary": 128_256,
+            "vocabulary": 32_000,
             "rope_theta": 500_000.0,
         },
-        "stages": {"count": 40},
+        "stages": {"count": 44},
         "boundary": {"codec": LINK_CODEC},
         "optimizer": {
             "name": "muon",
@@ -113,7 +114,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
             "target_tokens": 2_097_152,
             "average_decay": 0.0,
         },
-        "schedule": {"microbatch": 2},
+        "schedule": {"microbatch": 1},
     },
 }
 """The values of each preset that are not the manifest's defaults."""

@@ -257,6 +257,20 @@ def test_merged_it_is_the_swarms_model_with_a_tied_head(tuned: Tuned, capsys: py
     assert "kept as" not in card, "the weights beside which it was trained were not rounded"
 
 
+@pytest.mark.parametrize(("objective", "ends"), [("sft", [2, 0, 9]), ("lm", 9)])
+def test_a_merged_model_ends_its_text_where_the_turns_ended_that_it_learnt(
+    base: Path, objective: str, ends: list[int] | int
+) -> None:
+    """The template ends turns by <|im_end|> (2), completions end by the tokenizer's eos (0), the base model by 9."""
+    write_folder(base, CHATML, eos_token="<|begin|>")
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps({**values, "eos_token_id": 9}))
+    tuned = train(base, objective={"kind": objective})
+    run(tuned, "out", merge=True, base_model=base)
+    assert AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == ends
+
+
 def test_the_card_of_a_merge_into_weights_that_were_rounded_says_so(base: Path) -> None:
     tuned = train(base, {**LORA, "frozen_as": "bf16"})
     run(tuned, "out", merge=True, base_model=base)

@@ -47,7 +47,7 @@ def test_without_a_base_model_it_is_a_preset(tmp_path: Path) -> None:
         assert Manifest.from_toml(path.read_text()) == preset(name or "tiny").replaced(name="poems")
 
 
-@pytest.mark.parametrize(("name", "ids"), [("tiny", None), ("150m", "32,000"), ("8b", "128,256")])
+@pytest.mark.parametrize(("name", "ids"), [("tiny", None), ("150m", "32,000"), ("8b", "32,000")])
 def test_a_preset_with_a_large_vocabulary_says_where_its_tokenizer_is_named(
     name: str, ids: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

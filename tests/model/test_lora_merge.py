@@ -140,6 +140,8 @@ def test_the_folders_own_sampling_comes_along(tmp_path: Path) -> None:
     (base / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     files = family.merged_config_files(base, "bfloat16")
     assert files["generation_config.json"] == {"eos_token_id": [1, 2]} and files["config.json"]["dtype"] == "bfloat16"
+    ends = family.merged_config_files(base, "bfloat16", (7, 2))["generation_config.json"]
+    assert ends == {"eos_token_id": [7, 2, 1]}, "the turns' ends that were learnt, then the folder's own"
     (base / "generation_config.json").write_text("[1]")
     with pytest.raises(BaseModelError, match="generation_config.json is not a JSON object"):
         family.merged_config_files(base, "bfloat16")

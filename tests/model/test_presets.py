@@ -11,7 +11,7 @@ from agora.model import Stage, family_of
 from agora.train.optimizer import StageOptimizer
 from agora.train.trained_stage import stage_layout
 
-PARAMETERS = {"tiny": 0.68e6, "small": 19.9e6, "150m": 149e6, "1b": 988e6, "8b": 7.8e9}
+PARAMETERS = {"tiny": 0.68e6, "small": 19.9e6, "150m": 149e6, "1b": 988e6, "8b": 7.96e9}
 LARGE = ("150m", "1b", "8b")
 META = torch.device("meta")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,7 +117,9 @@ class LinearFamily(Family):
             for name, shape in self.parameter_shapes(layers).items()
         ]
 
-    def config_files(self, dtype: str, end_of_text: int | None) -> dict[str, dict[str, Any]]:
+    def config_files(
+        self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
         return {"config.json": {"model_type": "linear", "dtype": dtype, "eos": end_of_text}}
 
     def describe(self) -> ModelDescription:
