@@ -84,6 +84,9 @@ class RunCost:
         self.in_flight = in_flight
         self.activations = activations
         self._flops = list(accumulate(map(self._stage_flops, range(len(self.stages))), initial=0.0))
+        self._weight_bytes = list(accumulate((s.frozen_bytes + s.trained_bytes for s in self.stages), initial=0.0))
+        self._optimizer_bytes = list(accumulate((stage.optimizer_bytes for stage in self.stages), initial=0.0))
+        self._kept_bytes = list(accumulate((stage.kept_bytes for stage in self.stages), initial=0.0))
 
     @property
     def stage_count(self) -> int:
@@ -113,13 +116,14 @@ class RunCost:
 
         A span that ends with the model goes backward right after its forward, so it has one graph at a time.
         """
-        held = [self.stages[stage] for stage in span.stages]
-        optimizer = sum(stage.optimizer_bytes for stage in held)
-        kept = sum(stage.kept_bytes for stage in held)
-        peak = max(stage.peak_bytes for stage in held)
+        begin, end = span.first, span.last + 1
+        weights = self._weight_bytes[end] - self._weight_bytes[begin]
+        optimizer = self._optimizer_bytes[end] - self._optimizer_bytes[begin]
+        kept = self._kept_bytes[end] - self._kept_bytes[begin]
+        peak = max(stage.peak_bytes for stage in self.stages[begin:end])
         graphs = self.in_flight * kept if self.activations == "keep" and span.last < self.stage_count - 1 else kept
         boundaries = self.in_flight * (self.forward_bytes + self.backward_bytes)
-        device = sum(stage.frozen_bytes + stage.trained_bytes for stage in held) + graphs + peak + boundaries
+        device = weights + graphs + peak + boundaries
         return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
 
     def rate(self, machine: Machine, span: Span) -> Rate:

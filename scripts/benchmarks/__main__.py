@@ -30,7 +30,18 @@ Benchmark = Callable[..., Report]
 the command line's options that are its own.
 """
 
-NAMES: Final = ("learning", "pipeline", "averaging", "join", "agreement", "codecs", "optimizer", "wan", "tuning")
+NAMES: Final = (
+    "learning",
+    "pipeline",
+    "averaging",
+    "join",
+    "agreement",
+    "codecs",
+    "optimizer",
+    "wan",
+    "tuning",
+    "plan",
+)
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 """Name to `module:function`; a module is imported only when its benchmark runs."""
 WITH_OPTIONS: Final[Mapping[str, str]] = {

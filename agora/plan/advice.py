@@ -1,0 +1,58 @@
+"""What a plan waits for and why, in words, and what one more machine would bring. Pure.
+
+Knows: plans and the search. Must not know: files, the terminal, peers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from agora.plan.cost import Limit, RunCost
+from agora.plan.machine import Machine
+from agora.plan.plan import Plan
+from agora.plan.search import make_plan
+
+REMEDIES: Final[Mapping[Limit, str]] = {
+    "compute": "a machine more, or a faster one, helps",
+    "upload": "machines with more upload, or a boundary codec with fewer bytes, help",
+    "download": "machines with more download, or a boundary codec with fewer bytes, help",
+    "memory": "nobody fits them; a machine with more memory helps",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What one more machine brings. rate_without, rate_with: of the whole swarm, microbatches per second."""
+
+    machine: Machine
+    rate_without: float
+    rate_with: float
+
+    @property
+    def factor(self) -> float:
+        """Returns how many times faster the swarm is with the machine; 1: it only stands by."""
+        return self.rate_with / self.rate_without
+
+
+def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
+    """Returns a sentence: which stages are the slowest, at what rate, what limits how much of it, and what helps."""
+    stages, limit = plan.bottleneck.stages, plan.bottleneck.limit
+    holders = [found for found in plan.assignments if found.span is not None and stages.first in found.span]
+    limited = sum(found.rate.microbatches for found in holders if found.rate.limit == limit)
+    of_rate = limited / plan.rate if plan.rate > 0 else 1.0
+    machines = "1 machine" if len(holders) == 1 else f"{len(holders)} machines"
+    noun = "stage" if len(stages) == 1 else "stages"
+    return (
+        f"{noun} {stages} with {machines}: {plan.rate * cost.tokens:,.0f} tokens/s, {of_rate:.0%} of it limited by "
+        f"{limit}; {REMEDIES[limit]}."
+    )
+
+
+def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> Gain:
+    """Returns what `machine` would add to the machines of `plan`, all of them placed anew; never less than nothing."""
+    machines = [found.machine for found in plan.assignments]
+    with_it = make_plan(cost, [*machines, machine], rng, start=plan)
+    return Gain(machine, plan.rate, max(plan.rate, with_it.rate))

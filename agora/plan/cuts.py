@@ -1,0 +1,84 @@
+"""Where to cut a model for given groups of machines: the spans that make the slowest group fastest, exactly. Pure.
+
+Knows: the rate of each group at each span. Must not know: how groups are chosen (local_search.py), memory, links: a
+rate of 0 says that nobody in the group can hold the span.
+
+The dynamic program of PipeDream and many after it, for sums of rates: with g[s, j] the best rate of the slowest of the
+first s groups when they hold stages 0 to j - 1, and R_s[i, j] the rate of group s at stages i to j - 1,
+
+    g[0, 0] = infinity;    g[s, j] = max over i of min(g[s - 1, i], R_s[i, j]);    the answer is g[groups, stages].
+
+A rate of 0 is never chosen if there is another way, so that the answer is 0 only if the groups cannot hold the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from agora_protocol.ids import Span
+from numpy.typing import NDArray
+
+from agora.plan.cost import RunCost
+from agora.plan.machine import Machine
+from agora.plan.span_rates import Rates, span_rates
+
+Groups: TypeAlias = NDArray[np.int64]
+"""The number of each machine's group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The span of each group, in the order of the groups, and the rate of the slowest: microbatches per second."""
+
+    spans: tuple[Span, ...]
+    rate: float
+
+
+def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
+    """Returns the cuts that maximise the slowest group's rate. None if no cuts give every group a rate above 0.
+
+    rates: of `span_rates`. group_of: the group of each machine, 0 to count - 1, in the order of the stages; a machine
+    with another number is left out. Since each group gets at least one stage, group s begins at a stage from s to
+    s + stages - count: only these corners of the arrays are added up.
+    """
+    room = rates.shape[-1] - count
+    if room < 1:
+        return None
+    reached = np.zeros(room)
+    reached[0] = np.inf
+    steps, corners = [reached], []
+    for group in range(count):
+        corner = np.zeros((room, room))
+        for machine in np.flatnonzero(group_of == group):  # faster than one sum, which copies them all
+            corner += rates[machine, group : group + room, group + 1 : group + 1 + room]
+        corners.append(corner)
+        steps.append(np.minimum(steps[-1][:, None], corner).max(axis=0))
+    if not steps[-1][-1] > 0:
+        return None
+    spans: list[Span] = []
+    end = room - 1
+    for group in reversed(range(count)):
+        begin = int(np.minimum(steps[group], corners[group][:, end]).argmax())
+        spans.append(Span(group + begin, group + end))
+        end = begin
+    return Cuts(tuple(reversed(spans)), float(steps[-1][-1]))
+
+
+def rates_in_groups(rates: Rates, cuts: Cuts) -> Rates:
+    """Returns the rate that each machine would have in each group, shape [machines, groups]."""
+    begins = [span.first for span in cuts.spans]
+    ends = [span.last + 1 for span in cuts.spans]
+    return rates[:, begins, ends]
+
+
+def cut_for_groups(cost: RunCost, groups: Sequence[Sequence[Machine]]) -> Cuts | None:
+    """Returns the best cuts for groups of machines, given in the order of their stages. None if they cannot hold all.
+
+    Every group gets at least one stage. A machine that its group's span does not fit adds nothing to the group's rate.
+    """
+    machines = [machine for group in groups for machine in group]
+    group_of = np.array([number for number, group in enumerate(groups) for _ in group], dtype=np.int64)
+    return best_cuts(span_rates(cost, machines), group_of, len(groups))

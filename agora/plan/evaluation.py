@@ -1,0 +1,79 @@
+"""What comes of spans that somebody has chosen: rates, shares of the microbatches, the bottleneck, as a plan. Pure.
+
+Knows: the cost model and the words of a plan. Must not know: how the spans were chosen; the benchmark judges other
+planners' spans with the same function.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from agora_protocol.ids import Span
+
+from agora.plan.cost import Limit, Rate, RunCost
+from agora.plan.machine import Machine
+from agora.plan.plan import Assignment, Bottleneck, Plan
+
+IDLE = Rate(0.0, "memory")
+
+
+def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Span | None]) -> Plan:
+    """Returns the plan in which each machine holds its span; None: it is idle. A span that does not fit adds nothing.
+
+    The rate of the swarm is that of the stage whose holders are slowest together. A machine's share is its part of the
+    rate of those stages of its span whose holders are slowest.
+    """
+    rates = [IDLE if span is None else cost.rate(m, span) for m, span in zip(machines, spans, strict=True)]
+    stage_rates = [0.0] * cost.stage_count
+    for rate, span in zip(rates, spans, strict=True):
+        for stage in span.stages if span is not None else ():
+            stage_rates[stage] += rate.microbatches
+    assignments = tuple(
+        _assignment(cost, machine, span, rate, stage_rates)
+        for machine, span, rate in zip(machines, spans, rates, strict=True)
+    )
+    return Plan(assignments, tuple(stage_rates), min(stage_rates), _bottleneck(assignments, stage_rates))
+
+
+def integer_shares(rates: Sequence[float], microbatches: int) -> list[int]:
+    """Returns how many of so many microbatches each replica gets, so that the last one ends as early as possible.
+
+    rates: microbatches per second; a replica with 0 gets none. Each next microbatch goes to the one that would end it
+    first, which is optimal. Raises ValueError if there are microbatches and no rate is above 0.
+    """
+    shares = [0] * len(rates)
+    ends = [(1.0 / rate, replica) for replica, rate in enumerate(rates) if rate > 0]
+    if microbatches and not ends:
+        raise ValueError("no replica has a rate above 0")
+    heapq.heapify(ends)
+    for _ in range(microbatches):
+        _, replica = ends[0]
+        shares[replica] += 1
+        heapq.heapreplace(ends, ((shares[replica] + 1) / rates[replica], replica))
+    return shares
+
+
+def _assignment(
+    cost: RunCost, machine: Machine, span: Span | None, rate: Rate, stage_rates: Sequence[float]
+) -> Assignment:
+    """Returns one machine's place; one that its span does not fit is idle."""
+    if span is None or rate.microbatches <= 0:
+        return Assignment(machine, None, IDLE)
+    in_host = not cost.memory(span).fits(machine)
+    share = rate.microbatches / min(stage_rates[span.first : span.last + 1])
+    return Assignment(machine, span, rate, in_host, share)
+
+
+def _bottleneck(assignments: Sequence[Assignment], stage_rates: Sequence[float]) -> Bottleneck:
+    """Returns the first run of stages with the lowest rate, and what limits most of the rate of its holders."""
+    lowest = min(stage_rates) * (1 + 1e-9)
+    first = next(stage for stage, rate in enumerate(stage_rates) if rate <= lowest)
+    last = first
+    while last + 1 < len(stage_rates) and stage_rates[last + 1] <= lowest:
+        last += 1
+    limited: dict[Limit, float] = {"memory": 0.0}
+    for found in assignments:
+        if found.span is not None and first in found.span:
+            limited[found.rate.limit] = limited.get(found.rate.limit, 0.0) + found.rate.microbatches
+    return Bottleneck(Span(first, last), max(limited, key=lambda limit: limited[limit]))

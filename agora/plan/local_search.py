@@ -1,0 +1,146 @@
+"""Better groups of machines, step by step: the best move or swap for the slowest group, then the best cuts again. Pure.
+
+Knows: the rates of machines at spans. Must not know: the cost model, where groups came from, when to stop looking.
+
+With the cuts fixed, a machine has one rate in each group, so that every move and every swap that the slowest group is
+part of can be judged at once. The cuts are made again when no exchange helps, until those do not help either.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from agora.plan.cuts import Cuts, Groups, best_cuts, rates_in_groups
+from agora.plan.span_rates import Rates
+
+SMALLEST_GAIN: Final = 1e-9
+"""A relative gain below this is rounding, and would let the search go in circles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Machines in groups with the best cuts for them. group_of: of each machine."""
+
+    group_of: Groups
+    cuts: Cuts
+
+    @property
+    def count(self) -> int:
+        """Returns the number of groups."""
+        return len(self.cuts.spans)
+
+    @property
+    def rate(self) -> float:
+        """Returns the rate of the slowest group, in microbatches per second."""
+        return self.cuts.rate
+
+
+def improve(rates: Rates, group_of: Groups, count: int) -> Grouping | None:
+    """Returns a grouping that no single move or swap for its slowest group makes faster. None if no cuts are possible.
+
+    group_of: where to begin; it is not changed.
+    """
+    cuts = best_cuts(rates, group_of, count)
+    if cuts is None:
+        return None
+    best = Grouping(group_of, cuts)
+    while True:
+        exchanged = _exchange(rates_in_groups(rates, best.cuts), best.group_of)
+        cuts = best_cuts(rates, exchanged, count)
+        if cuts is None or cuts.rate <= best.rate * (1 + SMALLEST_GAIN):
+            return best
+        best = Grouping(exchanged, cuts)
+
+
+def disturb(grouping: Grouping, rng: random.Random) -> Groups:
+    """Returns the groups after a few random changes: machines move or swap, or two groups change places."""
+    group_of = grouping.group_of.copy()
+    if grouping.count > 1 and rng.random() < 0.25:
+        one, other = rng.sample(range(grouping.count), 2)
+        group_of[grouping.group_of == one], group_of[grouping.group_of == other] = other, one
+    for _ in range(rng.randint(1, 3)):
+        one, other = rng.randrange(len(group_of)), rng.randrange(len(group_of))
+        if rng.random() < 0.5:
+            group_of[one], group_of[other] = group_of[other], group_of[one]
+        else:
+            group_of[one] = rng.randrange(grouping.count)
+    return group_of
+
+
+def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
+    """Returns the grouping with each machine that does not fit its group's span in the slowest group that it fits."""
+    at_spans = rates_in_groups(rates, grouping.cuts)
+    return Grouping(_placed_where_they_fit(at_spans, grouping.group_of), grouping.cuts)
+
+
+def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
+    """Returns the groups after the best moves and swaps for the slowest group, one after another, until none helps."""
+    group_of = _placed_where_they_fit(at_spans, group_of)
+    if at_spans.shape[1] < 2:
+        return group_of
+    totals = _totals(at_spans, group_of)
+    for _ in range(4 * len(group_of)):
+        slowest = int(totals.argmin())
+        others = np.flatnonzero((group_of != slowest) & (group_of >= 0))
+        members = np.flatnonzero(group_of == slowest)
+        gain, mine, theirs = _best_exchange(at_spans, group_of, totals, members, others)
+        if gain <= totals[slowest] * (1 + SMALLEST_GAIN):
+            break
+        if mine >= 0:
+            group_of[mine] = group_of[theirs]
+        group_of[theirs] = slowest
+        totals = _totals(at_spans, group_of)
+    return group_of
+
+
+def _best_exchange(
+    at_spans: Rates, group_of: Groups, totals: Rates, members: Groups, others: Groups
+) -> tuple[float, int, int]:
+    """Returns the best rate after one exchange, the member that leaves the slowest group (-1: none), and who comes.
+
+    totals: the rate of each group. members, others: the machines of the slowest group, and all the others.
+    """
+    if not len(others):
+        return 0.0, -1, -1
+    slowest, theirs = int(totals.argmin()), group_of[others]
+    leaving = np.concatenate([[0.0], at_spans[members, slowest]])
+    arriving = np.concatenate([np.zeros((1, len(others))), at_spans[np.ix_(members, theirs)]])
+    ours_after = totals[slowest] - leaving[:, None] + at_spans[others, slowest][None, :]
+    theirs_after = (totals[theirs] - at_spans[others, theirs])[None, :] + arriving
+    after = np.minimum(np.minimum(ours_after, theirs_after), _rest(totals, slowest)[theirs][None, :])
+    row, column = divmod(int(after.argmax()), len(others))
+    return float(after[row, column]), int(members[row - 1]) if row else -1, int(others[column])
+
+
+def _rest(totals: Rates, slowest: int) -> Rates:
+    """Returns, for each group, the least rate of all groups but that one and the slowest one."""
+    order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
+    rest = np.full(len(totals), totals[order[0]])
+    rest[order[0]] = totals[order[1]] if len(order) > 1 else np.inf
+    return rest
+
+
+def _placed_where_they_fit(at_spans: Rates, group_of: Groups) -> Groups:
+    """Returns the groups with each machine that adds nothing to its group moved to the slowest group that it fits."""
+    group_of = group_of.copy()
+    totals = _totals(at_spans, group_of)
+    machines = np.arange(len(group_of))
+    unused = (group_of < 0) | (at_spans[machines, group_of] <= 0)
+    for machine in machines[unused & (at_spans.max(axis=1) > 0)]:
+        fitting = np.where(at_spans[machine] > 0, totals, np.inf)
+        group = int(fitting.argmin())
+        group_of[machine] = group
+        totals[group] += at_spans[machine, group]
+    return group_of
+
+
+def _totals(at_spans: Rates, group_of: Groups) -> Rates:
+    """Returns the rate of each group."""
+    placed = np.flatnonzero(group_of >= 0)
+    totals = np.zeros(at_spans.shape[1])
+    np.add.at(totals, group_of[placed], at_spans[placed, group_of[placed]])
+    return totals

@@ -1,0 +1,148 @@
+"""Finds the best plan for given machines: groups of replicas, one span for each group. Pure.
+
+Knows: the search's order and its budget. Must not know: model families, devices, peers.
+
+1. coverage.py finds how few machines can hold the model: so many groups are the fewest.
+2. For each number of groups, first_groups.py deals the machines out, cuts.py finds the best spans, exactly, and
+   local_search.py exchanges machines until no exchange helps.
+3. The most promising numbers of groups are disturbed at random and improved again, within a budget.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+from agora_protocol.errors import InputError, MemoryError_
+from agora_protocol.ids import Span
+
+from agora.plan.cost import RunCost
+from agora.plan.coverage import Coverage, fewest_holders
+from agora.plan.cuts import best_cuts
+from agora.plan.evaluation import plan_of_spans
+from agora.plan.first_groups import first_groups, groups_of_plan, split_groups
+from agora.plan.local_search import Grouping, disturb, improve, use_idle
+from agora.plan.machine import Machine
+from agora.plan.plan import Plan
+from agora.plan.span_rates import Rates, span_rates
+
+COUNTS_TRIED_ONE_BY_ONE: Final = 8
+COUNT_GROWTH: Final = 1.3
+"""After the first few, numbers of groups grow by this factor, as neighbours differ little."""
+PROMISING: Final = 3
+"""So many numbers of groups are searched further."""
+GOOD_ENOUGH: Final = 0.9995
+"""The search ends at this part of the bound that no plan can pass."""
+SEARCH_WORK: Final = 24_000_000
+"""Machines x stages^2 x disturbances of one number of groups: bounds the time, whatever the size of the swarm."""
+FEWEST_DISTURBANCES: Final = 10
+MOST_DISTURBANCES: Final = 60
+
+
+def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *, start: Plan | None = None) -> Plan:
+    """Returns the plan with the highest rate that is found; the same machines and generator give the same plan.
+
+    start: a plan for the first ones of these machines; the result is at least as fast as that with newcomers added.
+    Raises MemoryError_ if the machines cannot hold the model together, and InputError without machines.
+    """
+    if not machines:
+        raise InputError("a plan needs machines, and there is none; name at least one.")
+    rates = span_rates(cost, machines)
+    holders = fewest_holders(rates)
+    if holders.reached < cost.stage_count:
+        raise MemoryError_(_what_lacks(cost, machines, holders))
+    best = _best_grouping(rates, holders, compute_bound(cost, machines) * GOOD_ENOUGH, rng, start)
+    if best is None:
+        raise MemoryError_("the machines cannot hold the model in groups of one span each; add one with more memory.")
+    best = use_idle(rates, best)
+    return plan_of_spans(cost, machines, [best.cuts.spans[group] if group >= 0 else None for group in best.group_of])
+
+
+def compute_bound(cost: RunCost, machines: Iterable[Machine]) -> float:
+    """Returns the rate, in microbatches per second, of machines that always compute: no plan can be faster."""
+    return sum(machine.flops for machine in machines) / cost.flops(Span(0, cost.stage_count - 1))
+
+
+def _best_grouping(
+    rates: Rates, holders: Coverage, good_enough: float, rng: random.Random, start: Plan | None
+) -> Grouping | None:
+    """Returns the fastest grouping of all numbers of groups; of equally fast ones that with the fewest groups."""
+    best_of_count: dict[int, Grouping] = {}
+    for grouping in _from_plan(rates, start):
+        best_of_count[grouping.count] = grouping
+    for count in _group_counts(len(holders.machines), min(len(rates), rates.shape[-1] - 1)):
+        tried = [best_of_count.get(count)]
+        tried += [improve(rates, groups, count) for groups in first_groups(rates, count, holders)]
+        if count - 1 in best_of_count:
+            tried.append(_best_split(rates, best_of_count[count - 1]))
+        found = max((grouping for grouping in tried if grouping is not None), key=_preference, default=None)
+        if found is not None:
+            best_of_count[count] = found
+            if found.rate >= good_enough:
+                break
+    finalists = sorted(best_of_count.values(), key=_preference, reverse=True)[:PROMISING]
+    return max((_searched(rates, grouping, good_enough, rng) for grouping in finalists), key=_preference, default=None)
+
+
+def _preference(grouping: Grouping) -> tuple[float, int]:
+    """Returns what is greater for the better one of two groupings: the rate, then fewer groups."""
+    return grouping.rate, -grouping.count
+
+
+def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
+    """Returns the best grouping with one group more that a split of one group leads to. None if there is none."""
+    count = grouping.count + 1
+    most = max(FEWEST_DISTURBANCES, SEARCH_WORK // (10 * _work(rates)))
+    candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), most))
+    judged = [(cuts.rate if (cuts := best_cuts(rates, groups, count)) else 0.0) for groups in candidates]
+    promising = sorted(range(len(candidates)), key=lambda index: -judged[index])[:PROMISING]
+    tried = [improve(rates, candidates[index], count) for index in promising]
+    return max((found for found in tried if found is not None), key=_preference, default=None)
+
+
+def _from_plan(rates: Rates, start: Plan | None) -> list[Grouping]:
+    """Returns the grouping that comes of a plan for some of the machines, if there is one."""
+    groups = groups_of_plan(start, len(rates)) if start is not None else None
+    grouping = improve(rates, *groups) if groups is not None else None
+    return [grouping] if grouping is not None else []
+
+
+def _group_counts(fewest: int, most: int) -> Iterator[int]:
+    """Yields the numbers of groups to try: the first few one by one, then fewer and fewer, and the last."""
+    count = fewest
+    while count < most:
+        yield count
+        count = max(count + 1, int(count * COUNT_GROWTH) if count >= fewest + COUNTS_TRIED_ONE_BY_ONE else 0)
+    yield most
+
+
+def _searched(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
+    """Returns the best grouping after random disturbances, each improved; one that is no worse is the next start."""
+    best = current = grouping
+    for _ in range(max(FEWEST_DISTURBANCES, min(MOST_DISTURBANCES, SEARCH_WORK // _work(rates)))):
+        if best.rate >= good_enough:
+            break
+        found = improve(rates, disturb(current, rng), grouping.count)
+        if found is not None and found.rate >= current.rate:
+            current = found
+            best = found if found.rate > best.rate else best
+    return best
+
+
+def _work(rates: Rates) -> int:
+    """Returns how many additions one look for the best cuts takes."""
+    machines, begins, ends = rates.shape
+    return int(machines * begins * ends)
+
+
+def _what_lacks(cost: RunCost, machines: Sequence[Machine], holders: Coverage) -> str:
+    """Returns the sentence of the error: how far the machines' memory goes, and what the other stages need."""
+    rest = Span(holders.reached, cost.stage_count - 1)
+    lacking = cost.memory(rest).device / 1e9
+    together = sum(machine.memory for machine in machines) / 1e9
+    return (
+        f"the machines cannot hold the model: of {cost.stage_count} stages {holders.reached} fit into their "
+        f"{together:.1f} GB together, and the others need {lacking:.1f} GB more; add machines with at least that."
+    )

@@ -1,0 +1,66 @@
+"""The rate of every machine at every span of a run, as one array that a search can look up. Pure.
+
+Knows: numpy, and the formulas of RunCost, which it calls once for each span. Must not know: groups, plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from agora_protocol.ids import Span
+from numpy.typing import NDArray
+
+from agora.plan.cost import RunCost
+from agora.plan.machine import Machine
+
+Rates: TypeAlias = NDArray[np.float64]
+"""Microbatches per second; the last two axes are [first stage, last stage + 1] of a span, 0 where no span is meant."""
+
+
+def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
+    """Returns the rate of each machine at each span, shape [machines, stages + 1, stages + 1].
+
+    Entry [m, begin, end] equals `cost.rate(machines[m], Span(begin, end - 1)).microbatches`. Machines that differ only
+    in their names are computed once. The array takes 8 x machines x (stages + 1)^2 bytes.
+    """
+    needs = _SpanNeeds(cost)
+    known: dict[tuple[float, ...], Rates] = {}
+    size = cost.stage_count + 1
+    rates = np.empty((len(machines), size, size))
+    for index, machine in enumerate(machines):
+        kind = (machine.flops, machine.memory, machine.host_memory, machine.upload, machine.download)
+        if kind not in known:
+            known[kind] = needs.rates_of(machine)
+        rates[index] = known[kind]
+    return rates
+
+
+class _SpanNeeds:
+    """What each span needs, by the cost model: operations, bytes sent, received, and held; arrays [begin, end]."""
+
+    def __init__(self, cost: RunCost) -> None:
+        size = cost.stage_count + 1
+        self.flops, self.upload, self.download = (np.zeros((size, size)) for _ in range(3))
+        self.device, self.device_beside_host, self.host = (np.full((size, size), math.inf) for _ in range(3))
+        for begin in range(cost.stage_count):
+            for end in range(begin + 1, size):
+                self._add(cost, Span(begin, end - 1), (begin, end))
+
+    def _add(self, cost: RunCost, span: Span, place: tuple[int, int]) -> None:
+        """Writes the needs of one span at its place in the arrays."""
+        on_device, beside_host = cost.memory(span), cost.memory(span, in_host=True)
+        self.flops[place] = cost.flops(span)
+        self.upload[place], self.download[place] = cost.upload_bytes(span), cost.download_bytes(span)
+        self.device[place] = on_device.device
+        self.device_beside_host[place], self.host[place] = beside_host.device, beside_host.host
+
+    def rates_of(self, machine: Machine) -> Rates:
+        """Returns the machine's rate at each span, by the formula of `RunCost.rate`."""
+        fits = self.device <= machine.memory
+        fits |= (self.device_beside_host <= machine.memory) & (self.host <= machine.host_memory)
+        seconds = np.maximum(self.flops / machine.flops, self.upload / machine.upload)
+        np.maximum(seconds, self.download / machine.download, out=seconds)
+        return np.divide(1.0, seconds, out=np.zeros_like(seconds), where=fits)
