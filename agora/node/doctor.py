@@ -61,13 +61,8 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
 def needed_memory(manifest: Manifest, span: Span) -> int:
     """Returns the bytes that a daemon which trains `span` takes at least. Imports torch."""
     from agora.model import family_of
-    from agora.train.optimizer import moment_bytes
-    from agora.train.trained_stage import stage_layout
 
-    family = family_of(manifest.model)
-    need = BASE_BYTES + family.memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
-    layouts = [stage_layout(manifest, stage) for stage in span.stages]
-    return need + sum(moment_bytes(manifest.optimizer, layout) for layout in layouts)
+    return BASE_BYTES + int(family_of(manifest.model).memory_bytes(manifest, span))
 
 
 def _in_mib(size: int) -> str:

@@ -90,6 +90,7 @@ def status(
                 "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
                 "note": seen.note,
                 "waits_for": seen.waits_for,
+                "capacity": round(seen.capacity, 3),
             }
             for seen in known
         ],

@@ -124,7 +124,7 @@ def test_status_has_exactly_the_fields_of_the_contract() -> None:
     assert list(found["health"]) == ["state", "why", "do"]
     assert list(found["stages"][0])[:4] == ["stage", "replicas", "step", "tokens_per_second"]
     expected = ["peer", "name", "span", "state", "step", "tokens_per_second", "path", "seen_seconds", "note"]
-    assert list(found["peers"][0])[:9] == expected
+    assert list(found["peers"][0])[:9] == expected and found["peers"][0]["capacity"] == 0.0
     assert found["peers"][0]["seen_seconds"] == 1.2 and found["peers"][0]["name"].count("-") == 1
     assert json.loads(json.dumps(found)) == found
 
