@@ -88,16 +88,17 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
         kept += head_graph_bytes(sizes, batch, in_bf16=in_bf16)
         peak = max(peak, loss_peak_bytes(sizes, batch, in_bf16=in_bf16))
     at_step = _muon_bytes(manifest, sizes, layers) - kept - FLOAT * elements  # when no microbatch is worked on
-    optimizer = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
+    moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
+    in_memory = moments - 2 * (FLOAT - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
     return StageCost(
         forward_flops=forward,
         backward_flops=backward,
         frozen_bytes=frozen_bytes(sizes, layers, manifest.model.context),
         trained_bytes=FLOAT * elements * _copies_of_weights(manifest),
-        optimizer_bytes=optimizer,
+        optimizer_bytes=in_memory,
         kept_bytes=kept,
         peak_bytes=max(peak, at_step),
-        state_bytes=FLOAT * elements + optimizer,
+        state_bytes=FLOAT * elements + moments,
     )
 
 
@@ -186,7 +187,8 @@ def _copies_of_weights(manifest: Manifest) -> int:
 def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:
     """Returns how many values the moments of a stage have: mean, square, moving average, and anchor and velocity.
 
-    Muon keeps no square of the matrices inside layers.
+    Muon keeps no square of the matrices inside layers. Of adamw8bit, mean and square take a byte for each value, but
+    travel as float32.
     """
     section = manifest.optimizer
     square = elements

@@ -20,6 +20,7 @@ from agora.model.hf_stage import HfStage
 from agora.plan.cost_of_run import run_cost, trained_parameters
 from agora.plan.decoder_sizes import decoder_sizes
 from agora.train.memory import measure_saved_bytes
+from agora.train.optimizer import moment_bytes
 from agora.train.trained_stage import stage_layout
 from tests.model.test_frozen_layers import tensor_bytes
 from tests.model.tiny_models import CONFIGS, manifest_of, save
@@ -129,7 +130,7 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers(name: str) -> 
         )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "nadam", "muon"])
 @pytest.mark.parametrize("exact_steps", [0, 10**9])
 def test_the_state_that_a_newcomer_fetches_has_the_bytes_of_its_layout(optimizer: str, exact_steps: int) -> None:
     manifest = preset("tiny", optimizer={"name": optimizer}, averaging={"exact_steps": exact_steps})
@@ -176,3 +177,10 @@ def test_a_frozen_model_costs_a_third_less_work_than_a_trained_one() -> None:
 def test_the_head_makes_the_last_stage_dearer() -> None:
     stages = run_cost(subspace_manifest(64)).stages
     assert stages[2].forward_flops == stages[1].forward_flops + 2 * 64 * 300 * 64
+
+
+def test_moments_in_eight_bits_take_the_bytes_that_the_optimizer_says() -> None:
+    manifest = preset("tiny", optimizer={"name": "adamw8bit"})
+    for stage, cost in enumerate(run_cost(manifest).stages):
+        expected = moment_bytes(manifest.optimizer, stage_layout(manifest, stage))
+        assert cost.optimizer_bytes == pytest.approx(expected, rel=0.01)
