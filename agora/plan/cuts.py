@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from agora_protocol.ids import Span
@@ -26,7 +26,11 @@ from agora.plan.machine import Machine
 from agora.plan.span_rates import Rates, span_rates
 
 Groups: TypeAlias = NDArray[np.int64]
-"""The number of each machine's group."""
+"""The number of each machine's group, from 0 on in the order of the stages, or one of these two:"""
+IDLE_GROUP: Final = -1
+"""The machine is in no group yet, or stays idle."""
+ALONE: Final = -2
+"""The machine holds the whole model and does whole microbatches, beside the groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,9 @@ class Cuts:
 def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
     """Returns the cuts that maximise the slowest group's rate. None if no cuts give every group a rate above 0.
 
-    rates: of `span_rates`. group_of: the group of each machine, 0 to count - 1, in the order of the stages; a machine
-    with another number is left out. Since each group gets at least one stage, group s begins at a stage from s to
-    s + stages - count: only these corners of the arrays are added up.
+    rates: of `span_rates`. group_of: the group of each machine; those with a negative number are left out. Since each
+    group gets at least one stage, group s begins at a stage from s to s + stages - count: only these corners of the
+    arrays are added up.
     """
     room = rates.shape[-1] - count
     if room < 1:

@@ -21,17 +21,17 @@ IDLE = Rate(0.0, "memory")
 def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Span | None]) -> Plan:
     """Returns the plan in which each machine holds its span; None: it is idle. A span that does not fit adds nothing.
 
-    The rate of the swarm is that of the stage whose holders are slowest together. A machine's share is its part of the
-    rate of those stages of its span whose holders are slowest.
+    The rate of the swarm is that of the stage whose holders are slowest together.
     """
     rates = [IDLE if span is None else cost.rate(m, span) for m, span in zip(machines, spans, strict=True)]
     stage_rates = [0.0] * cost.stage_count
     for rate, span in zip(rates, spans, strict=True):
         for stage in span.stages if span is not None else ():
             stage_rates[stage] += rate.microbatches
+    shares = _shares(spans, rates, cost.stage_count)
     assignments = tuple(
-        _assignment(cost, machine, span, rate, stage_rates)
-        for machine, span, rate in zip(machines, spans, rates, strict=True)
+        _assignment(cost, machine, span, rate, share)
+        for machine, span, rate, share in zip(machines, spans, rates, shares, strict=True)
     )
     return Plan(assignments, tuple(stage_rates), min(stage_rates), _bottleneck(assignments, stage_rates))
 
@@ -54,14 +54,37 @@ def integer_shares(rates: Sequence[float], microbatches: int) -> list[int]:
     return shares
 
 
-def _assignment(
-    cost: RunCost, machine: Machine, span: Span | None, rate: Rate, stage_rates: Sequence[float]
-) -> Assignment:
+def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: int) -> list[float]:
+    """Returns the part of the microbatches that each machine gets, so that those of each stage's holders add up to 1.
+
+    Holders of longer spans come first, each with the part that its rate is of the slowest stage of its span; what they
+    leave is shared out by rate among the others. Exact where of two spans that overlap one contains the other.
+    """
+    totals: dict[Span, float] = {}
+    for span, rate in zip(spans, rates, strict=True):
+        if span is not None:
+            totals[span] = totals.get(span, 0.0) + rate.microbatches
+    left = [1.0] * stage_count
+    share_of: dict[Span, float] = {}
+    for span in sorted(totals, key=lambda span: (-len(span), span.first)):
+        beside = [
+            sum(total for other, total in totals.items() if stage in other and other not in share_of)
+            for stage in span.stages
+        ]
+        share_of[span] = min(left[span.first : span.last + 1]) * totals[span] / min(beside) if totals[span] > 0 else 0.0
+        for stage in span.stages:
+            left[stage] -= share_of[span]
+    return [
+        share_of[span] * rate.microbatches / totals[span] if span is not None and totals[span] > 0 else 0.0
+        for span, rate in zip(spans, rates, strict=True)
+    ]
+
+
+def _assignment(cost: RunCost, machine: Machine, span: Span | None, rate: Rate, share: float) -> Assignment:
     """Returns one machine's place; one that its span does not fit is idle."""
     if span is None or rate.microbatches <= 0:
         return Assignment(machine, None, IDLE)
     in_host = not cost.memory(span).fits(machine)
-    share = rate.microbatches / min(stage_rates[span.first : span.last + 1])
     return Assignment(machine, span, rate, in_host, share)
 
 

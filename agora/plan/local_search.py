@@ -9,12 +9,12 @@ part of can be judged at once. The cuts are made again when no exchange helps, u
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from agora.plan.cuts import Cuts, Groups, best_cuts, rates_in_groups
+from agora.plan.cuts import ALONE, IDLE_GROUP, Cuts, Groups, best_cuts, rates_in_groups
 from agora.plan.span_rates import Rates
 
 SMALLEST_GAIN: Final = 1e-9
@@ -23,10 +23,14 @@ SMALLEST_GAIN: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Machines in groups with the best cuts for them. group_of: of each machine."""
+    """Machines in groups with the best cuts for them, and machines that hold the whole model beside the groups.
+
+    group_of: of each machine. rate_alone: of the machines beside the groups together, in microbatches per second.
+    """
 
     group_of: Groups
     cuts: Cuts
+    rate_alone: float
 
     @property
     def count(self) -> int:
@@ -35,8 +39,8 @@ class Grouping:
 
     @property
     def rate(self) -> float:
-        """Returns the rate of the slowest group, in microbatches per second."""
-        return self.cuts.rate
+        """Returns the rate of the slowest group and of the machines beside the groups, in microbatches per second."""
+        return self.cuts.rate + self.rate_alone
 
 
 def improve(rates: Rates, group_of: Groups, count: int) -> Grouping | None:
@@ -47,34 +51,45 @@ def improve(rates: Rates, group_of: Groups, count: int) -> Grouping | None:
     cuts = best_cuts(rates, group_of, count)
     if cuts is None:
         return None
-    best = Grouping(group_of, cuts)
+    best = Grouping(group_of, cuts, float(rates[group_of == ALONE, 0, -1].sum()))
     while True:
         exchanged = _exchange(rates_in_groups(rates, best.cuts), best.group_of)
         cuts = best_cuts(rates, exchanged, count)
-        if cuts is None or cuts.rate <= best.rate * (1 + SMALLEST_GAIN):
+        if cuts is None or cuts.rate <= best.cuts.rate * (1 + SMALLEST_GAIN):
             return best
-        best = Grouping(exchanged, cuts)
+        best = Grouping(exchanged, cuts, best.rate_alone)
 
 
-def disturb(grouping: Grouping, rng: random.Random) -> Groups:
-    """Returns the groups after a few random changes: machines move or swap, or two groups change places."""
+def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
+    """Returns the groups after a few random changes: machines move or swap, or two groups change places.
+
+    A machine that fits the whole model may also leave the groups for a place beside them, or come back.
+    """
     group_of = grouping.group_of.copy()
     if grouping.count > 1 and rng.random() < 0.25:
         one, other = rng.sample(range(grouping.count), 2)
         group_of[grouping.group_of == one], group_of[grouping.group_of == other] = other, one
     for _ in range(rng.randint(1, 3)):
         one, other = rng.randrange(len(group_of)), rng.randrange(len(group_of))
-        if rng.random() < 0.5:
+        if grouping.count > 1 and rates[one, 0, -1] > 0 and rng.random() < 0.5:
+            group_of[one] = ALONE if group_of[one] != ALONE else rng.randrange(grouping.count)
+        elif rng.random() < 0.5 and ALONE not in (group_of[one], group_of[other]):
             group_of[one], group_of[other] = group_of[other], group_of[one]
         else:
             group_of[one] = rng.randrange(grouping.count)
     return group_of
 
 
+def scatter(rates: Rates, count: int, rng: random.Random) -> Groups:
+    """Returns random groups; half of the machines that fit the whole model stand beside them."""
+    fits_all = (rates[:, 0, -1] > 0) & (count > 1)
+    return np.array([ALONE if fits and rng.random() < 0.5 else rng.randrange(count) for fits in fits_all.tolist()])
+
+
 def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
     """Returns the grouping with each machine that does not fit its group's span in the slowest group that it fits."""
     at_spans = rates_in_groups(rates, grouping.cuts)
-    return Grouping(_placed_where_they_fit(at_spans, grouping.group_of), grouping.cuts)
+    return replace(grouping, group_of=_placed_where_they_fit(at_spans, grouping.group_of))
 
 
 def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
@@ -129,7 +144,8 @@ def _placed_where_they_fit(at_spans: Rates, group_of: Groups) -> Groups:
     group_of = group_of.copy()
     totals = _totals(at_spans, group_of)
     machines = np.arange(len(group_of))
-    unused = (group_of < 0) | (at_spans[machines, group_of] <= 0)
+    own = at_spans[machines, np.maximum(group_of, 0)]
+    unused = (group_of == IDLE_GROUP) | ((group_of >= 0) & (own <= 0))
     for machine in machines[unused & (at_spans.max(axis=1) > 0)]:
         fitting = np.where(at_spans[machine] > 0, totals, np.inf)
         group = int(fitting.argmin())

@@ -15,16 +15,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
+import numpy as np
 from agora_protocol.errors import InputError, MemoryError_
 from agora_protocol.ids import Span
 
 from agora.plan.assignment import Plan
 from agora.plan.cost import RunCost
 from agora.plan.coverage import Coverage, fewest_holders
-from agora.plan.cuts import best_cuts
+from agora.plan.cuts import ALONE, IDLE_GROUP, best_cuts
 from agora.plan.evaluation import plan_of_spans
 from agora.plan.first_groups import first_groups, groups_of_plan, split_groups
-from agora.plan.local_search import Grouping, disturb, improve, use_idle
+from agora.plan.local_search import Grouping, disturb, improve, scatter, use_idle
 from agora.plan.machine import Machine
 from agora.plan.span_rates import Rates, span_rates
 
@@ -38,7 +39,9 @@ GOOD_ENOUGH: Final = 0.9995
 SEARCH_WORK: Final = 24_000_000
 """Machines x stages^2 x disturbances of one number of groups: bounds the time, whatever the size of the swarm."""
 FEWEST_DISTURBANCES: Final = 10
-MOST_DISTURBANCES: Final = 60
+MOST_DISTURBANCES: Final = 150
+ANEW: Final = 0.5
+"""So many of the disturbances begin anew with random groups, which finds in small swarms what no exchange leads to."""
 
 
 def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *, start: Plan | None = None) -> Plan:
@@ -57,7 +60,8 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
     if best is None:
         raise MemoryError_("the machines cannot hold the model in groups of one span each; add one with more memory.")
     best = use_idle(rates, best)
-    return plan_of_spans(cost, machines, [best.cuts.spans[group] if group >= 0 else None for group in best.group_of])
+    spans = {ALONE: Span(0, cost.stage_count - 1), IDLE_GROUP: None} | dict(enumerate(best.cuts.spans))
+    return plan_of_spans(cost, machines, [spans[group] for group in best.group_of.tolist()])
 
 
 def compute_bound(cost: RunCost, machines: Iterable[Machine]) -> float:
@@ -73,8 +77,7 @@ def _best_grouping(
     for grouping in _from_plan(rates, start):
         best_of_count[grouping.count] = grouping
     for count in _group_counts(len(holders.machines), min(len(rates), rates.shape[-1] - 1)):
-        tried = [best_of_count.get(count)]
-        tried += [improve(rates, groups, count) for groups in first_groups(rates, count, holders)]
+        tried = [best_of_count.get(count), *_first_groupings(rates, count, holders)]
         if count - 1 in best_of_count:
             tried.append(_best_split(rates, best_of_count[count - 1]))
         found = max((grouping for grouping in tried if grouping is not None), key=_preference, default=None)
@@ -84,6 +87,17 @@ def _best_grouping(
                 break
     finalists = sorted(best_of_count.values(), key=_preference, reverse=True)[:PROMISING]
     return max((_searched(rates, grouping, good_enough, rng) for grouping in finalists), key=_preference, default=None)
+
+
+def _first_groupings(rates: Rates, count: int, holders: Coverage) -> Iterator[Grouping | None]:
+    """Yields groupings to begin from, improved: of all machines, and of those only that do not fit the whole model."""
+    alone = rates[:, 0, -1] > 0
+    for groups in first_groups(rates, count, holders, np.zeros_like(alone)):
+        yield improve(rates, groups, count)
+    if count > 1 and alone.any() and not alone.all():
+        others = fewest_holders(np.where(alone[:, None, None], 0.0, rates))
+        for groups in first_groups(rates, count, others, alone):
+            yield improve(rates, groups, count)
 
 
 def _preference(grouping: Grouping) -> tuple[float, int]:
@@ -124,7 +138,9 @@ def _searched(rates: Rates, grouping: Grouping, good_enough: float, rng: random.
     for _ in range(max(FEWEST_DISTURBANCES, min(MOST_DISTURBANCES, SEARCH_WORK // _work(rates)))):
         if best.rate >= good_enough:
             break
-        found = improve(rates, disturb(current, rng), grouping.count)
+        is_anew = rng.random() < ANEW
+        groups = scatter(rates, grouping.count, rng) if is_anew else disturb(rates, current, rng)
+        found = improve(rates, groups, grouping.count)
         if found is not None and found.rate >= current.rate:
             current = found
             best = found if found.rate > best.rate else best

@@ -7,7 +7,8 @@ of groups, and R_G the rate of group G:
 
     best[M, j] = max over groups G within M and stages i of min(best[M - G, i], R_G[i, j])
 
-That takes 3^machines x stages^2 steps.
+and any machines that fit the whole model may stand beside the groups, each with whole microbatches. That takes
+3^machines x stages^2 steps.
 """
 
 from __future__ import annotations
@@ -37,4 +38,7 @@ def brute_force_rate(cost: RunCost, machines: Sequence[Machine]) -> float:
                 best[members], np.minimum(best[members ^ group][:, None], groups[group]).max(axis=0), out=best[members]
             )
             group = (group - 1) & members
-    return float(best[everyone, cost.stage_count])
+    alone = [
+        sum(rates[m, 0, -1] for m in range(len(machines)) if not members >> m & 1) for members in range(everyone + 1)
+    ]
+    return float(max(rate + beside for rate, beside in zip(best[1:, cost.stage_count], alone[1:], strict=True)))

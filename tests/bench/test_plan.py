@@ -35,16 +35,19 @@ def even_run(stages: int = 4, boundary: float = 0.0) -> RunCost:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_brute_force_is_the_best_of_every_assignment_to_groups(seed: int) -> None:
+def test_brute_force_is_the_best_of_every_assignment_to_groups_and_beside_them(seed: int) -> None:
     rng = random.Random(seed)
     cost = random_run(rng, 5)
     machines = random_machines(rng, cost, 4)
     rates = [0.0]
     for count in range(1, 5):
-        for assigned in itertools.product(range(count), repeat=4):
-            groups = [[m for m, group in zip(machines, assigned, strict=True) if group == n] for n in range(count)]
+        for assigned in itertools.product(range(-1, count), repeat=4):
+            alone, *groups = (
+                [m for m, group in zip(machines, assigned, strict=True) if group == n] for n in range(-1, count)
+            )
             cuts = cut_for_groups(cost, groups) if all(groups) else None
-            rates.append(cuts.rate if cuts is not None else 0.0)
+            beside = sum(cost.rate(machine, Span(0, 4)).microbatches for machine in alone)
+            rates.append(cuts.rate + beside if cuts is not None else 0.0)
     assert brute_force_rate(cost, machines) == pytest.approx(max(rates))
 
 

@@ -79,7 +79,9 @@ def test_the_shares_of_a_stages_holders_are_in_proportion_to_their_rates_and_add
         for stage in range(len(plan.stage_rates)):
             holders = [found for found in plan.assignments if found.span is not None and stage in found.span]
             assert sum(found.share for found in holders) == pytest.approx(1.0)
-            assert len({round(found.share / found.rate.microbatches, 9) for found in holders}) == 1
+            for span in {found.span for found in holders}:
+                alike = [found for found in holders if found.span == span]
+                assert len({round(found.share / found.rate.microbatches, 9) for found in alike}) == 1
 
 
 def test_one_more_machine_never_lowers_the_rate() -> None:
@@ -115,6 +117,18 @@ def test_no_more_groups_than_memory_asks_for_where_links_are_slow() -> None:
     large = [Machine(f"large{number}", 1e14, 8e9, upload=1e7, download=1e7) for number in range(2)]
     plan = make_plan(cost, large, random.Random(0))
     assert [found.span for found in plan.assignments] == [Span(0, 11), Span(0, 11)]
+
+
+def test_machines_that_fit_the_whole_model_stand_beside_small_ones_that_need_each_other() -> None:
+    cost = even_run(boundary=1e8)
+    machines = [
+        Machine("large", 1e14, 8e9, upload=1e6, download=1e6),
+        *[Machine(f"small{number}", 1e13, 3.8e9) for number in range(2)],
+    ]
+    plan = make_plan(cost, machines, random.Random(0))
+    assert [str(found.span) for found in plan.assignments] == ["0-11", "0-5", "6-11"]
+    assert plan.rate == pytest.approx(compute_bound(cost, machines))
+    assert [found.share for found in plan.assignments] == pytest.approx([5 / 6, 1 / 6, 1 / 6])
 
 
 def test_a_machine_that_fits_no_stage_stays_idle() -> None:
