@@ -51,7 +51,12 @@ class Simulation:
         link_rng = random.Random(f"{seed} links")
         self.hops = HopSimulation(self.events, workload, self.measurements, self.fleet.find, link_rng)
         origin_rules = OriginRules(
-            model.stages, model.seats, model.max_in_flight, model.staleness, model.target_microbatches
+            model.stages,
+            model.seats,
+            model.max_in_flight,
+            model.staleness,
+            model.target_microbatches,
+            traffic=scenario.traffic,
         )
         origins = OriginSimulation(
             self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.servers(0)
