@@ -20,7 +20,7 @@ from agora.sim.measurements import Measurements, Sample
 from agora.sim.origin_simulation import OriginRules, OriginSimulation
 from agora.sim.placement_rules import ProductPlacement
 from agora.sim.scenario import MachineGroup, Scenario
-from agora.sim.simulated_link import AccessLink
+from agora.sim.simulated_link import SimulatedLink
 from agora.sim.simulated_peer import Equipment, Presence
 
 LATEST_START_S = 1.0
@@ -99,7 +99,7 @@ class Simulation:
         """Returns a new machine of a group."""
         stages = self.scenario.model.stages
         longest = tuple(min(group.holds, stages - stage) for stage in range(stages))
-        return Equipment(group.kind, group.speed, AccessLink(group.link), longest)
+        return Equipment(group.kind, group.speed, SimulatedLink(group.link), longest)
 
     def _happen(self, event: FleetEvent) -> None:
         """Lets machines come or go."""
