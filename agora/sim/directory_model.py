@@ -43,6 +43,7 @@ class DirectoryModel:
         self.versions = [0] * stages
         self._snapshot = View()
         self._snapshot_at = float("-inf")
+        self._is_changed = False
 
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:
         """Stores a peer's claim; the one before ends."""
@@ -51,6 +52,7 @@ class DirectoryModel:
         bandwidth = peer.equipment.link.spec.rate
         view = PeerView(peer.id, span, peer.incarnation, state=state, capacity=rate, bandwidth=bandwidth)
         self._claims[peer.id] = view
+        self._is_changed = True
         if state == "serving":
             for stage in span.stages:
                 self._servers[stage][peer.id] = view
@@ -60,6 +62,7 @@ class DirectoryModel:
     def withdraw(self, peer: PeerId) -> None:
         """Removes a peer's claim, if there is one."""
         claimed = self._claims.pop(peer, None)
+        self._is_changed = True
         if claimed is not None and claimed.state == "serving":
             for stage in claimed.span.stages:
                 del self._servers[stage][peer]
@@ -115,9 +118,9 @@ class DirectoryModel:
 
     def view(self, now: float) -> View:
         """Returns the claims of all peers, as they were at most VIEW_AGE_S ago."""
-        if now - self._snapshot_at > VIEW_AGE_S:
+        if self._is_changed and now - self._snapshot_at > VIEW_AGE_S:
             self._snapshot = View(dict(self._claims))
-            self._snapshot_at = now
+            self._snapshot_at, self._is_changed = now, False
         return self._snapshot
 
     def sample_servers(self, stage: int) -> list[PeerView]:

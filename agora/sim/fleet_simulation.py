@@ -18,7 +18,7 @@ from agora.sim.measurements import Measurements
 from agora.sim.origin_simulation import OriginSimulation
 from agora.sim.simulated_device import SimulatedDevice
 from agora.sim.simulated_peer import Equipment, Presence, SimulatedPeer
-from agora.sim.state_fetch import StateFetch
+from agora.sim.state_fetch import SimulatedFetch
 from agora.swarm.membership import LIFETIME_S
 from agora.swarm.view import View
 
@@ -130,7 +130,7 @@ class FleetSimulation:
             if (donor := self.find(view.peer)).takes_work
         }
         size = sum(self._state_bytes[stage] for stage in span.stages)
-        StateFetch(self._events, peer, size, list(donors.values()), self._rng, self._serve)
+        SimulatedFetch(self._events, peer, size, list(donors.values()), self._rng, self._serve)
 
     def _serve(self, peer: SimulatedPeer) -> None:
         """A machine's state is there: it claims to serve, and takes microbatches."""

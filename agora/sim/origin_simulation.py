@@ -25,7 +25,7 @@ class OriginRules:
     """The settings of origins. seats: the most microbatches in flight. max_in_flight: the manifest's, 0 to measure it.
 
     staleness, step_microbatches: the manifest's bound of what all origins may have in flight, and a step's size; 0 for
-    no bound. first_patience_s: the time of an attempt before any was measured.
+    no bound. first_patience_s: the time of an attempt before any was measured. traffic: whether any are opened.
     """
 
     stages: int
@@ -34,6 +34,7 @@ class OriginRules:
     staleness: float = 0.0
     step_microbatches: int = 0
     first_patience_s: float = MAX_PATIENCE_S
+    traffic: bool = True
 
 
 class OriginSimulation:
@@ -57,7 +58,8 @@ class OriginSimulation:
     def begin(self, peer: SimulatedPeer) -> None:
         """Makes a peer that has begun to serve stage 0 an origin, and opens its first microbatches."""
         peer.origin = OriginState(opening.PER_STAGE * self._rules.stages)
-        self._open(peer)
+        if self._rules.traffic:
+            self._open(peer)
 
     def _open(self, peer: SimulatedPeer) -> None:
         """Opens microbatches at a peer for as long as next_opening says so."""

@@ -77,6 +77,7 @@ class Scenario:
     """One simulation. warmup_s: the seconds at the start that the report leaves out. sample_s: between two samples.
 
     rebalancing: whether machines judge their place again and again. startup_s: from a machine's start to its claim.
+    traffic: whether origins open microbatches; without, hours of churn pass in seconds, and only placement is seen.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Scenario:
     seed: int = 0
     rebalancing: bool = True
     startup_s: float = 5.0
+    traffic: bool = True
 
     @property
     def peers(self) -> int:
@@ -123,6 +125,7 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
         seed=top.integer("seed", 0, least=0, most=2**63 - 1),
         rebalancing=top.flag("rebalancing", True),
         startup_s=top.number("startup_s", 5.0, least=0.0, most=3600.0),
+        traffic=top.flag("traffic", True),
     )
     top.end()
     if not scenario.peers:

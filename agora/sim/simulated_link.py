@@ -10,7 +10,7 @@ import random
 from agora.net.link import DelayLine, LinkSpec, TokenBucket
 
 
-class AccessLink:
+class SimulatedLink:
     """What one machine sends and receives: each direction at the link's rate, first come first served."""
 
     __slots__ = ("_down", "_up", "received_bytes", "sent_bytes", "spec")
@@ -20,7 +20,7 @@ class AccessLink:
         self._up, self._down = TokenBucket(spec.rate), TokenBucket(spec.rate)
         self.sent_bytes = self.received_bytes = 0.0
 
-    def send(self, to: AccessLink, size: float, now: float, rng: random.Random) -> float:
+    def send(self, to: SimulatedLink, size: float, now: float, rng: random.Random) -> float:
         """Books a message of `size` bytes to another machine; returns when its last byte arrives there.
 
         The receiver's link takes it while the sender's sends it, so that the slower of the two counts.
@@ -32,11 +32,11 @@ class AccessLink:
         taken_at = to._down.take(bytes_whole, max(now, sent_at - size / self.spec.rate))
         return DelayLine(self.spec, rng).arrival(bytes_whole, max(sent_at, taken_at))
 
-    def delay_to(self, to: AccessLink) -> float:
+    def delay_to(self, to: SimulatedLink) -> float:
         """Returns the seconds that a message of no bytes takes to another machine when its link is idle."""
         return self.spec.rtt_s / 2.0
 
-    def round_trip_to(self, to: AccessLink) -> float:
+    def round_trip_to(self, to: SimulatedLink) -> float:
         """Returns the round trip to another machine on idle links: (rtt_a + rtt_b) / 2, see docs/links.md."""
         return (self.spec.rtt_s + to.spec.rtt_s) / 2.0
 

@@ -19,7 +19,7 @@ from agora.pipeline.hop import PATH_SAMPLES
 from agora.pipeline.opening import Credit, Pace, StepQuota
 from agora.pipeline.routing import Attempt, PathHint, RoutingTable
 from agora.sim.simulated_device import SimulatedDevice
-from agora.sim.simulated_link import AccessLink
+from agora.sim.simulated_link import SimulatedLink
 from agora.swarm.view import PeerView
 
 
@@ -40,7 +40,7 @@ class Equipment:
 
     kind: str
     speed: float
-    link: AccessLink
+    link: SimulatedLink
     longest: tuple[int, ...]
 
 

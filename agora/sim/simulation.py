@@ -20,7 +20,7 @@ from agora.sim.measurements import Measurements, Sample
 from agora.sim.origin_simulation import OriginRules, OriginSimulation
 from agora.sim.placement_rules import ProductPlacement
 from agora.sim.scenario import MachineGroup, Scenario
-from agora.sim.simulated_link import AccessLink
+from agora.sim.simulated_link import SimulatedLink
 from agora.sim.simulated_peer import Equipment, Presence
 
 LATEST_START_S = 1.0
@@ -51,7 +51,12 @@ class Simulation:
         link_rng = random.Random(f"{seed} links")
         self.hops = HopSimulation(self.events, workload, self.measurements, self.fleet.find, link_rng)
         origin_rules = OriginRules(
-            model.stages, model.seats, model.max_in_flight, model.staleness, model.target_microbatches
+            model.stages,
+            model.seats,
+            model.max_in_flight,
+            model.staleness,
+            model.target_microbatches,
+            traffic=scenario.traffic,
         )
         origins = OriginSimulation(
             self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.servers(0)
@@ -94,7 +99,7 @@ class Simulation:
         """Returns a new machine of a group."""
         stages = self.scenario.model.stages
         longest = tuple(min(group.holds, stages - stage) for stage in range(stages))
-        return Equipment(group.kind, group.speed, AccessLink(group.link), longest)
+        return Equipment(group.kind, group.speed, SimulatedLink(group.link), longest)
 
     def _happen(self, event: FleetEvent) -> None:
         """Lets machines come or go."""

@@ -86,17 +86,7 @@ class SimulationReport:
             },
             "empty_stage_seconds": _rounded(sum(measured.empty_s.values())),
             "longest_empty_stage_seconds": _rounded(measured.longest_empty_s),
-            "timeline": [
-                {
-                    "time": sample.time,
-                    "peers": sample.peers,
-                    "serving": sample.serving,
-                    "microbatches_per_second": _rounded(sample.rate),
-                    "bound": _rounded(sample.bound),
-                    "best_placement": _rounded(sample.best),
-                }
-                for sample in self.measured.samples
-            ],
+            "timeline": [_timeline_entry(sample) for sample in measured.samples],
         }
 
     def lines(self) -> list[str]:
@@ -120,6 +110,18 @@ class SimulationReport:
              f"{self.mean(lambda s: s.read):.1f} read per peer and second"),
         ]  # fmt: skip
         return [f"{name:<15} {text}" for name, text in rows]
+
+
+def _timeline_entry(sample: Sample) -> dict[str, Any]:
+    """Returns a sample as an entry of the JSON object's timeline."""
+    return {
+        "time": sample.time,
+        "peers": sample.peers,
+        "serving": sample.serving,
+        "microbatches_per_second": _rounded(sample.rate),
+        "bound": _rounded(sample.bound),
+        "best_placement": _rounded(sample.best),
+    }
 
 
 def _ratio(value: float, by: float) -> float:

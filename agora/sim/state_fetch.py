@@ -17,7 +17,7 @@ PIECE_S = 0.25
 """Seconds of the giver's link that one piece takes, so that boundaries go between two pieces."""
 
 
-class StateFetch:
+class SimulatedFetch:
     """Fetches `size` bytes for `peer` from `donors`, then calls `done(peer)`; at once where there is nothing to fetch.
 
     A donor that has gone is left out; when all have gone, the rest counts as fetched, from a checkpoint.

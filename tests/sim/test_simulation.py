@@ -48,18 +48,18 @@ def test_replicas_of_unequal_speed_share_the_work() -> None:
 
 
 def test_the_same_seed_gives_the_same_swarm() -> None:
-    described = scenario([{"count": 24}], churn={"shape": "p3"}, seed=5)
+    described = scenario([{"count": 12}], churn={"shape": "p3"}, seed=5, seconds=200)
     assert simulated(described).to_json() == simulated(described).to_json()
-    other = scenario([{"count": 24}], churn={"shape": "p3"}, seed=6)
+    other = scenario([{"count": 12}], churn={"shape": "p3"}, seed=6, seconds=200)
     assert simulated(described).to_json() != simulated(other).to_json()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_under_kills_and_hangs_no_microbatch_is_dropped(seed: int) -> None:
-    churn = {"kills_per_hour": 2.0, "hangs_per_hour": 1.0, "leaves_per_hour": 1.0, "return_s": 20.0, "at_once": 2}
-    report = simulated(scenario([{"count": 32}], churn=churn, seed=seed, seconds=600))
+    churn = {"kills_per_hour": 2.0, "hangs_per_hour": 1.5, "leaves_per_hour": 1.5, "return_s": 20.0, "at_once": 2}
+    report = simulated(scenario([{"count": 24}], churn=churn, seed=seed, seconds=400))
     measured = report.measured
-    assert measured.kills and measured.hangs and measured.leaves and measured.joins
+    assert measured.kills + measured.hangs + measured.leaves >= 4 and measured.joins
     assert measured.rerouted > 0
     assert measured.dropped == 0
     assert measured.completed > 300
