@@ -17,17 +17,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
+from agora_protocol.ids import Span
+from agora_protocol.manifest import Manifest
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agora.model.lora_merge import ReadTrained
+from agora.plan.cost_of_run import least_bytes
 from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
 IGNORED: Final = -1
 """The target of a token that is not supervised."""
-TRAINING_BYTES: Final = 8
-"""Bytes of a trained parameter: weight and gradient, float32. The optimizer's moments come on top."""
 PIECES, PIECE_BITS = 8, 15
 """An initial value is the sum of so many uniform integers of so many bits."""
 CHUNK = 1 << 22  # values drawn at a time
@@ -109,12 +110,13 @@ class Family(abc.ABC):
     def make_stage(self, layers: range) -> Stage:
         """Returns the module of the stage that holds `layers`, on the meta device: it computes no values."""
 
-    @abc.abstractmethod
-    def memory_bytes(self, layers: range, tokens: int) -> int:
-        """Returns an estimate of the least bytes that training `layers` takes, without the optimizer's moments.
+    def memory_bytes(self, manifest: Manifest, span: Span) -> float:
+        """Returns an estimate of the least bytes that training the stages of `span` takes.
 
-        tokens: how many tokens a microbatch has.
+        manifest: of a run with this family's model. The base class has the formulas of decoders; another model
+        overrides it.
         """
+        return least_bytes(manifest, span)
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:

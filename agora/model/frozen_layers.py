@@ -45,10 +45,6 @@ class FrozenLinear(nn.Module, abc.ABC):
         return shape[::-1] if self.is_transposed else shape
 
     @abc.abstractmethod
-    def matrix_bytes(self) -> int:
-        """Returns the bytes that the matrix takes once it is loaded."""
-
-    @abc.abstractmethod
     def _keep_matrix(self, values: Tensor) -> None:
         """Takes the matrix, float32 [outputs, inputs] on the CPU."""
 
@@ -66,10 +62,6 @@ class Bf16Linear(FrozenLinear, nn.Linear):
             return F.linear(x, self.weight, self.bias)
         product: Tensor = _UpcastProduct.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return product
-
-    def matrix_bytes(self) -> int:
-        """Returns 2 bytes for each value."""
-        return self.weight.nbytes
 
     def _keep_matrix(self, values: Tensor) -> None:
         """Rounds the values to bf16."""
@@ -162,15 +154,3 @@ def load_parameter(stage: nn.Module, name: str, values: Tensor, frozen_as: Froze
     else:
         rounded = values if frozen_as in (None, "float32") else values.to(torch.bfloat16)
         module.get_parameter(own_name).copy_(rounded)
-
-
-def frozen_bytes(stage: nn.Module) -> int:
-    """Returns the bytes that the frozen parameters of a stage take; it may be on the meta device."""
-    total = 0
-    for module in stage.modules():
-        for tensor in module.parameters(recurse=False):
-            if isinstance(module, FrozenLinear) and tensor is module.weight:
-                total += module.matrix_bytes()
-            elif not tensor.requires_grad:
-                total += tensor.nbytes
-    return total

@@ -35,8 +35,7 @@ from agora.model.base_model import (
     read_tensors,
     require_folder,
 )
-from agora.model.family import TRAINING_BYTES, Family, Stage
-from agora.model.frozen_layers import frozen_bytes
+from agora.model.family import Family, Stage
 from agora.model.hf_architecture import architecture_of
 from agora.model.hf_stage import HfStage
 from agora.model.lora_layers import initial_lora_values, lora_targets
@@ -44,10 +43,6 @@ from agora.model.lora_merge import LoraProduct, ReadTrained, merged_tensor
 from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
-ACTIVATION_BYTES: Final = 64
-"""Bytes for each token and value of the residual stream: a few microbatches' activations, at least."""
-LOGIT_BYTES: Final = 8
-"""Bytes for each token and token id in the last stage: its logit and the logit's gradient, float32."""
 END_IDS: Final = "eos_token_id"
 
 
@@ -106,17 +101,6 @@ class HfFamily(Family):
         with torch.device("meta"):
             whole = HfStage(self._model, range(self._model.layers))
         locate_tensors(base_model, [name for name, _ in self._model.weights], wanted_tensors(whole))
-
-    def memory_bytes(self, layers: range, tokens: int) -> int:
-        """Returns the bytes of frozen parameters, TRAINING_BYTES for each trained one, and the activations.
-
-        Activations are ACTIVATION_BYTES * tokens * width, and with the head the logits.
-        """
-        with torch.device("meta"):
-            stage = self.make_stage(layers)
-        trained = TRAINING_BYTES * sum(parameter.numel() for _, parameter in stage.trained_parameters())
-        logits = LOGIT_BYTES * tokens * self._model.vocabulary if layers.stop == self._model.layers else 0
-        return frozen_bytes(stage) + trained + ACTIVATION_BYTES * tokens * self._model.width + logits
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
         """Returns for each trained tensor of `layers` its name and shape in a Hugging Face model, or in an adapter."""

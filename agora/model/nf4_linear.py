@@ -6,7 +6,7 @@ quantisation: QLoRA, arXiv 2305.14314, section 3. Knows: bitsandbytes. Must not 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from agora.model.frozen_layers import FrozenLinear
 
-BLOCK, BLOCKS_OF_SCALE = 64, 256
-"""Values that share a scale of one byte, and scales that share a float32."""
-TABLE_BYTES: Final = 4 * (16 + 256 + 1)
-"""Float32 tables of each matrix: the 16 values of NF4, the 256 values of a scale, and the mean scale."""
+BLOCK = 64
+"""Values that share a scale of one byte; agora.plan.cost_of_run counts the bytes."""
 
 
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
@@ -44,12 +42,6 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         self.weight.quant_state.dtype = dtype  # of the matrix that the backward makes
         product: Tensor = super().forward(x.to(dtype))
         return product
-
-    def matrix_bytes(self) -> int:
-        """Returns half a byte for each value, and the scales."""
-        count = self.in_features * self.out_features
-        scales = -(-count // BLOCK)
-        return -(-count // 2) + scales + 4 * -(-scales // BLOCKS_OF_SCALE) + TABLE_BYTES
 
     def _keep_matrix(self, values: Tensor) -> None:
         """Quantises the values."""

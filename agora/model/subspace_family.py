@@ -16,13 +16,11 @@ from agora_protocol.manifest import SubspaceSection
 from numpy.typing import NDArray
 
 from agora.model import fixed_tensors
-from agora.model.family import TRAINING_BYTES, Family, Stage
+from agora.model.family import Family, Stage
 from agora.model.subspace_stage import FIXED_SCALE, STREAM_PROJECTIONS, SubspaceStage, stream_width
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
 
-ACTIVATION_BYTES: Final = 64
-"""Bytes for each token and channel: a few microbatches' activations, at least."""
 EMBEDDING: Final = "embedding.weight"
 LLAMA_NAMES: Final = {
     EMBEDDING: "model.embed_tokens.weight",
@@ -51,10 +49,6 @@ class SubspaceFamily(Family):
     def make_stage(self, layers: range) -> Stage:
         """Returns a SubspaceStage of `layers`, on the meta device."""
         return SubspaceStage(self._model, layers)
-
-    def memory_bytes(self, layers: range, tokens: int) -> int:
-        """Returns TRAINING_BYTES * parameters + ACTIVATION_BYTES * tokens * width."""
-        return TRAINING_BYTES * self.parameter_count(layers) + ACTIVATION_BYTES * tokens * self._model.width
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
         """Returns for each tensor of `layers` its name, shape and conversion as LlamaForCausalLM has it."""

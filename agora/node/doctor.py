@@ -14,8 +14,6 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.model import family_of
-from agora.state.layout import VALUE_BYTES
-from agora.train.trained_stage import stage_layout
 
 LEAST_FREE_BYTES = 64 * 2**20
 PROBE_BYTES = 64 * 1024
@@ -53,10 +51,7 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
     limit).
     """
     allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
-    family = family_of(manifest.model)
-    need = BASE_BYTES + family.memory_bytes(manifest.layers_in(span), manifest.tokens_per_microbatch)
-    layouts = [stage_layout(manifest, stage) for stage in span.stages]
-    need += sum(VALUE_BYTES * moment.numel for layout in layouts for moment in layout.moments)
+    need = BASE_BYTES + int(family_of(manifest.model).memory_bytes(manifest, span))
     if need > allowed:
         raise MemoryError_(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "

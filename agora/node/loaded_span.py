@@ -19,7 +19,7 @@ from agora.calls import Reply
 from agora.clock import loop_time
 from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
-from agora.node.local_peer import LocalPeer, usual_in_flight
+from agora.node.local_peer import LocalPeer
 from agora.node.node_report import SpanReport
 from agora.node.training_data import Epochs, TrainingData
 from agora.observe import events
@@ -30,6 +30,7 @@ from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import MicrobatchSource
 from agora.pipeline.opening import StepState, Surroundings
 from agora.pipeline.origin import Origin, OriginConfig
+from agora.plan.cost_of_run import usual_in_flight
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.stepping import ShareClosed

@@ -32,12 +32,12 @@ from agora.observe import events
 from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
+from agora.plan.cost_of_run import usual_in_flight
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.offences import OffenceLog
 from agora.train.memory import available_bytes
 from agora.train.weight_versions import LIMIT_PER_SEAT
 
-LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
 SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30
 LEAST_HELD_BYTES = 64 * 2**20
 REMEMBER_S = 15.0
@@ -182,11 +182,6 @@ class LocalPeer:
                 except OSError as error:
                     trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
                     self.startup.report_event(trouble)
-
-
-def usual_in_flight(manifest: Manifest) -> int:
-    """Returns how many microbatches between forward and backward have their graphs kept, where memory allows."""
-    return max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
 def seats_of(manifest: Manifest, free_bytes: int) -> int:

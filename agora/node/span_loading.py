@@ -19,10 +19,11 @@ from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node import doctor
 from agora.node.loaded_span import LoadedSpan
-from agora.node.local_peer import LocalPeer, usual_in_flight
+from agora.node.local_peer import LocalPeer
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.node.training_data import Epochs, TrainingData, open_training_data
 from agora.observe import faults
+from agora.plan.cost_of_run import usual_in_flight
 from agora.state.keeper import StageHolders, StateKeeper
 from agora.swarm.placement import Placement
 from agora.threads import run_in_thread

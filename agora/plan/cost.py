@@ -83,7 +83,7 @@ class RunCost:
         self.tokens = tokens
         self.in_flight = in_flight
         self.activations = activations
-        self._flops = list(accumulate(map(self._stage_flops, self.stages), initial=0.0))
+        self._flops = list(accumulate(map(self._stage_flops, range(len(self.stages))), initial=0.0))
 
     @property
     def stage_count(self) -> int:
@@ -98,7 +98,7 @@ class RunCost:
     def work(self) -> tuple[float, ...]:
         """Returns the operations of one microbatch in each stage, as a multiple of their mean."""
         mean = self._flops[-1] / self.stage_count
-        return tuple(self._stage_flops(stage) / mean for stage in self.stages)
+        return tuple(self._stage_flops(stage) / mean for stage in range(self.stage_count))
 
     def upload_bytes(self, span: Span) -> float:
         """Returns the bytes that a holder of `span` sends for each microbatch: a boundary on, a gradient back."""
@@ -109,12 +109,15 @@ class RunCost:
         return self._crossing(span, self.backward_bytes, self.forward_bytes)
 
     def memory(self, span: Span, *, in_host: bool = False) -> MemoryNeed:
-        """Returns the bytes that training `span` takes; in_host: optimizer state lies in host memory."""
+        """Returns the bytes that training `span` takes; in_host: optimizer state lies in host memory.
+
+        A span that ends with the model goes backward right after its forward, so it has one graph at a time.
+        """
         held = [self.stages[stage] for stage in span.stages]
         optimizer = sum(stage.optimizer_bytes for stage in held)
         kept = sum(stage.kept_bytes for stage in held)
         peak = max(stage.peak_bytes for stage in held)
-        graphs = self.in_flight * kept if self.activations == "keep" else kept
+        graphs = self.in_flight * kept if self.activations == "keep" and span.last < self.stage_count - 1 else kept
         boundaries = self.in_flight * (self.forward_bytes + self.backward_bytes)
         device = sum(stage.frozen_bytes + stage.trained_bytes for stage in held) + graphs + peak + boundaries
         return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
@@ -134,9 +137,14 @@ class RunCost:
         limit = max(seconds, key=lambda name: seconds[name])
         return Rate(1.0 / seconds[limit], limit)
 
-    def _stage_flops(self, stage: StageCost) -> float:
-        """Returns the operations of one microbatch in one stage, with the repeated forward where it is repeated."""
-        return stage.forward_flops * (2 if self.activations == "recompute" else 1) + stage.backward_flops
+    def _stage_flops(self, number: int) -> float:
+        """Returns the operations of one microbatch in one stage, with the repeated forward where it is repeated.
+
+        The last stage goes backward right after its forward and repeats nothing.
+        """
+        stage = self.stages[number]
+        repeats = self.activations == "recompute" and number < self.stage_count - 1
+        return stage.forward_flops * (2 if repeats else 1) + stage.backward_flops
 
     def _crossing(self, span: Span, at_end: float, at_start: float) -> float:
         """Returns the bytes for each microbatch in one direction, at the two ends that are not ends of the model."""

@@ -133,12 +133,8 @@ def test_shapes_are_known_without_files_and_hidden_matrices_are_those_inside_lay
     assert hidden == inside and len(hidden) >= 12
 
 
-def test_memory_counts_weights_gradients_and_logits(tmp_path: Path) -> None:
+def test_a_machine_without_the_memory_of_a_span_is_told(tmp_path: Path) -> None:
     manifest = manifest_of(save(make_model("llama"), tmp_path / "base"))
-    family, tokens = family_of(manifest.model), 1_000_000
-    for layers, logits in ((range(1), 0), (range(1, 3), 8 * tokens * 263)):
-        weights = 8 * family.parameter_count(layers)
-        assert family.memory_bytes(layers, tokens) == weights + 64 * 32 * tokens + logits
     with pytest.raises(MemoryError_, match="hold fewer stages"):
         doctor.check_memory(manifest, Span(0, 1), 2**20, 0.0)
 

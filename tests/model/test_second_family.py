@@ -102,8 +102,8 @@ class LinearFamily(Family):
     def make_stage(self, layers: range) -> Stage:
         return LinearStage(self._model, layers)
 
-    def memory_bytes(self, layers: range, tokens: int) -> int:
-        return 2**30 * len(layers)
+    def memory_bytes(self, manifest: Manifest, span: Span) -> float:
+        return 2.0**30 * len(manifest.layers_in(span))
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
         return [

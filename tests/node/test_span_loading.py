@@ -12,8 +12,9 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.node.local_peer import MOST_SEATS_BYTES, seats_of, usual_in_flight
+from agora.node.local_peer import MOST_SEATS_BYTES, seats_of
 from agora.node.span_loading import MOST_LOADS, load_until_it_stands
+from agora.plan.cost_of_run import usual_in_flight
 
 
 class Loads:

@@ -1,0 +1,221 @@
+"""Computes what each stage of a run costs from its manifest: operations, memory, bytes between peers. Pure.
+
+Sources: operations of a decoder, arXiv 2005.14165 appendix D and 2205.05198; NF4's bytes, arXiv 2305.14314 section 3.
+Knows: manifests, formulas. Must not know: torch, transformers, machines, which peer holds what.
+
+| what                    | operations for each token and parameter of a matrix                                   |
+|-------------------------|---------------------------------------------------------------------------------------|
+| forward                 | 2                                                                                     |
+| backward, trained       | 4: the gradients of its input and of itself                                           |
+| backward, frozen        | 2: the gradient of its input                                                          |
+| attention, each token   | 4 x context x heads' width, halved where fused causal attention leaves out later tokens |
+
+A gradient through attention costs twice the forward. Steps of the optimizer and averaging are not counted: they come
+once in many microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Final
+
+from agora_protocol.codec_names import parse_codec
+from agora_protocol.ids import Span
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.manifest import ALL_STEPS, Manifest
+
+from agora.plan.cost import Activations, RunCost, StageCost
+from agora.plan.decoder_sizes import DecoderSizes, decoder_sizes
+from agora.plan.graph_bytes import (
+    FLOAT,
+    HALF,
+    MicrobatchSize,
+    head_graph_bytes,
+    layer_graph_bytes,
+    layer_peak_bytes,
+    loss_peak_bytes,
+)
+
+LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
+NF4_BLOCK, NF4_BLOCKS_OF_SCALE, NF4_TABLE_BYTES = 64, 256, 4 * (16 + 256 + 1)
+"""Values that share a one-byte scale, scales that share a float32, and the tables of each matrix."""
+MUON_BATCH: Final = 1 << 24
+MUON_COPIES: Final = 5
+"""Elements that Muon orthogonalises at once, and how many copies of them that takes for a moment."""
+TOKEN_BYTES: Final = 4
+
+
+def run_cost(
+    manifest: Manifest, *, in_bf16: bool = False, activations: Activations = "recompute", in_flight: int | None = None
+) -> RunCost:
+    """Returns the costs of a run's stages.
+
+    in_bf16: products are in bf16, as on a GPU; else in float32, as on a CPU. activations: what daemons do where the
+    manifest says auto. in_flight: None means the usual number. Raises TypeError for a family without a formula.
+    """
+    sizes, setting = decoder_sizes(manifest.model), manifest.schedule.activations
+    codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
+    return RunCost(
+        [stage_cost(manifest, sizes, stage, in_bf16=in_bf16) for stage in range(manifest.stage_count)],
+        forward_bytes=codec.bytes_of(shape, "forward") + TOKEN_BYTES * math.prod(manifest.tokens_shape()),
+        backward_bytes=codec.bytes_of(shape, "backward"),
+        tokens=manifest.tokens_per_microbatch,
+        in_flight=usual_in_flight(manifest) if in_flight is None else in_flight,
+        activations=activations if setting == "auto" else setting,
+    )
+
+
+def least_bytes(manifest: Manifest, span: Span) -> float:
+    """Returns the least bytes of memory that training `span` takes: one microbatch at a time, all on the device."""
+    return run_cost(manifest, in_flight=1).memory(span).device
+
+
+def usual_in_flight(manifest: Manifest) -> int:
+    """Returns how many microbatches between forward and backward have their graphs kept, where memory allows."""
+    return max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+
+
+def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:
+    """Returns what one stage costs. sizes: of the manifest's model; in_bf16: as for run_cost."""
+    layers = manifest.layers_of(stage)
+    batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
+    elements = _padded(trained_parameters(sizes, layers))
+    forward, backward = _flops(sizes, layers, batch)
+    kept = sum(layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers)
+    peak = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
+    if layers.stop == sizes.layers:
+        kept += head_graph_bytes(sizes, batch, in_bf16=in_bf16)
+        peak = max(peak, loss_peak_bytes(sizes, batch, in_bf16=in_bf16))
+    at_step = _muon_bytes(manifest, sizes, layers) - kept - FLOAT * elements  # when no microbatch is worked on
+    optimizer = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
+    return StageCost(
+        forward_flops=forward,
+        backward_flops=backward,
+        frozen_bytes=frozen_bytes(sizes, layers, manifest.model.context),
+        trained_bytes=FLOAT * elements * _copies_of_weights(manifest),
+        optimizer_bytes=optimizer,
+        kept_bytes=kept,
+        peak_bytes=max(peak, at_step),
+        state_bytes=FLOAT * elements + optimizer,
+    )
+
+
+def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
+    """Returns how many parameters the stage of `layers` trains."""
+    if sizes.frozen_as is not None:
+        adapted = [linear for linear in sizes.linears if sizes.has_lora(linear)]
+        return len(layers) * sizes.lora_rank * sum(linear.inputs + linear.outputs for linear in adapted)
+    return sum(_matrix_parameters(sizes, layers)) + _vector_parameters(sizes, layers)
+
+
+def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
+    """Returns the bytes of the weights and fixed tensors of `layers` that never change, as they are kept."""
+    if sizes.frozen_as is None:
+        return _fixed_tensor_bytes(sizes, context)
+    matrices = [linear.inputs * linear.outputs for linear in sizes.linears]
+    value = FLOAT if sizes.frozen_as == "float32" else HALF
+    of_matrix = _nf4_bytes if sizes.frozen_as == "nf4" else lambda count: value * count
+    _, ends = _matrix_parameters(sizes, layers)
+    return sum(map(of_matrix, matrices)) * len(layers) + value * ends + FLOAT * _vector_parameters(sizes, layers)
+
+
+def _nf4_bytes(count: int) -> int:
+    """Returns the bytes of a matrix of `count` values in NF4 with double quantisation: about 0.516 for each."""
+    scales = -(-count // NF4_BLOCK)
+    return -(-count // 2) + scales + FLOAT * -(-scales // NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
+
+
+def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
+    """Returns the parameters of the matrices inside `layers`, and of embeddings and head where the stage has them."""
+    inside = sum(
+        linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for layer in layers for linear in sizes.linears
+    )
+    embedding = sizes.vocabulary * sizes.stream + sizes.positions * sizes.width if layers.start == 0 else 0
+    return inside, embedding + (sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0)
+
+
+def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
+    """Returns the parameters of the norms and biases of `layers`, the final norm with the last."""
+    norm = sizes.norm_vectors * sizes.width
+    of_layer = sizes.norms * norm + sum(linear.outputs for linear in sizes.linears if linear.has_bias)
+    of_layer += 2 * sizes.head_width if sizes.head_norms else 0
+    return len(layers) * of_layer + (norm if layers.stop == sizes.layers else 0)
+
+
+def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
+    """Returns the bytes of the basis, of the fixed embedding's signs and of the rotary table of a subspace stage."""
+    if not sizes.fixed_vocabulary:
+        return 0.0
+    basis = FLOAT * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
+    return basis + sizes.fixed_vocabulary * -(-sizes.width // 8) + FLOAT * context * sizes.head_width
+
+
+def _flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
+    """Returns the operations of a stage's forward and backward of one microbatch."""
+    inside, _ = _matrix_parameters(sizes, layers)
+    head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
+    halved = 0 if sizes.attends_to_all or batch.has_segments else len(set(layers) - sizes.masked_layers)
+    attention = 4.0 * batch.context * sizes.query_width * (len(layers) - halved / 2)
+    fixed = 2.0 * _basis_products(sizes, layers) * sizes.width * sizes.stream
+    matrices = 2.0 * (inside + head)
+    if sizes.frozen_as is None:
+        forward, backward = matrices + attention + fixed, 2 * (matrices + attention) + fixed
+    else:
+        lora = 2.0 * trained_parameters(sizes, layers)
+        forward, backward = matrices + attention + lora, matrices + 2 * attention + 2 * lora
+    return batch.tokens * forward, batch.tokens * backward
+
+
+def _basis_products(sizes: DecoderSizes, layers: range) -> int:
+    """Returns how often a stage multiplies coordinates by the basis: before each sublayer, in the last layer once."""
+    if sizes.stream == sizes.width:
+        return 0
+    return sum(1 if sizes.is_last(layer) else 2 for layer in layers)
+
+
+def _copies_of_weights(manifest: Manifest) -> int:
+    """Returns how many values lie on the device for each trained one: weights, gradient sum, a microbatch's gradient.
+
+    Where graphs may be kept while steps are taken, there is also a second version of the weights.
+    """
+    schedule = manifest.schedule
+    return 4 if schedule.activations == "keep" and schedule.kind == "asynchronous" else 3
+
+
+def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:
+    """Returns how many values the moments of a stage have: mean, square, moving average, and anchor and velocity.
+
+    Muon keeps no square of the matrices inside layers.
+    """
+    section = manifest.optimizer
+    square = elements
+    if section.name == "muon":
+        inside = trained_parameters(sizes, layers)
+        if sizes.frozen_as is None:
+            inside, _ = _matrix_parameters(sizes, layers)
+        square = _padded(max(elements - inside, 0))
+    average = elements if section.average_decay else 0
+    outer = 0 if manifest.exact_steps == ALL_STEPS else 2 * elements
+    return elements + square + average + outer
+
+
+def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float:
+    """Returns the bytes that a step of Muon takes for a moment: copies of matrices of one shape. 0 without Muon.
+
+    The other optimizers change weights in place.
+    """
+    if manifest.optimizer.name != "muon" or sizes.frozen_as is not None:
+        return 0.0
+    of_shape: dict[tuple[int, ...], int] = defaultdict(int)
+    for layer in layers:
+        for linear in sizes.linears:
+            outputs = linear.outputs_in(is_last=sizes.is_last(layer))
+            of_shape[tuple(sorted((linear.inputs, outputs)))] += linear.inputs * outputs
+    together = max(min(count, max(MUON_BATCH, math.prod(shape))) for shape, count in of_shape.items())
+    return float(FLOAT * MUON_COPIES * together)
+
+
+def _padded(count: int) -> int:
+    """Returns a number of elements rounded up to whole blocks, as a stage's flat arrays have them."""
+    return -(-count // SLICE_BLOCK) * SLICE_BLOCK
