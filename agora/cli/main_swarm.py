@@ -18,6 +18,10 @@ JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on s
 PRESET = Annotated[
     str | None, typer.Option(help="The model: tiny, small, 150m, 1b or 8b. Default tiny.", show_default=False)
 ]
+START = Annotated[
+    str | None, typer.Option(help="What to start from; see the list below. Default tiny.", show_default=False)
+]
+DATA = Annotated[Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")]
 COLUMNS = Annotated[
     str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
 ]
@@ -58,13 +62,9 @@ MERGED_MODEL = Annotated[
 @app.command()
 def new(
     path: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
-    preset: Annotated[
-        str | None, typer.Option(help="What to start from; see the list below. Default tiny.", show_default=False)
-    ] = None,
+    preset: START = None,
     base_model: BEGINNING = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")
-    ] = None,
+    data: DATA = None,
     objective: OBJECTIVE = None,
     columns: COLUMNS = None,
     train: TRAIN = None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from agora_protocol.base_config import parse_config
@@ -43,7 +43,7 @@ from agora.model.lora_merge import LoraProduct, ReadTrained, merged_tensor
 from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
-END_IDS = "eos_token_id"
+END_IDS: Final = "eos_token_id"
 
 
 class HfFamily(Family):
