@@ -25,7 +25,9 @@ ASKED: Final = 2
 """So many of them are asked at a read."""
 HOLDERS_S: Final = 300.0
 """Seconds after which a key's nodes are looked up again."""
-MAX_KEYS: Final = 1024
+KEYS_AT_ONCE: Final = 16
+"""Keys whose nodes are looked up in one search."""
+MAX_KEYS: Final = 4096
 """Keys whose nodes are remembered, at most."""
 
 
@@ -111,14 +113,15 @@ class KeyHolders:
             known = self._holders.get(key)
             if known is None or known.found_at < oldest or len(known.nodes) <= HOLDERS // 2:
                 unknown.append(key)
-        if not unknown:
-            return
-        beside = {DHTID(int(key) ^ 1): key for key in unknown}
-        nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=HOLDERS)
-        # Spread over time, so that keys found together are not all looked up together again.
-        for neighbour, key in beside.items():
-            self._holders[key] = _Holders(dict(nearest[neighbour]), loop_time() - self._rng.uniform(0, HOLDERS_S / 2))
-            self._holders.move_to_end(key)
+        # Some at a time: what was found stays found if whoever waits for the rest has no more time.
+        for first in range(0, len(unknown), KEYS_AT_ONCE):
+            beside = {DHTID(int(key) ^ 1): key for key in unknown[first : first + KEYS_AT_ONCE]}
+            nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=HOLDERS)
+            for neighbour, key in beside.items():
+                # Spread over time, so that keys found together are not all looked up together again.
+                found_at = loop_time() - self._rng.uniform(0, HOLDERS_S / 2)
+                self._holders[key] = _Holders(dict(nearest[neighbour]), found_at)
+                self._holders.move_to_end(key)
         while len(self._holders) > MAX_KEYS:
             self._holders.popitem(last=False)
 

@@ -231,5 +231,6 @@ def changes(former: View, view: View) -> list[events.Event]:
         claimed = (seen.span, seen.state, seen.incarnation, seen.addresses)
         if known is None or (known.span, known.state, known.incarnation, known.addresses) != claimed:
             changed.append(events.PeerSeen(peer, seen.span.first, seen.span.last, seen.state))
-    changed += [events.PeerGone(peer, "its claim ended") for peer in former.peers.keys() - view.peers.keys()]
+    reason = "its claim ended, or it is in no shard that is read now" if view.samples else "its claim ended"
+    changed += [events.PeerGone(peer, reason) for peer in former.peers.keys() - view.peers.keys()]
     return changed

@@ -132,6 +132,7 @@ def test_it_knows_its_replicas_many_of_the_next_stage_some_of_each_other_and_how
             assert view.replica_count(stage) == pytest.approx(per_stage, rel=tolerance), stage
         gone = Counter(event.peer for event in events if isinstance(event, PeerGone))
         assert max(gone.values(), default=0) <= 1, "nobody is lost because it was read late"
+        assert all("no shard" in event.reason for event in events if isinstance(event, PeerGone))
         assert gone.keys().isdisjoint(seen.peer for seen in view.replicas(3))
 
     run(work())
