@@ -78,26 +78,28 @@ def status(
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.do},
         "stages": stages,
-        "peers": [
-            {
-                "peer": seen.peer,
-                "name": peer_name(seen.peer),
-                "span": [seen.span.first, seen.span.last],
-                "state": "training" if seen.state == "serving" else seen.state,
-                "step": seen.step_of(seen.span.first),
-                "tokens_per_second": round(seen.tokens_per_second, 1),
-                "path": (paths or {}).get(seen.peer, "direct"),
-                "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
-                "note": seen.note,
-                "waits_for": seen.waits_for,
-                "capacity": round(seen.capacity, 3),
-            }
-            for seen in known
-        ],
+        "peers": [_peer_status(seen, (paths or {}).get(seen.peer, "direct"), now_unix) for seen in known],
         "objective": run.objective,
         "unix": round(now_unix, 3),
         "tuning": _mean_metrics(view, run.objective),
         "samples": asdict(samples) if samples is not None else None,
+    }
+
+
+def _peer_status(seen: PeerView, path: str, now_unix: float) -> dict[str, Any]:
+    """Returns a peer's row of the status. path: how the asked peer reaches it."""
+    return {
+        "peer": seen.peer,
+        "name": peer_name(seen.peer),
+        "span": [seen.span.first, seen.span.last],
+        "state": "training" if seen.state == "serving" else seen.state,
+        "step": seen.step_of(seen.span.first),
+        "tokens_per_second": round(seen.tokens_per_second, 1),
+        "path": path,
+        "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
+        "note": seen.note,
+        "waits_for": seen.waits_for,
+        "capacity": round(seen.capacity, 3),
     }
 
 

@@ -46,12 +46,15 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One swarm and model: the rates of ours and of the other rules, as parts of the compute bound."""
+    """One swarm and model: the rates of ours and of the other rules, as parts of the compute bound.
+
+    spans: how many different ones our plan has.
+    """
 
     swarm: str
     model: str
     tokens_per_s: float
-    groups: int
+    spans: int
     ours: float
     theirs: Mapping[str, float]
 
@@ -95,9 +98,9 @@ def compare(swarm: str, model: str) -> Comparison:
     cost, machines = tuning_cost(model), machines_of(swarm, model)
     bound = compute_bound(cost, machines)
     plan = make_plan(cost, machines, random.Random(0))
-    groups = len({found.span for found in plan.assignments if found.span is not None})
+    spans = len({found.span for found in plan.assignments if found.span is not None})
     theirs = {rule: rate / bound for rule, rate in baseline_rates(cost, machines).items()}
-    return Comparison(swarm, model, plan.rate * cost.tokens, groups, plan.rate / bound, theirs)
+    return Comparison(swarm, model, plan.rate * cost.tokens, spans, plan.rate / bound, theirs)
 
 
 def standing(found: Comparison) -> str:
@@ -115,7 +118,7 @@ def _row(found: Comparison) -> dict[str, Cell]:
         "machines": found.swarm,
         "model": found.model,
         "tokens_per_s": found.tokens_per_s,
-        "groups": found.groups,
+        "spans": found.spans,
         "ours": found.ours,
         **{rule: found.theirs[rule] or "does not fit" for rule in RULES},
         "ours first": standing(found),
@@ -159,7 +162,8 @@ def _notes(amount: Amount, feasible: int, worst_of_bound: float, compared: Seque
         f"Brute force: {amount.cases} random swarms of 2 to 6 machines and 4 to 10 stages; {feasible} of them can hold "
         "their model; every grouping in every order, every cut. share_of_bound_32: the mean over "
         f"{amount.swarms} random swarms on 0.2-1 Gbit/s; the worst has {worst_of_bound:.4f}.",
-        "ours and the columns after it: the rate as a part of the compute bound (all machines always computing), by "
+        "spans: different ones of ours. ours and the columns after it: "
+        "the rate as a part of the compute bound (all machines always computing), by "
         "one cost model: nothing was trained. A ratio divides the means of these columns; what does not fit counts as "
         f"0 ({', '.join(f'{rule} {count}' for rule, count in unfit.items())} of {len(compared)} rows).",
         "QLoRA of rank 16, one layer a stage, sequences of 1,024 tokens, forward repeated, boundaries int4. Speeds: "

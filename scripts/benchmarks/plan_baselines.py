@@ -134,13 +134,23 @@ def _speed(group: Sequence[Machine]) -> float:
 
 
 def _windows(cost: RunCost, machine: Machine) -> list[Span]:
-    """Returns the spans of the greatest length that fit the machine."""
-    for length in range(cost.stage_count, 0, -1):
-        spans = [Span(first, first + length - 1) for first in range(cost.stage_count - length + 1)]
-        fitting = [span for span in spans if cost.rate(machine, span).microbatches > 0]
-        if fitting:
-            return fitting
-    return []
+    """Returns the spans of the greatest length that fit the machine, and the longest that hold an end of the model.
+
+    The ends hold embedding and head; Petals leaves these to its clients, so that there all windows have one length.
+    """
+    last = cost.stage_count - 1
+    fitting = [
+        [
+            span
+            for first in range(last - length + 2)
+            if _rate(cost, machine, span := Span(first, first + length - 1)) > 0
+        ]
+        for length in range(last + 1, 0, -1)
+    ]
+    longest = next((spans for spans in fitting if spans), [])
+    at_first = [span for spans in fitting for span in spans if span.first == 0]
+    at_last = [span for spans in fitting for span in spans if span.last == last]
+    return list(dict.fromkeys([*longest, *at_first[:1], *at_last[:1]]))
 
 
 def _rate(cost: RunCost, machine: Machine, span: Span | None) -> float:

@@ -111,7 +111,7 @@ def test_no_rule_passes_the_bound_and_ours_is_first_at_home() -> None:
     found = compare(HOME_SWARMS[0], "70B")
     assert set(found.theirs) == set(baseline_rates(even_run(), [Machine("one", 1.0, 9.0)]))
     assert max(found.ours, *found.theirs.values()) <= 1 + 1e-9
-    assert standing(found) == "yes" and found.groups > 1
+    assert standing(found) == "yes" and found.spans > 1
 
 
 def test_a_row_says_who_is_faster_than_ours_and_why() -> None:
