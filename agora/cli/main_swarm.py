@@ -338,6 +338,32 @@ def simulate(
     raise typer.Exit(simulate_command.run(scenario, seed=seed, plots=plots, as_json=as_json))
 
 
+@app.command()
+def plan(
+    run: console.RUN,
+    peers: Annotated[Path, typer.Option(metavar="peers.toml", help="The machines: one [[machine]] table for each.")],
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also write the picture as SVG.")] = None,
+    add: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Say what one more of this kind adds; default: of each kind."),
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Show which machine should hold which stages, what speed to expect, and what holds it back.
+
+    Each table of peers.toml has a kind (h100, a100, a6000, t4 ...) or flops_tflops and memory_gb, and upload_mbps;
+    also name, count, download_mbps, host_memory_gb and latency_ms. Nothing is started or measured.
+
+    \b
+    Examples:
+      swarm plan run.toml --peers peers.toml
+      swarm plan run.toml --peers peers.toml --picture plan.svg --add a100
+    """
+    from agora.cli import plan_command
+
+    raise typer.Exit(plan_command.run(plan_command.PlanQuestion(run, peers, picture, add), as_json=as_json))
+
+
 def _find_base_model(named: Path | None) -> Path | None:
     """Returns the folder that --base-model names. A model of the Hub is fetched if this machine does not have it."""
     if named is None:

@@ -141,8 +141,8 @@ def _cells(cost: RunCost, row: PlanRow) -> list[str]:
 
 
 def _label(names: Sequence[str]) -> str:
-    """Returns the names of equal machines in short: the first, the last, and how many."""
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+    """Returns the names of equal machines; of more than two the first, the last, and how many."""
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
 def _fitted(label: str) -> str:

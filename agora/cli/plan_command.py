@@ -1,0 +1,204 @@
+"""`swarm plan`: which machine should hold which stages of a run, what speed comes of it, and what would help.
+
+Knows: the files of the command, how a plan is printed. Must not know: how one is found (agora.plan.search), torch.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.errors import DiskError, InputError, MemoryError_
+from agora_protocol.ids import Span
+from agora_protocol.manifest import Manifest
+
+from agora.cli import console
+from agora.cli.stage_sources import find_run
+from agora.node import paths, runs
+from agora.plan.advice import Gain, explain_bottleneck, gain_of_one_more
+from agora.plan.cost import RunCost
+from agora.plan.cost_of_run import run_cost
+from agora.plan.drawing import picture_lines, picture_svg, table_lines
+from agora.plan.machine import Machine
+from agora.plan.peers_file import PeersFile, read_peers
+from agora.plan.plan import Assignment, Plan
+from agora.plan.search import make_plan
+
+SEED: Final = 0
+"""Of the search: the same file gives the same plan."""
+MOST_KINDS: Final = 12
+"""For so many kinds at most the command says what one more machine would bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """What the command was asked. picture: the SVG file to write. added: the one kind of machine to try once more."""
+
+    run: str
+    peers: Path
+    picture: Path | None = None
+    added: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run's name, its costs, the plan for it, and what one more machine of each kind would bring."""
+
+    name: str
+    cost: RunCost
+    plan: Plan
+    gains: tuple[Gain, ...]
+
+
+def run(question: PlanQuestion, *, as_json: bool) -> int:
+    """Prints the plan for the machines of a file, and returns the exit code.
+
+    Raises InputError for a wrong file, MemoryError_ when the machines cannot hold the model, and what find_manifest
+    raises.
+    """
+    peers = read_peers(_read(question.peers), str(question.peers))
+    manifest = find_manifest(question.run)
+    planned = plan_run(manifest, peers, question.added)
+    if question.picture is not None:
+        _write(question.picture, picture_svg(planned.cost, planned.plan, f"{planned.name}: {_speed(planned)}"))
+    if as_json:
+        console.print_json(plan_fields(planned))
+    else:
+        sign = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+        print("\n".join(plan_lines(planned, sign)))
+    return console.DONE
+
+
+def find_manifest(text: str) -> Manifest:
+    """Returns the manifest of a run: that of a file, signed or not, or one that this machine has joined.
+
+    Raises InputError or Failure for a run that this machine does not know, ManifestError or DiskError for its file.
+    """
+    reference = runs.resolve(text, paths.home_at())
+    return reference.draft if reference.draft is not None else find_run(text, ()).signed.manifest
+
+
+def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> PlannedRun:
+    """Returns the plan of a run for these machines. added: the only kind to try once more; None: each of the file's.
+
+    Where daemons choose between keeping graphs and repeating forwards, both are planned, and the faster plan is taken.
+    Raises InputError for a machine that can hold no stage, MemoryError_ when all cannot hold the model together.
+    """
+    costs = [run_cost(manifest, in_bf16=peers.in_bf16)]
+    if manifest.schedule.activations == "auto":
+        costs.append(run_cost(manifest, in_bf16=peers.in_bf16, activations="keep"))
+    check_fits(costs[0], peers.machines)
+    found, problems = list[tuple[RunCost, Plan]](), list[MemoryError_]()
+    for cost in costs:
+        try:
+            found.append((cost, make_plan(cost, peers.machines, random.Random(SEED))))
+        except MemoryError_ as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    cost, plan = max(found, key=lambda pair: pair[1].rate)
+    kinds = peers.kinds[:MOST_KINDS] if added is None else (peers.kind_named(added),)
+    gains = tuple(gain_of_one_more(cost, plan, kind, random.Random(SEED)) for kind in kinds)
+    return PlannedRun(manifest.name, cost, plan, gains)
+
+
+def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
+    """Raises InputError, which names the machine, for the first one that can hold no stage of the run."""
+    stages = [Span(stage, stage) for stage in range(cost.stage_count)]
+    needs = [cost.memory(stage, in_host=in_host) for stage in stages for in_host in (False, True)]
+    for machine in machines:
+        if not any(need.fits(machine) for need in needs):
+            least = min(need.device for need in needs) / 1e9
+            raise InputError(
+                f"machine {machine.name} has {machine.memory / 1e9:,.2f} GB for stages and the smallest stage needs "
+                f"{least:,.2f} GB; leave it out, or cut the model into more stages."
+            )
+
+
+def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
+    """Returns what the command prints for people. sign: of which bars are made."""
+    cost, plan = planned.cost, planned.plan
+    return [
+        f"{planned.name}: {_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
+        f"activations: {cost.activations}",
+        "",
+        *table_lines(cost, plan),
+        "",
+        *picture_lines(cost, plan, sign=sign),
+        "",
+        f"bottleneck: {explain_bottleneck(cost, plan)}",
+        *(f"one more {gain.machine.name}: {_gain(cost, gain)}" for gain in planned.gains),
+    ]
+
+
+def plan_fields(planned: PlannedRun) -> dict[str, Any]:
+    """Returns the command's JSON object."""
+    cost, plan = planned.cost, planned.plan
+    slowest = plan.bottleneck.stages
+    return {
+        "schema": 1,
+        "run": planned.name,
+        "stages": cost.stage_count,
+        "activations": cost.activations,
+        "microbatches_per_second": plan.rate,
+        "tokens_per_second": plan.rate * cost.tokens,
+        "bottleneck": {
+            "stages": [slowest.first, slowest.last],
+            "limit": plan.bottleneck.limit,
+            "why": explain_bottleneck(cost, plan),
+        },
+        "stage_tokens_per_second": [rate * cost.tokens for rate in plan.stage_rates],
+        "machines": [_machine_fields(cost, assignment) for assignment in plan.assignments],
+        "one_more": [
+            {"kind": gain.machine.name, "tokens_per_second": gain.rate_with * cost.tokens, "factor": gain.factor}
+            for gain in planned.gains
+        ],
+    }
+
+
+def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
+    """Returns what the JSON object says of one machine."""
+    span = assignment.span
+    return {
+        "name": assignment.machine.name,
+        "span": None if span is None else [span.first, span.last],
+        "share": assignment.share,
+        "tokens_per_second": assignment.rate.microbatches * cost.tokens,
+        "limit": None if span is None else assignment.rate.limit,
+        "optimizer_in_host": assignment.in_host,
+    }
+
+
+def _speed(planned: PlannedRun) -> str:
+    """Returns the plan's speed in words."""
+    return f"{planned.plan.rate * planned.cost.tokens:,.0f} tokens/s expected"
+
+
+def _gain(cost: RunCost, gain: Gain) -> str:
+    """Returns in words what one more machine brings."""
+    if gain.factor < 1.0005:
+        return "no faster, it would stand by"
+    return f"{gain.rate_with * cost.tokens:,.0f} tokens/s, {100 * (gain.factor - 1):.1f} % more"
+
+
+def _read(path: Path) -> str:
+    """Returns the text of the peers file. Raises InputError when there is none, DiskError when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise InputError(f"There is no file {path}; write your machines into it, see `swarm plan --help`.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is no text; is it a list of machines in TOML?") from None
+    except OSError as error:
+        raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes the picture. Raises DiskError when it cannot be written."""
+    try:
+        paths.replace_text(path, text)
+    except OSError as error:
+        raise DiskError(f"Cannot write {path} ({error.strerror}); choose another file for --picture.") from error

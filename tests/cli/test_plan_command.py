@@ -1,0 +1,117 @@
+"""`swarm plan` prints a table, a picture, the bottleneck and what one more machine adds; mistakes are one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from agora_protocol.errors import InputError, MemoryError_
+from agora_protocol.manifest import preset
+
+from agora.cli import console, plan_command
+from agora.cli.plan_command import PlanQuestion
+from agora.node import paths
+
+PEERS = """
+[[machine]]
+name = "box"
+flops_tflops = 10
+memory_gb = 8
+upload_mbps = 500
+count = 2
+[[machine]]
+name = "attic"
+flops_tflops = 1
+memory_gb = 4
+upload_mbps = 20
+download_mbps = 100
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The manifest file of an unsigned run of four stages."""
+    monkeypatch.setenv(paths.HOME_VARIABLE, str(tmp_path / "home"))
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "sockets"))
+    path = tmp_path / "run.toml"
+    path.write_text(preset("small").to_toml())
+    return str(path)
+
+
+def question(run: str, tmp_path: Path, text: str = PEERS, added: str | None = None) -> PlanQuestion:
+    """A question about the machines of `text`, with a picture."""
+    peers = tmp_path / "peers.toml"
+    peers.write_text(text)
+    return PlanQuestion(run, peers, tmp_path / "plan.svg", added)
+
+
+def test_people_get_a_table_a_picture_the_bottleneck_and_what_one_more_adds(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_command.run(question(run, tmp_path), as_json=False) == console.DONE
+    printed = capsys.readouterr().out
+    assert printed.startswith("small: ") and "tokens/s expected with 3 machines, 4 stages" in printed
+    assert "MACHINES" in printed and "slowest" in printed and "bottleneck: stage" in printed
+    assert "one more box: " in printed and "one more attic: " in printed
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg ")
+
+
+def test_machines_get_one_json_object(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_command.run(question(run, tmp_path, added="t4"), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["run"], found["stages"]) == (1, "small", 4)
+    assert [machine["name"] for machine in found["machines"]] == ["box-1", "box-2", "attic"]
+    held = {stage for m in found["machines"] if m["span"] for stage in range(m["span"][0], m["span"][1] + 1)}
+    assert held == {0, 1, 2, 3}
+    assert min(found["stage_tokens_per_second"]) == pytest.approx(found["tokens_per_second"])
+    assert found["bottleneck"]["limit"] in ("compute", "upload", "download") and found["bottleneck"]["why"]
+    assert [gain["kind"] for gain in found["one_more"]] == ["t4"] and found["one_more"][0]["factor"] >= 1
+
+
+def test_the_same_file_gives_the_same_plan(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_command.run(question(run, tmp_path), as_json=True)
+    first = capsys.readouterr().out
+    plan_command.run(question(run, tmp_path), as_json=True)
+    assert capsys.readouterr().out == first
+
+
+def test_a_faster_uplink_or_machine_never_makes_the_plan_slower(run: str, tmp_path: Path) -> None:
+    manifest = plan_command.find_manifest(run)
+    slow = plan_command.plan_run(manifest, plan_command.read_peers(PEERS, "slow")).plan.rate
+    fast = plan_command.plan_run(manifest, plan_command.read_peers(PEERS.replace("= 20", "= 200"), "fast")).plan.rate
+    assert fast >= slow > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (PEERS.replace("memory_gb = 4", "memory_gb = 0.05"), "machine attic has 0.05 GB for stages and the smallest"),
+        (PEERS.replace("upload_mbps = 20", "upload_mbps = 0"), "machine 2 has upload_mbps 0; give its upload"),
+        (PEERS.replace("flops_tflops", "flop_tflops"), r"no key 'flop_tflops'; did you mean 'flops_tflops'\?"),
+        ("", "there is no machine in it"),
+    ],
+)
+def test_what_is_wrong_with_the_file_is_one_sentence(run: str, tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence) as found:
+        plan_command.run(question(run, tmp_path, text), as_json=False)
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "plan.svg").exists()
+
+
+def test_a_missing_file_is_named(run: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"There is no file .*none\.toml; write your machines into it"):
+        plan_command.run(PlanQuestion(run, tmp_path / "none.toml"), as_json=False)
+
+
+def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_path: Path) -> None:
+    cost = plan_command.run_cost(plan_command.find_manifest(run), in_bf16=True)
+    largest = max(cost.memory(plan_command.Span(stage, stage)).device for stage in range(4))
+    text = f'[[machine]]\nname = "one"\nflops_tflops = 1\nmemory_gb = {1.2 * largest / 1e9}\nupload_mbps = 100\n'
+    with pytest.raises(MemoryError_):
+        plan_command.run(question(run, tmp_path, text), as_json=False)
+
+
+def test_an_unknown_run_is_a_sentence(tmp_path: Path, run: str) -> None:
+    with pytest.raises(InputError, match="no run that this machine has joined"):
+        plan_command.run(question("nobody-knows", tmp_path), as_json=False)
