@@ -44,11 +44,12 @@ def gradients_of(base: Path, microbatch: int = 0, **sections: Any) -> dict[int, 
     return asyncio.run(gradients(lora_manifest(base, "sft", **sections), base, microbatch))
 
 
-def test_dropout_is_the_same_in_a_forward_that_is_repeated_for_its_backward(base: Path) -> None:
-    dropped = {"model": {"lora_dropout": 0.5}}
+@pytest.mark.parametrize("frozen_as", ["float32", "bf16", "nf4"])
+def test_dropout_is_the_same_in_a_forward_that_is_repeated_for_its_backward(frozen_as: str, base: Path) -> None:
+    dropped = {"model": {"lora_dropout": 0.5, "frozen_as": frozen_as}}
     kept = gradients_of(base, **dropped, schedule={"activations": "keep"})
     repeated = gradients_of(base, **dropped, schedule={"activations": "recompute"})
-    none = gradients_of(base, schedule={"activations": "keep"})
+    none = gradients_of(base, model={"frozen_as": frozen_as}, schedule={"activations": "keep"})
     for stage, values in kept.items():
         np.testing.assert_array_equal(values, repeated[stage])
         assert np.abs(values - none[stage]).max() > 0.01 * np.abs(none[stage]).max(), "something was dropped"
