@@ -19,12 +19,12 @@ from agora.cli import console
 from agora.cli.stage_sources import find_run
 from agora.node import paths, runs
 from agora.plan.advice import Gain, explain_bottleneck, gain_of_one_more
+from agora.plan.assignment import Assignment, Plan
 from agora.plan.cost import RunCost
 from agora.plan.cost_of_run import run_cost
 from agora.plan.drawing import picture_lines, picture_svg, table_lines
 from agora.plan.machine import Machine
 from agora.plan.peers_file import PeersFile, read_peers
-from agora.plan.plan import Assignment, Plan
 from agora.plan.search import make_plan
 
 SEED: Final = 0
