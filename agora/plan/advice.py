@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from agora.plan.assignment import Plan
 from agora.plan.cost import Limit, RunCost
 from agora.plan.machine import Machine
-from agora.plan.plan import Plan
 from agora.plan.search import make_plan
 
 REMEDIES: Final[Mapping[Limit, str]] = {

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from agora_protocol.ids import Span
 
+from agora.plan.assignment import Assignment, Bottleneck, Plan
 from agora.plan.cost import Limit, Rate, RunCost
 from agora.plan.machine import Machine
-from agora.plan.plan import Assignment, Bottleneck, Plan
 
 IDLE = Rate(0.0, "memory")
 

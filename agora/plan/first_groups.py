@@ -12,9 +12,9 @@ import numpy as np
 from agora_protocol.ids import Span
 from numpy.typing import NDArray
 
+from agora.plan.assignment import Plan
 from agora.plan.coverage import Coverage
 from agora.plan.cuts import ALONE, IDLE_GROUP, Cuts, Groups, rates_in_groups
-from agora.plan.plan import Plan
 from agora.plan.span_rates import Rates
 
 Machines: TypeAlias = NDArray[np.bool_]

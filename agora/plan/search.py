@@ -19,6 +19,7 @@ import numpy as np
 from agora_protocol.errors import InputError, MemoryError_
 from agora_protocol.ids import Span
 
+from agora.plan.assignment import Plan
 from agora.plan.cost import RunCost
 from agora.plan.coverage import Coverage, fewest_holders
 from agora.plan.cuts import ALONE, IDLE_GROUP, best_cuts
@@ -26,7 +27,6 @@ from agora.plan.evaluation import plan_of_spans
 from agora.plan.first_groups import first_groups, groups_of_plan, split_groups
 from agora.plan.local_search import Grouping, disturb, improve, scatter, use_idle
 from agora.plan.machine import Machine
-from agora.plan.plan import Plan
 from agora.plan.span_rates import Rates, span_rates
 
 COUNTS_TRIED_ONE_BY_ONE: Final = 8

@@ -14,10 +14,10 @@ from benchmarks.plan_brute_force import brute_force_rate
 from benchmarks.plan_cases import random_machines, random_run
 
 from agora.plan.advice import explain_bottleneck, gain_of_one_more
+from agora.plan.assignment import Plan
 from agora.plan.cost import RunCost, StageCost
 from agora.plan.evaluation import integer_shares, plan_of_spans
 from agora.plan.machine import Machine
-from agora.plan.plan import Plan
 from agora.plan.search import compute_bound, make_plan
 
 SEEDS = range(14)
