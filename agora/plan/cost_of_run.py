@@ -81,7 +81,7 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     layers = manifest.layers_of(stage)
     batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
     elements = _padded(trained_parameters(sizes, layers))
-    forward, backward = _flops(sizes, layers, batch)
+    forward, backward = microbatch_flops(sizes, layers, batch)
     kept = sum(layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers)
     peak = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
     if layers.stop == sizes.layers:
@@ -152,7 +152,7 @@ def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
     return basis + sizes.fixed_vocabulary * -(-sizes.width // 8) + FLOAT * context * sizes.head_width
 
 
-def _flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
+def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
     """Returns the operations of a stage's forward and backward of one microbatch."""
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0

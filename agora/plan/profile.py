@@ -1,0 +1,196 @@
+"""Measures how fast this machine computes a run's own layers, and remembers it for the next start.
+
+One layer of the run, with random weights, computes its forward and its backward at a few numbers of rows; a line
+through the times gives what a microbatch costs at any size. Knows: torch, stages, the clock, one file. Must not know:
+peers, daemons, which stages are held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from agora_protocol.manifest import Manifest
+from torch import Tensor
+
+from agora.model import Stage, family_of
+from agora.model.hf_stage import HfStage
+from agora.plan.cost_of_run import microbatch_flops
+from agora.plan.decoder_sizes import decoder_sizes
+from agora.plan.graph_bytes import MicrobatchSize
+from agora.train.device import has_native_bf16
+
+VERSION: Final = 1
+ROWS: Final = (1, 2, 4)
+"""Numbers of rows that are timed, as far as a microbatch has them and the time allows."""
+REPEATS: Final = 5
+BUDGET_S: Final = 1.0
+USUAL_FLOPS: Final = 2e10
+"""Operations per second of a usual processor, for the decision whether to measure at all."""
+MAX_FILE_BYTES: Final = 4096
+MOST_FLOPS: Final = 1e17
+"""No accelerator does more; a file that says so is not believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How fast a machine computes a run's layers.
+
+    flops: operations per second at the run's own microbatch. fixed_s, row_s: a layer's forward and backward of b rows
+    take fixed_s + b * row_s seconds.
+    """
+
+    flops: float
+    fixed_s: float
+    row_s: float
+
+
+def find_profile(folder: Path, manifest: Manifest, device: torch.device, budget_s: float = BUDGET_S) -> Profile | None:
+    """Returns the profile that an earlier start has written to `folder`, or measures one and writes it there.
+
+    None where a single row would take longer than `budget_s` even on a fast machine: a start must not wait for that,
+    and what the first microbatches take tells more. A folder that cannot be written only means to measure again.
+    """
+    key = profile_key(manifest, device)
+    path = folder / f"profile-{key[:16]}.json"
+    known = read_profile(path, key)
+    if known is not None or not is_quick(manifest, budget_s):
+        return known
+    profile = measure_profile(manifest, device, budget_s)
+    with contextlib.suppress(OSError):
+        write_profile(path, key, profile)
+    return profile
+
+
+def is_quick(manifest: Manifest, budget_s: float) -> bool:
+    """Returns whether a usual machine computes one row through one layer twice within `budget_s`."""
+    layer = manifest.model.layers // 2
+    row = MicrobatchSize(1, manifest.model.context, manifest.has_marks)
+    return (
+        2 * sum(microbatch_flops(decoder_sizes(manifest.model), range(layer, layer + 1), row)) <= USUAL_FLOPS * budget_s
+    )
+
+
+def profile_key(manifest: Manifest, device: torch.device) -> str:
+    """Returns a digest of what a profile depends on: hardware, threads, versions, the run's model and microbatch."""
+    on_gpu = device.type == "cuda"
+    hardware = torch.cuda.get_device_name(device) if on_gpu else f"{platform.processor()} {os.cpu_count()}"
+    parts = [hardware, platform.machine(), torch.__version__, torch.get_num_threads(), VERSION]
+    parts += [manifest.model.model_dump_json(), manifest.schedule.microbatch, manifest.has_marks]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def read_profile(path: Path, key: str) -> Profile | None:
+    """Returns the profile that `path` has for `key`; None without one, and for a file that is malformed."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return None
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.pop("key", None) != key:
+            return None
+        profile = Profile(**values)
+        numbers = [float(profile.flops), float(profile.fixed_s), float(profile.row_s)]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    is_sound = all(map(math.isfinite, numbers)) and 0 < numbers[0] <= MOST_FLOPS and min(numbers[1:]) >= 0
+    return Profile(*numbers) if is_sound else None
+
+
+def write_profile(path: Path, key: str, profile: Profile) -> None:
+    """Writes the profile over an old one, at once. Raises OSError."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps({"key": key, **asdict(profile)}), encoding="utf-8")
+    temporary.replace(path)
+
+
+def measure_profile(
+    manifest: Manifest, device: torch.device, budget_s: float, clock: Callable[[], float] = time.perf_counter
+) -> Profile:
+    """Returns the profile of this machine: of one layer in the middle of the model, without embedding and head.
+
+    Ends after about `budget_s`, but times one row at least. Raises TypeError for a family without formulas.
+    """
+    layer = manifest.model.layers // 2
+    stage = _filled_stage(manifest, range(layer, layer + 1)).to(device)
+    most, context = manifest.schedule.microbatch, manifest.model.context
+    deadline, times = clock() + budget_s, list[tuple[int, float]]()
+    for rows in [rows for rows in ROWS if rows <= most]:
+        if times and clock() + 2 * (REPEATS + 1) * times[-1][1] > deadline:
+            break
+        times.append((rows, _seconds(stage, manifest, device, rows, deadline, clock)))
+    fixed_s, row_s = fit_line(times)
+    batch = MicrobatchSize(most, context, manifest.has_marks)
+    work = sum(microbatch_flops(decoder_sizes(manifest.model), stage.layer_range, batch))
+    return Profile(work / (fixed_s + most * row_s), fixed_s, row_s)
+
+
+def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Returns (a, b) of the line a + b * rows with the least squared errors, neither below 0.
+
+    times: (rows, seconds), one at least. Where the line would begin below 0, and from one time alone, a is 0.
+    """
+    through_zero = sum(rows * seconds for rows, seconds in times) / sum(rows**2 for rows, _ in times)
+    if len(times) < 2:
+        return 0.0, through_zero
+    slope, intercept = statistics.linear_regression([rows for rows, _ in times], [seconds for _, seconds in times])
+    if intercept < 0:
+        return 0.0, through_zero
+    return (intercept, slope) if slope > 0 else (0.0, through_zero)
+
+
+def _filled_stage(manifest: Manifest, layers: range) -> Stage:
+    """Returns the stage of `layers` with small random values, which take as long as real ones; no file is read."""
+    with torch.device("meta"):
+        stage = family_of(manifest.model).make_stage(layers)
+    stage.allocate()
+    stage.fill_buffers(manifest.seed)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        if isinstance(stage, HfStage):
+            for name, shape in stage.file_shapes().items():
+                stage.load(name, torch.randn(shape, generator=generator) * 0.02)
+        for _, parameter in stage.trained_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return stage
+
+
+def _seconds(
+    stage: Stage, manifest: Manifest, device: torch.device, rows: int, deadline: float, clock: Callable[[], float]
+) -> float:
+    """Returns the median seconds of a forward and backward of `rows` rows, after one that warms up."""
+    tokens = torch.zeros(rows, manifest.model.context, dtype=torch.int64, device=device)
+    entry = tokens
+    if not stage.is_first:
+        entry = torch.randn(rows, manifest.model.context, manifest.model.boundary_width, device=device)
+        entry.requires_grad_()
+    times: list[float] = []
+    for turn in range(REPEATS + 1):
+        started = clock()
+        _forward_and_backward(stage, entry, tokens, device)
+        if turn:
+            times.append(clock() - started)
+        if times and clock() > deadline:
+            break
+    return statistics.median(times)
+
+
+def _forward_and_backward(stage: Stage, entry: Tensor, tokens: Tensor, device: torch.device) -> None:
+    """Computes a stage's output and all its gradients once, and waits for the device."""
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_native_bf16(device)):
+        output = stage(entry, tokens)
+    inputs: list[Tensor] = [parameter for _, parameter in stage.trained_parameters()]
+    inputs += [entry] if entry.requires_grad else []
+    torch.autograd.grad([output], inputs, [torch.ones_like(output)])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
