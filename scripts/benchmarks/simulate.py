@@ -23,7 +23,7 @@ from benchmarks.report import Cell, Ratio, Report
 from benchmarks.simulate_real import CASES, observe_case, simulate
 
 HOME_LINK = "200Mbit,50ms"
-PER_STAGE_IN_FLIGHT = 5
+PER_STAGE_IN_FLIGHT = 4
 """Microbatches that an origin keeps in flight for each stage, where schedule.max_in_flight of the manifest sets it."""
 
 
