@@ -325,7 +325,7 @@ def simulate(
 ) -> None:
     """Run the daemon's own decisions on thousands of simulated machines.
 
-    Routing, the opening of microbatches, placement and rebalancing are the functions that `agora-node` runs; machines,
+    Routing, the opening of microbatches and placement are the functions that `agora-node` runs; machines,
     links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
 
     \b

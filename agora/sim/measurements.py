@@ -56,7 +56,6 @@ class Measurements:
     kills: int = 0
     leaves: int = 0
     hangs: int = 0
-    seconds_in_swarm: float = 0.0
     empty_s: dict[int, float] = field(default_factory=dict)
     longest_empty_s: float = 0.0
     samples: list[Sample] = field(default_factory=list)

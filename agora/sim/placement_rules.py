@@ -1,6 +1,6 @@
 """Where simulated machines hold stages: the product's own placement.
 
-Knows: which functions decide. Must not know: time, what follows.
+Knows: which functions decide. Must not know: time, what follows. No daemon moves by itself yet, so no machine does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from agora.swarm.view import View
 
 
 class ProductPlacement:
-    """The daemon's own choice."""
+    """The daemon's own choice of a span when it joins."""
 
     def __init__(self, model: SimulatedModel, rebalancing: bool, rng: random.Random) -> None:
+        """rebalancing: whether machines may move; without a rule of the product's by which they would, none does."""
         self._stages = model.stages
         self._rng = rng
 
@@ -27,9 +28,9 @@ class ProductPlacement:
         return choose_placement(view, self._stages, max(peer.equipment.longest), self._rng).span
 
     def judge(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns None."""
+        """Returns None: it stays."""
         return None
 
     def next_look_s(self) -> float | None:
-        """Returns None."""
+        """Returns None: machines do not look at their place again."""
         return None

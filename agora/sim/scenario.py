@@ -49,8 +49,7 @@ class SimulatedModel:
     """The run. work: of each stage, as a multiple of what a machine of speed 1 does in a second.
 
     forward_share: the forward's part of the work. Bytes: of a boundary, of its gradient, of each stage's state. seats:
-    the microbatches that fit into a machine at once. target_microbatches: of a stage's optimizer step. averaging_bits:
-    for each value of the mean gradient, both ways; 0 for no averaging. parameters: of one stage. max_in_flight,
+    the microbatches that fit into a machine at once. target_microbatches: of a stage's optimizer step. max_in_flight,
     staleness: see the manifest's schedule.
     """
 
@@ -63,8 +62,6 @@ class SimulatedModel:
     max_in_flight: int = 0
     staleness: float = 0.0
     target_microbatches: int = 0
-    parameters: float = 0.0
-    averaging_bits: float = 0.0
 
     @property
     def stages(self) -> int:
@@ -150,8 +147,6 @@ def _model(table: SettingsTable) -> SimulatedModel:
         max_in_flight=table.integer("max_in_flight", 0, least=0, most=100_000),
         staleness=table.number("staleness", 0.0, least=0.0, most=1000.0),
         target_microbatches=table.integer("target_microbatches", 0, least=0, most=10**9),
-        parameters=table.number("parameters", 0.0, least=0.0, most=1e13),
-        averaging_bits=table.number("averaging_bits", 0.0, least=0.0, most=64.0),
     )
     table.end()
     return model

@@ -39,7 +39,3 @@ class SimulatedLink:
     def round_trip_to(self, to: SimulatedLink) -> float:
         """Returns the round trip to another machine on idle links: (rtt_a + rtt_b) / 2, see docs/links.md."""
         return (self.spec.rtt_s + to.spec.rtt_s) / 2.0
-
-    def busy_until(self) -> float:
-        """Returns the time until which what was booked keeps the sending direction busy; -inf before the first."""
-        return self._up.take(0, float("-inf"))

@@ -125,7 +125,6 @@ class Simulation:
         seconds = now - time
         per_peer = 1.0 / (seconds * max(1, len(peers)))
         empty = self._count_empty(now, seconds)
-        measured.seconds_in_swarm += seconds * len(peers)
         measured.samples.append(
             Sample(
                 now,

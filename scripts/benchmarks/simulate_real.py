@@ -23,7 +23,8 @@ from agora.sim.simulation import Simulation
 from agora.sim.simulation_report import SimulationReport
 
 STAGES = 4
-MICROBATCHES_PER_STEP = 64
+MICROBATCHES_PER_STEP = 1024
+"""So many that steps, whose waits are not simulated, are rare while a swarm is observed."""
 IN_FLIGHT = 16
 LOOPBACK = "10Gbit,0.4ms"
 """What stands for the network of one machine, where a case shapes no link."""
