@@ -45,17 +45,20 @@ def check_disk(directory: Path) -> str:
 def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: float) -> str:
     """Returns a note with the memory that daemon and span need at least. Raises MemoryError_ if that is not allowed.
 
-    Allowed is the lesser of `free_bytes`, what this machine has free, and `limit_gib`, what its owner allows (0: no
-    limit).
+    free_bytes, limit_gib: see `allowed_bytes`.
     """
-    allowed = min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
-    need = needed_memory(manifest, span)
+    allowed, need = allowed_bytes(free_bytes, limit_gib), needed_memory(manifest, span)
     if need > allowed:
         raise MemoryError_(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
             "free some, or hold fewer stages with --stages."
         )
     return f"{_in_mib(need)} of {_in_mib(allowed)} memory needed"
+
+
+def allowed_bytes(free_bytes: int, limit_gib: float) -> int:
+    """Returns the lesser of what this machine has free and what its owner allows (0: no limit)."""
+    return min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
 
 
 def needed_memory(manifest: Manifest, span: Span) -> int:

@@ -20,6 +20,7 @@ from agora_protocol.manifest import SignedManifest
 from agora.clock import loop_time
 from agora.net.directory import Directory
 from agora.node import doctor, joining, paths
+from agora.node.balancing import keep_balance, publish_ability
 from agora.node.control import ControlSocket
 from agora.node.loaded_span import LoadedSpan
 from agora.node.local_peer import LocalPeer
@@ -183,6 +184,9 @@ class Node:
         self._report_event(events.PeerStarted(me, run, first, last, incarnation, os.getpid(), self._addresses))
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("watchdog", self._watchdog.run())
+        local_peer.tasks.start("ability", publish_ability(local_peer, lambda: self.loaded))
+        if self.startup.settings.rebalance and self.startup.settings.span is None:
+            local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
         while True:
             await self._until_asked_to_move(local_peer)
             await self._carry_out_move(local_peer)
@@ -247,6 +251,10 @@ class Node:
             raise _CannotGoOn(str(error) if is_known else f"its task {task} failed ({text}); please report this")
 
     # --- move
+
+    def _movable_span(self) -> LoadedSpan | None:
+        """Returns the span that is held, None while the daemon is paused or moves already."""
+        return None if self.is_paused or self._move is not None else self.loaded
 
     async def move(self, stages: Span) -> None:
         """Makes the daemon hold other stages; returns when it serves them. LocalError or InputError if it cannot begin.

@@ -28,6 +28,7 @@ from agora.node import joining, runs
 from agora.node.background import BackgroundTasks
 from agora.node.base_supply import BaseSupply
 from agora.node.node_report import NodeReport, progress_record, status_json
+from agora.node.own_ability import OwnAbility
 from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors
 from agora.node.startup import Startup
 from agora.observe import events
@@ -53,7 +54,7 @@ class LocalPeer:
     """This machine's place in the run, whichever stages it holds: network, membership, router and work ledger.
 
     It tells who replicates a stage (a ReplicaListing). seats: how many microbatches may be inside it at once.
-    base_supply: gives and fetches tensors of the run's base model.
+    base_supply: gives and fetches tensors of the run's base model. ability: what this machine can do, for placement.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class LocalPeer:
         self.host = host
         self.seats = seats_of(manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
+        self.ability = OwnAbility(manifest, startup.settings)
         self.offences = OffenceLog(startup.report_event)
         self.ledger = WorkLedger(startup.me, self.seats, startup.report_event)
         report_offence = self.offences.report_offence

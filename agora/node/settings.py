@@ -51,6 +51,8 @@ class Settings(pydantic.BaseModel):
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes so many times slower, and sleeps meanwhile
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
+    most_stages: int = pydantic.Field(0, ge=0)  # the longest span that placement may choose; 0: what fits into memory
+    rebalance: bool = True  # whether it moves by itself where the swarm is slowest; never with chosen `stages`
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none

@@ -5,6 +5,8 @@ Knows: the steps of loading and their order. Must not know: what a loaded span d
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TypeVar
@@ -25,7 +27,7 @@ from agora.node.training_data import Epochs, TrainingData, open_training_data
 from agora.observe import faults
 from agora.plan.cost_of_run import usual_in_flight
 from agora.state.keeper import StageHolders, StateKeeper
-from agora.swarm.placement import Placement
+from agora.swarm.rebalancing import next_look_s
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
 from agora.train.memory import available_bytes
@@ -129,26 +131,43 @@ async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with local_peer.startup.steps.step("placement") as note:
         await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
-        placement = await local_peer.membership.claim_span(1, wanted)
-        note.text = _check_placement_memory(local_peer, placement)
-    return placement.span
+        await local_peer.ability.look_at_memory()
+        span, reason = await _claim_or_stand_by(local_peer, wanted)
+        note.text = _check_placement_memory(local_peer, span, reason)
+    return span
 
 
-def _check_placement_memory(local_peer: LocalPeer, placement: Placement) -> str:
+async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
+    """Claims a span, and returns it with the reason; stands by, and says so, as long as placement claims none.
+
+    Raises MemoryError_ when no stage at all fits into this machine's memory.
+    """
+    own, rng = local_peer.ability, random.Random()
+    if wanted is None and not any(own.ability.longest):
+        _check_placement_memory(local_peer, Span(0, 0), "")
+    while True:
+        placement = await local_peer.membership.claim_span(own.demands, own.ability, wanted)
+        if placement.span is not None:
+            return placement.span, placement.reason
+        local_peer.startup.steps.report_progress(f"standing by: {placement.reason}")
+        await asyncio.sleep(next_look_s(rng))
+
+
+def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
     """Raises MemoryError_ without the memory that the span needs; else returns why it was chosen and what it needs."""
     free, limit_gib = available_bytes(torch.device("cpu")), local_peer.startup.settings.memory_gib
-    need = doctor.check_memory(local_peer.manifest, placement.span, free, limit_gib)
-    return f"stages {placement.span}: {placement.reason}; {need}"
+    need = doctor.check_memory(local_peer.manifest, span, free, limit_gib)
+    return f"stages {span}: {reason}; {need}"
 
 
 async def _confirm(local_peer: LocalPeer) -> Span | None:
     """Asks whether the claimed span still stands; None if so, else the span to load instead, already claimed."""
     with local_peer.startup.steps.step("confirm") as note:
         placement = await local_peer.membership.confirm()
-        if placement is None:
+        if placement is None or placement.span is None:
             note.text = "the span stands"
             return None
-        note.text = f"others took it meanwhile; {_check_placement_memory(local_peer, placement)}"
+        note.text = "others took it meanwhile; " + _check_placement_memory(local_peer, placement.span, placement.reason)
         return placement.span
 
 

@@ -353,6 +353,14 @@ class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reas
     reason: str
 
 
+class MoveChosen(Event, level="info", template="moves to stages {first_stage}-{last_stage}: {reason}"):
+    """Event: rebalancing decided that this peer moves to other stages, and why."""
+
+    first_stage: int
+    last_stage: int
+    reason: str
+
+
 class HealthChanged(Event, level="info", template="health {state}: {why}; {do}"):
     """Event: the swarm's health, as this peer judges it, changed to OK, DEGRADED, STALLED or PAUSED; `do`: advice."""
 

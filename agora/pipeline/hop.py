@@ -210,6 +210,11 @@ class Hop:
         message = Processed(loss.loss_sum, loss.tokens, busy_ms, path_ms, loss.log_probabilities, loss.metrics)
         return HopAnswer(message, [] if result.gradient is None else [result.gradient])
 
+    @property
+    def service_s(self) -> float | None:
+        """The device seconds of a training microbatch here, on average of the latest; None until measured."""
+        return self._busy_s.value
+
     def path_s(self) -> float | None:
         """Returns the median seconds from here to the last stage and back when nothing waits; None until measured."""
         return median(self._paths_s) if self._paths_s else None

@@ -22,13 +22,16 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
 from agora.swarm.placement import (
+    Ability,
     Placement,
     Settling,
+    StageDemands,
     choose_placement,
     judge_collision,
     next_settling_step,
     pinned_span,
 )
+from agora.swarm.stage_supply import equal_demands
 from agora.swarm.view import StageSample, View, merge
 
 SETTLE_S = 1.0
@@ -39,6 +42,8 @@ LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
 CALM_AFTER_S = 10.0
+MOST_CAPACITY, MOST_BANDWIDTH = 1e9, 1e12
+"""The greatest values that a claim can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +87,26 @@ class Membership:
         self._reader = DirectoryReader(
             directory, config.run, self._me, config.stage_count, report, rng=self._rng, unix=unix
         )
+        self._demands = equal_demands(config.stage_count)
         self._changed_at = 0.0
         self.claim: Claim | None = None
         self.view = View()
 
     # --- the own claim
 
-    async def claim_span(self, length: int = 1, pinned: Span | None = None) -> Placement:
-        """Claims a span as joining: `pinned`, or the best one of `length` stages, chosen again while others collide.
+    async def claim_span(self, demands: StageDemands, ability: Ability, pinned: Span | None = None) -> Placement:
+        """Claims a span as joining: `pinned`, or the best one for `ability`, chosen again while others collide.
 
-        Gives up the stages that this peer claimed before. Returns the placement that stands; call `confirm` later.
+        Gives up the stages that this peer claimed before. Returns the placement that stands; call `confirm` later. A
+        placement without a span means to stand by: then nothing is claimed.
         """
         await self.refresh()
+        self._demands = demands
         others, count = self.view.without(self._me), self._config.stage_count
         if pinned is not None:
             return await self._settle(Settling(pinned_span(others, count, pinned), settled=True))
-        return await self._settle(Settling(choose_placement(others, count, length, self._rng)))
+        placement = choose_placement(others, demands, ability, self._rng)
+        return placement if placement.span is None else await self._settle(Settling(placement))
 
     async def confirm(self) -> Placement | None:
         """Asks once more, right before serving. Returns None when the claimed span still stands.
@@ -113,30 +122,41 @@ class Membership:
 
     async def _settle(self, settling: Settling) -> Placement:
         """Claims the placement, then others while claims collide. Reports SpanChosen and returns the settled one."""
-        await self._publish_new_claim(settling.placement.span)
+        await self._publish_new_claim(settling.placement)
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
             claimed, settling = settling.placement, next_settling_step(settling, await self._judge_collision())
             if settling.placement is not claimed:
-                await self._publish_new_claim(settling.placement.span)
+                await self._publish_new_claim(settling.placement)
             elif not settling.settled:
                 await self._publish_claim()
-        span, reason = settling.placement.span, settling.placement.reason
-        self._report(events.SpanChosen(span.first, span.last, reason))
+        if self.claim is not None:
+            self._report(events.SpanChosen(self.claim.span.first, self.claim.span.last, settling.placement.reason))
         return settling.placement
 
     async def _judge_collision(self) -> Placement:
         """Reads the directory, then returns which span this peer should hold; see placement.judge_collision."""
         await self.refresh()
-        return judge_collision(self.view, self.view.peers[self._me], self._config.stage_count, self._config.run)
+        return judge_collision(self.view, self.view.peers[self._me], self._demands, self._config.run)
 
     async def announce(self, state: str) -> None:
         """Sets the claim's state ("serving", "leaving") and publishes it now; does nothing without a claim."""
         if self.claim is not None:
             await self._publish_changed(replace(self.claim, state=state))
 
-    async def _publish_new_claim(self, span: Span) -> None:
+    def update_ability(self, capacity: float, bandwidth: float) -> None:
+        """Sets what the claim says of this peer from its next publication on; does nothing without a claim.
+
+        capacity: microbatches per second for its span. bandwidth: bytes per second. Both 0 for unknown.
+        """
+        if self.claim is not None:
+            capacity, bandwidth = min(capacity, MOST_CAPACITY), min(bandwidth, MOST_BANDWIDTH)
+            self.claim = replace(self.claim, capacity=capacity, bandwidth=bandwidth)
+
+    async def _publish_new_claim(self, placement: Placement) -> None:
         """Claims a span as joining, under the next incarnation: readers prefer it to this peer's older claims."""
+        span = placement.span
+        assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
         await self._publish_changed(Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0))
 

@@ -1,9 +1,7 @@
 """Decides which span a peer should claim, and which peers must choose again when several chose at once. Pure.
 
-Knows: the view, and how many peers hold each stage. Must not know: memory, devices or the directory. The number of
-stages that fit is passed in, and so is the random generator that breaks ties. The rule is that of Petals (arXiv
-2312.08361, appendix; its `choose_best_blocks`): of all contiguous spans of the length, take the one whose numbers of
-holders, in ascending order, come first. That raises the stage with the fewest holders, then the next.
+Knows: the view, what stages ask of machines, what this machine can do. Must not know: devices or the directory. The
+random generator that breaks ties is passed in. The rules stand as a table in docs/placement.md.
 """
 
 from __future__ import annotations
@@ -15,19 +13,39 @@ from dataclasses import dataclass, replace
 
 from agora_protocol.ids import PeerId, RunId, Span
 
+from agora.swarm.stage_supply import Ability, StageDemands, StageSupply, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
+
+__all__ = [
+    "Ability",
+    "Placement",
+    "Settling",
+    "StageDemands",
+    "choose_placement",
+    "describe_thinnest",
+    "hash_order",
+    "holders_by_stage",
+    "judge_collision",
+    "next_settling_step",
+    "pinned_span",
+]
 
 MAX_SETTLING_ROUNDS = 12
 """After so many looks at the claims of others, a joining peer's claim is settled in any case."""
 ROUNDS_TO_KEEP = 3
 """A span that was kept in so many rounds in a row is settled; others that still have to choose again may be pinned."""
+LEAST_SHARE = 0.02
+"""A newcomer with less than this part of a median machine's rate stands by, while no stage is thin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The span to hold, and why. is_final: no joiner in the view has to claim another span than it has claimed."""
+    """The span to hold, and why; None: hold none, and stand by.
 
-    span: Span
+    is_final: no joiner in the view has to claim another span than it has claimed.
+    """
+
+    span: Span | None
     reason: str
     is_final: bool = False
 
@@ -65,21 +83,28 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
     return replace(settling, rounds=rounds, kept=kept, settled=judged.is_final or kept >= ROUNDS_TO_KEEP or is_last)
 
 
-def choose_placement(view: View, stage_count: int, length: int, rng: random.Random) -> Placement:
-    """Returns a placement on the span of `length` stages, at most all, with the fewest holders; `rng` breaks ties.
+def choose_placement(view: View, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement:
+    """Returns where a newcomer helps most: thin stages first, then the slowest stage; `rng` breaks ties.
 
-    Spans are compared by their stages' numbers of holders in ascending order: first the fewest, then the next.
+    Returns a placement without a span, so that the newcomer stands by, when no stage fits into its memory, and when no
+    stage is thin and its rate would be less than LEAST_SHARE of what a machine of median speed does there.
     """
-    length = max(1, min(length, stage_count))
-    holders = holders_by_stage(view, stage_count)
-    first = rng.choice(_best_starts(holders, length))
-    span = Span(first, first + length - 1)
-    return Placement(span, _reason(holders, span))
+    spans = spans_that_fit(ability.longest)
+    if not spans:
+        return Placement(None, "no stage of the run fits into this machine's memory")
+    supply = StageSupply(view, demands, ability.speed)
+    speed = supply.believed_speed(ability.speed)
+    span = rng.choice(supply.best_spans(spans, speed, ability.bandwidth))
+    rate = supply.rate_at(span, speed, ability.bandwidth)
+    share = rate / supply.rate_at(span, supply.usual_speed, 0.0)
+    if share < LEAST_SHARE and not supply.thin_stages:
+        return Placement(None, f"it would do {share:.1%} of what others do, and no stage has fewer than two peers")
+    return Placement(span, describe_thinnest(supply.holders, span))
 
 
 def pinned_span(view: View, stage_count: int, span: Span) -> Placement:
     """Returns a placement on `span`, as its owner asked; its reason says how many hold the span's thinnest stage."""
-    return Placement(span, "as asked for; " + _reason(holders_by_stage(view, stage_count), span))
+    return Placement(span, "as asked for; " + describe_thinnest(holders_by_stage(view, stage_count), span))
 
 
 def holders_by_stage(view: View, stage_count: int) -> list[int]:
@@ -87,42 +112,65 @@ def holders_by_stage(view: View, stage_count: int) -> list[int]:
     return [len(view.claimants(stage)) for stage in range(stage_count)]
 
 
-def judge_collision(view: View, me: PeerView, stage_count: int, run: RunId) -> Placement:
+def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId) -> Placement:
     """Decides which span this peer, still joining, should hold, since others may have chosen at the same time.
 
     A joiner whose span is a best choice beside all other claims keeps it. The other joiners take turns in the order of
     a hash of (run, peer): each keeps its span if that is a best choice beside those who serve, those who keep theirs,
-    and those whose turn came before; else it gets the best span then. The same view gives every peer the same outcome.
+    and those whose turn came before; else it gets the best span of the same length then. The same view gives every peer
+    the same outcome.
     """
-    everybody = holders_by_stage(view, stage_count)
+    everybody = StageSupply(view, demands)
     moving = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(everybody, p)}
     if me.peer not in moving:
         return Placement(me.span, f"stages {me.span} are the best choice beside everybody else's", not moving)
-    holders = holders_by_stage(View({p: seen for p, seen in view.peers.items() if p not in moving}), stage_count)
+    for peer in moving.values():
+        if peer.span.first < demands.stage_count:
+            everybody.remove(peer.span, everybody.rate_of(peer))
     turns = sorted(moving, key=lambda peer: hash_order(run, peer))
     ahead = turns.index(me.peer)
-    for peer in turns[:ahead]:
-        for stage in _span_in_turn(holders, moving[peer], run).stages:
-            holders[stage] += 1
-    span = _span_in_turn(holders, me, run)
+    for turn in turns[:ahead]:
+        span = _span_in_turn(everybody, moving[turn], run)
+        everybody.add(span, _rate_elsewhere(everybody, moving[turn], span))
+    span = _span_in_turn(everybody, me, run)
     if span == me.span:
         return Placement(span, f"of those that chose stages {span} at once, others come later and give way")
-    return Placement(span, f"{ahead} peers that chose at once come first; {_reason(holders, span)}")
+    return Placement(span, f"{ahead} peers that chose at once come first; {describe_thinnest(everybody.holders, span)}")
 
 
-def _is_best_choice(everybody: Sequence[int], peer: PeerView) -> bool:
-    """Returns whether the peer's span is a best choice beside all others. everybody: each stage's holders, with it."""
-    others = [count - (stage in peer.span) for stage, count in enumerate(everybody)]
-    return peer.span.first in _best_starts(others, len(peer.span))
+def _is_best_choice(everybody: StageSupply, peer: PeerView) -> bool:
+    """Returns whether the peer's span is a best choice beside all others; leaves `everybody` as it was."""
+    if peer.span.first >= everybody.stage_count:
+        return False
+    rate = everybody.rate_of(peer)
+    everybody.remove(peer.span, rate)
+    best = _best_for(everybody, peer)
+    everybody.add(peer.span, rate)
+    return peer.span in best
 
 
-def _span_in_turn(holders: Sequence[int], turn: PeerView, run: RunId) -> Span:
-    """Returns the joiner's claimed span if that is a best choice beside `holders`, else the one its hash picks."""
-    starts = _best_starts(holders, len(turn.span))
-    if turn.span.first in starts:
+def _best_for(supply: StageSupply, peer: PeerView) -> list[Span]:
+    """Returns the best spans for `peer`, of the length that it claims, at most all stages."""
+    spans = spans_of_length(len(peer.span), supply.stage_count)  # a claim may name stages that the run does not have
+    return supply.best_spans(spans, _claimed_speed(supply, peer), peer.bandwidth)
+
+
+def _claimed_speed(supply: StageSupply, peer: PeerView) -> float:
+    """Returns the peer's speed; the usual one if its claim lies outside the run."""
+    return supply.speed_of(peer) if peer.span.first < supply.stage_count else supply.usual_speed
+
+
+def _rate_elsewhere(supply: StageSupply, peer: PeerView, span: Span) -> float:
+    """Returns the rate that the peer would have at `span`."""
+    return supply.rate_at(span, _claimed_speed(supply, peer), peer.bandwidth)
+
+
+def _span_in_turn(supply: StageSupply, turn: PeerView, run: RunId) -> Span:
+    """Returns the joiner's claimed span if that is a best choice beside `supply`, else the one its hash picks."""
+    best = _best_for(supply, turn)
+    if turn.span in best:
         return turn.span
-    first = starts[int.from_bytes(hash_order(run, turn.peer)[-4:], "big") % len(starts)]
-    return Span(first, first + len(turn.span) - 1)
+    return best[int.from_bytes(hash_order(run, turn.peer)[-4:], "big") % len(best)]
 
 
 def hash_order(run: RunId, peer: PeerId) -> bytes:
@@ -130,16 +178,7 @@ def hash_order(run: RunId, peer: PeerId) -> bytes:
     return hashlib.sha256(f"agora order 1\0{run}\0{peer}".encode()).digest()
 
 
-def _best_starts(holders: Sequence[int], length: int) -> list[int]:
-    """Returns the first stage of each best span of `length` stages: its ascending numbers of holders are the least."""
-    length = min(length, len(holders))  # a claim may name stages that the run does not have
-    starts = range(len(holders) - length + 1)
-    counts = {start: sorted(holders[start : start + length]) for start in starts}
-    least = min(counts.values())
-    return [start for start in starts if counts[start] == least]
-
-
-def _reason(holders: Sequence[int], span: Span) -> str:
+def describe_thinnest(holders: Sequence[int], span: Span) -> str:
     """Returns in words how many peers hold the span's stage with the fewest holders, and whether no stage has fewer."""
     thinnest = min(span.stages, key=lambda stage: holders[stage])
     count = holders[thinnest]

@@ -18,6 +18,8 @@ from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChose
 from agora.sim.virtual_time import run
 from agora.swarm.directory_reader import JITTER, SLOW_READ_S, linger_s, read_interval_s
 from agora.swarm.membership import Membership, MembershipConfig
+from agora.swarm.placement import Ability
+from agora.swarm.stage_supply import equal_demands
 from tests.swarm.makers import RUN
 
 EPOCH = 1_700_000_000.0
@@ -64,6 +66,7 @@ class Peer:
     """A membership with its own identity and events."""
 
     def __init__(self, store: Store, stages: int, seed: int) -> None:
+        self.stages = stages
         self.identity = Identity.generate()
         self.events: list = []
         self.directory = Directory(store)
@@ -82,7 +85,8 @@ class Peer:
         self.task: asyncio.Task | None = None
 
     async def join(self, length: int = 1, pinned: Span | None = None) -> None:
-        await self.membership.claim_span(length, pinned)
+        ability = Ability(0.0, 0.0, tuple(min(length, self.stages - first) for first in range(self.stages)))
+        await self.membership.claim_span(equal_demands(self.stages), ability, pinned)
 
     async def serve(self) -> None:
         await self.membership.announce("serving")
@@ -106,6 +110,44 @@ def test_eight_peers_that_start_at_once_hold_every_stage_equally(seed: int) -> N
         assert set(spans.values()) == {2}, spans
         for peer in peers:
             assert [type(e) for e in peer.events].count(SpanChosen) == 1
+
+    run(work())
+
+
+def test_fifty_peers_that_start_at_once_spread_over_the_stages() -> None:
+    async def work() -> None:
+        store = Store()
+        peers = [Peer(store, 8, i) for i in range(50)]
+        await asyncio.gather(*(peer.join() for peer in peers))
+        spans = Counter(peer.membership.claim.span.first for peer in peers)
+        assert len(spans) == 8 and max(spans.values()) - min(spans.values()) <= 1, spans
+
+    run(work())
+
+
+def test_who_stands_by_claims_nothing() -> None:
+    async def work() -> None:
+        peer = Peer(Store(), 2, 1)
+        placement = await peer.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (0, 0)))
+        assert placement.span is None and peer.membership.claim is None and not peer.events
+
+    run(work())
+
+
+def test_a_measured_ability_is_published_with_the_claim() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 1, 1), Peer(store, 1, 2)
+        a.membership.update_ability(1.0, 1.0)
+        for peer in (a, b):
+            await peer.join()
+            await peer.serve()
+        a.membership.update_ability(2.5, 1e15)
+        await asyncio.sleep(15.0)
+        seen = b.membership.view.peers[a.identity.peer]
+        assert (seen.capacity, seen.bandwidth) == (2.5, 1e12), "bounded as the record is"
+        await a.stop()
+        await b.stop()
 
     run(work())
 
@@ -273,7 +315,7 @@ def test_a_peer_that_serves_moves_to_another_span_and_the_others_follow_it() -> 
         old_progress = Progress(b.identity.peer, Span(0, 0), 1, (5,), 1.0, None, 0, 0)
         await b.membership.publish_progress(old_progress)
         await b.membership.announce("leaving")
-        placement = await b.membership.claim_span(1, Span(1, 1))
+        placement = await b.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (1, 1)), Span(1, 1))
         await b.membership.publish_progress(old_progress)
         assert placement.reason == "as asked for; stage 1 is the thinnest, held by nobody"
         assert b.membership.claim is not None

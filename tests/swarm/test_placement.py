@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agora.swarm.placement import (
     MAX_SETTLING_ROUNDS,
+    Ability,
     Placement,
     Settling,
     choose_placement,
@@ -19,12 +20,18 @@ from agora.swarm.placement import (
     next_settling_step,
     pinned_span,
 )
+from agora.swarm.stage_supply import StageDemands, equal_demands, spans_that_fit
 from agora.swarm.view import View
 from tests.swarm.makers import RUN, seen, view
 
 
+def up_to(length: int, stages: int, speed: float = 0.0, bandwidth: float = 0.0) -> Ability:
+    """A machine into whose memory `length` stages fit."""
+    return Ability(speed, bandwidth, tuple(min(length, stages - first) for first in range(stages)))
+
+
 def choose(peers: View, stages: int, length: int = 1, seed: int = 0):
-    return choose_placement(peers, stages, length, random.Random(seed))
+    return choose_placement(peers, equal_demands(stages), up_to(length, stages), random.Random(seed))
 
 
 def test_the_first_peer_may_take_any_stage_and_ties_are_broken_by_the_generator() -> None:
@@ -39,6 +46,64 @@ def test_the_thinnest_stage_is_raised() -> None:
 def test_of_spans_with_the_same_thinnest_stage_the_next_thinnest_decides() -> None:
     peers = view(seen("a", "0"), seen("b", "0"), seen("c", "2"), seen("d", "3"), seen("e", "3"))
     assert choose(peers, 4, length=2).span == Span(1, 2)
+
+
+def test_the_first_of_two_that_could_cover_the_run_leaves_a_gap_that_one_peer_can_fill() -> None:
+    assert {choose(View(), 4, length=2, seed=seed).span for seed in range(20)} == {Span(0, 1), Span(2, 3)}
+
+
+def test_stages_with_one_holder_come_before_slow_ones() -> None:
+    peers = view(*(seen(name, "0", capacity=0.1) for name in "ab"), seen("c", "1", capacity=100.0))
+    assert choose(peers, 2).span == Span(1, 1)
+
+
+def test_the_slowest_stage_is_raised_although_it_has_more_holders() -> None:
+    slow = [seen(f"s{i}", "0", capacity=1.0) for i in range(4)]
+    fast = [seen(f"f{i}", "1", capacity=10.0) for i in range(2)]
+    assert choose(view(*slow, *fast), 2).span == Span(0, 0)
+
+
+def test_a_stage_of_more_work_needs_more_holders() -> None:
+    demands = StageDemands((0.5, 1.5), 0.0, (0.0, 0.0))
+    peers = view(*(seen(f"a{i}", "0") for i in range(2)), *(seen(f"b{i}", "1") for i in range(3)))
+    assert choose_placement(peers, demands, up_to(1, 2), random.Random(0)).span == Span(1, 1)
+
+
+def test_a_machine_with_a_slow_uplink_goes_to_an_end_or_takes_longer_spans() -> None:
+    """At an end of the model it sends one boundary for each microbatch, in the middle two."""
+    demands = StageDemands((1.0,) * 3, 100.0, (0.0,) * 3)
+    peers = view(*(seen(f"p{i}", str(i % 3), capacity=10.0) for i in range(6)))
+    spans = {choose_placement(peers, demands, up_to(1, 3, 10.0, 100.0), random.Random(n)).span for n in range(20)}
+    assert spans == {Span(0, 0), Span(2, 2)}
+    assert choose_placement(peers, demands, up_to(3, 3, 10.0, 100.0), random.Random(0)).span == Span(0, 2)
+
+
+def test_a_claim_of_an_absurd_speed_does_not_hide_that_its_stage_is_slow() -> None:
+    honest = [seen(f"h{i}", str(i % 2), capacity=1.0) for i in range(2)]
+    many = [seen(f"m{i}", "0", capacity=1.0) for i in range(200)]
+    assert choose(view(*honest, *many, seen("liar", "1", capacity=1e9)), 2).span == Span(1, 1)
+
+
+def test_a_machine_that_no_stage_fits_stands_by() -> None:
+    placement = choose(View(), 2, length=0)
+    assert placement.span is None and "fits into this machine's memory" in placement.reason
+
+
+def test_a_machine_with_less_than_two_percent_of_the_median_rate_stands_by_while_no_stage_is_thin() -> None:
+    peers = [seen(f"p{i}", str(i % 2), capacity=10.0) for i in range(4)]
+    slow, demands = up_to(1, 2, speed=0.19), equal_demands(2)
+    placement = choose_placement(view(*peers), demands, slow, random.Random(0))
+    assert placement.span is None and placement.reason.startswith("it would do 1.9% of what others do")
+    assert choose_placement(view(*peers), demands, up_to(1, 2, speed=0.21), random.Random(0)).span is not None
+    assert choose_placement(view(*peers[:3]), demands, slow, random.Random(0)).span == Span(1, 1), "a thin stage"
+    assert choose_placement(view(*peers), demands, up_to(1, 2), random.Random(0)).span is not None, "unknown speed"
+    crowd = view(*(seen(f"p{i}", "0", capacity=10.0) for i in range(200)))
+    assert choose(crowd, 1).span is not None, "one of very many is still as useful as the others"
+
+
+def test_of_many_lengths_not_all_are_tried_but_always_the_longest() -> None:
+    spans = spans_that_fit(tuple(200 - first for first in range(200)))
+    assert len(spans) < 200 * 25 and {Span(0, 199), Span(199, 199), Span(0, 7)} <= set(spans)
 
 
 def test_joining_peers_count_and_leaving_ones_do_not() -> None:
@@ -60,12 +125,11 @@ def test_a_pinned_span_is_taken_and_its_meaning_said() -> None:
 def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages, length, peers, seed) -> None:
     rng, now = random.Random(seed), View()
     for i in range(peers):
-        span = choose_placement(now, stages, length, rng).span
+        span = choose_placement(now, equal_demands(stages), up_to(length, stages), rng).span
         now = View({**now.peers, f"p{i}": seen(f"p{i}", str(span))})
     holders = holders_by_stage(now, stages)
-    assert sum(holders) == peers * min(length, stages)
     if length == 1:
-        assert max(holders) - min(holders) <= 1
+        assert sum(holders) == peers and max(holders) - min(holders) <= 1
     covering = -(-stages // min(length, stages))
     assert peers < 2 * covering or min(holders) >= 1, "every stage is covered by twice as many peers as could cover it"
 
@@ -73,12 +137,12 @@ def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages,
 def test_who_stands_well_stays_whatever_the_order() -> None:
     peers = view(*(seen(f"p{i}", str(i % 2), "joining") for i in range(6)))
     for me in peers.peers.values():
-        assert judge_collision(peers, me, 2, RUN).span == me.span
+        assert judge_collision(peers, me, equal_demands(2), RUN).span == me.span
 
 
 def test_of_two_that_chose_at_once_the_later_in_the_hash_order_chooses_again() -> None:
     peers = view(seen("a", "0", "joining"), seen("b", "0", "joining"))
-    verdicts = {p.peer: judge_collision(peers, p, 2, RUN) for p in peers.peers.values()}
+    verdicts = {p.peer: judge_collision(peers, p, equal_demands(2), RUN) for p in peers.peers.values()}
     first, second = sorted(verdicts, key=lambda peer: hash_order(RUN, peer))
     assert (verdicts[first].span, verdicts[second].span) == (Span(0, 0), Span(1, 1))
     assert "come first" in verdicts[second].reason and "give way" in verdicts[first].reason
@@ -92,7 +156,7 @@ def test_the_order_is_another_in_every_run() -> None:
 
 def test_a_joiner_gives_way_to_those_who_serve() -> None:
     peers = view(seen("a", "0"), seen("b", "0", "joining"))
-    assert judge_collision(peers, peers.peers[seen("b", "0").peer], 2, RUN).span == Span(1, 1)
+    assert judge_collision(peers, peers.peers[seen("b", "0").peer], equal_demands(2), RUN).span == Span(1, 1)
 
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 10), st.integers(0, 5), st.integers(0, 999))
@@ -104,15 +168,15 @@ def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_
     length = min(length, stages)
     now = View()
     for i in range(serving):
-        span = choose_placement(now, stages, 1, rng).span
+        span = choose_placement(now, equal_demands(stages), up_to(1, stages), rng).span
         now = View({**now.peers, f"s{i}": seen(f"s{i}", str(span))})
     base = dict(now.peers)
     names = [f"j{i}" for i in range(joiners)]
-    spans = {name: choose_placement(now, stages, length, rng).span for name in names}
+    spans = {name: choose_placement(now, equal_demands(stages), up_to(length, stages), rng).span for name in names}
     for _ in range(3):
         peers = {name: seen(name, str(span), "joining") for name, span in spans.items()}
         now = View({p.peer: p for p in [*base.values(), *peers.values()]})
-        verdicts = {name: judge_collision(now, p, stages, RUN) for name, p in peers.items()}
+        verdicts = {name: judge_collision(now, p, equal_demands(stages), RUN) for name, p in peers.items()}
         former, spans = spans, {name: verdict.span for name, verdict in verdicts.items()}
         if spans == former:
             break
@@ -126,7 +190,7 @@ def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_
 def test_a_claim_of_stages_that_the_run_does_not_have_harms_nobody() -> None:
     peers = view(seen("a", "0", "joining"), seen("b", "0-900", "joining"))
     for me in peers.peers.values():
-        judge_collision(peers, me, 2, RUN)
+        judge_collision(peers, me, equal_demands(2), RUN)
 
 
 CLAIMED = Settling(Placement(Span(0, 0), "chosen"))

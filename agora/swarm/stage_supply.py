@@ -1,0 +1,214 @@
+"""How many peers each stage of a run has, how many microbatches per second they do together, and where more help most.
+
+Knows: claims of the view, the work of each stage. Pure; a StageSupply changes only itself, and only by the calls to it.
+Must not know: who asks, clocks, the directory. Rates add up: a stage's rate is the sum of the rates of its holders, and
+the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendix, places servers by the same sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from statistics import median
+
+from agora_protocol.ids import Span
+
+from agora.swarm.view import PeerView, View
+
+ENOUGH_HOLDERS = 2
+"""A stage with fewer holders is thin: the next death could stop the swarm."""
+MOST_TIMES_USUAL = 64.0
+"""A peer's claimed speed counts as at most so many times the median: one claim must not hide that a stage is slow."""
+MOST_COMPARED = 256
+"""Of spans that raise the swarm's rate alike, so many are compared by the rates of all stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageDemands:
+    """What the stages of a run ask of a machine.
+
+    work: of one microbatch in each stage, as a multiple of their mean. boundary_bytes: of one microbatch's boundary, in
+    the larger direction. state_bytes: what a newcomer of each stage fetches.
+    """
+
+    work: tuple[float, ...]
+    boundary_bytes: float
+    state_bytes: tuple[float, ...]
+
+    @property
+    def stage_count(self) -> int:
+        """How many stages the run has."""
+        return len(self.work)
+
+
+def equal_demands(stage_count: int) -> StageDemands:
+    """Returns the demands of stages that are all alike, with boundaries and states of no size."""
+    return StageDemands((1.0,) * stage_count, 0.0, (0.0,) * stage_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """What one machine can do.
+
+    speed: stages of mean work per second; 0: unknown, the median of others is taken. bandwidth: bytes per second, the
+    lesser of up and down; 0: unknown, taken as unbounded. longest: for each first stage, how many stages from it on fit
+    into memory.
+    """
+
+    speed: float
+    bandwidth: float
+    longest: tuple[int, ...]
+
+
+class StageSupply:
+    """The rate and the number of holders of each stage: peers that serve it or are joining.
+
+    usual_speed: the median speed of the peers whose speed is known, in stages of mean work per second; 1 when no speed
+    is known, so that rates count heads. is_measured: some speed is known, so that rates are microbatches per second.
+    """
+
+    def __init__(self, view: View, demands: StageDemands, own_speed: float = 0.0) -> None:
+        """own_speed: of the peer that asks, 0 if unknown; it stands for the others' where none of theirs is known."""
+        self.demands = demands
+        self.stage_count = demands.stage_count
+        self._work = list(accumulate(demands.work, initial=0.0))
+        holders = [p for p in view.peers.values() if p.state != "leaving" and p.span.first < self.stage_count]
+        known = [p.capacity * self.work_of(p.span) for p in holders if p.capacity > 0]
+        self.is_measured = bool(known) or own_speed > 0
+        self.usual_speed = median(known) if known else own_speed or 1.0
+        self.rates = [0.0] * self.stage_count
+        self.holders = [0] * self.stage_count
+        self.speed = 0.0
+        """The sum of the holders' speeds."""
+        for peer in sorted(holders, key=lambda p: p.peer):
+            self.add(peer.span, self.rate_of(peer))
+            self.speed += self.speed_of(peer)
+
+    def work_of(self, span: Span) -> float:
+        """Returns the work of one microbatch in the stages of `span` that the run has, in stages of mean work."""
+        return max(self._work[min(span.last + 1, self.stage_count)] - self._work[span.first], 1e-9)
+
+    def speed_of(self, peer: PeerView) -> float:
+        """Returns the peer's speed by its claim, in stages of mean work per second; the usual one if it is unknown."""
+        known = peer.capacity * self.work_of(peer.span)
+        return self.believed_speed(known)
+
+    def believed_speed(self, claimed: float) -> float:
+        """Returns the speed that counts: the claimed one, bounded; the usual one for 0."""
+        return min(claimed, MOST_TIMES_USUAL * self.usual_speed) if claimed > 0 else self.usual_speed
+
+    def rate_of(self, peer: PeerView) -> float:
+        """Returns the peer's microbatches per second at its span."""
+        return self.rate_at(peer.span, self.speed_of(peer), peer.bandwidth)
+
+    def rate_at(self, span: Span, speed: float, bandwidth: float) -> float:
+        """Returns the microbatches per second of a machine at `span`: the lesser of what it computes and what it sends.
+
+        It sends a boundary on unless it holds the last stage, and a gradient back unless it holds the first.
+        """
+        computed = speed / self.work_of(span)
+        sent = ((span.first > 0) + (span.last < self.stage_count - 1)) * self.demands.boundary_bytes
+        return min(computed, bandwidth / sent) if self.is_measured and bandwidth > 0 and sent > 0 else computed
+
+    def add(self, span: Span, rate: float, holders: int = 1) -> None:
+        """Adds a holder of `span`, with its rate."""
+        for stage in range(span.first, min(span.last + 1, self.stage_count)):
+            self.rates[stage] += rate
+            self.holders[stage] += holders
+
+    def remove(self, span: Span, rate: float) -> None:
+        """Removes a holder of `span`, with its rate."""
+        self.add(span, -rate, -1)
+
+    @property
+    def rate(self) -> float:
+        """The microbatches per second of the slowest stage."""
+        return max(0.0, min(self.rates))
+
+    @property
+    def even_rate(self) -> float:
+        """The microbatches per second that all stages would have if all speeds could be divided among them freely."""
+        return self.speed / self._work[-1]
+
+    @property
+    def thin_stages(self) -> list[int]:
+        """The stages with fewer than ENOUGH_HOLDERS holders."""
+        return [stage for stage, count in enumerate(self.holders) if count < ENOUGH_HOLDERS]
+
+    # --- comparing
+
+    def thinness(self, most: int, added: Span | None = None) -> tuple[int, ...]:
+        """Returns how thin the run is, beside a holder of `added`; the lesser tuple is better, all 0 is none.
+
+        First counts stages without any holder, then those with fewer than two: the newcomers that it takes to fill
+        them if each takes at most `most` stages in a row, and the stages.
+        """
+        thinness: list[int] = []
+        for least in range(1, ENOUGH_HOLDERS + 1):
+            held = [count + (added is not None and s in added) >= least for s, count in enumerate(self.holders)]
+            gaps = [len(list(run)) for is_held, run in groupby(held) if not is_held]
+            thinness += [sum(-(-gap // most) for gap in gaps), sum(gaps)]
+        return tuple(thinness)
+
+    def levels(self, added: Span | None = None, rate: float = 0.0) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Returns the stages' rates, then their numbers of holders, each ascending; the greater tuple is better.
+
+        added, rate: beside a holder of this span with this rate. Rates are rounded to a millionth of the usual one.
+        """
+        rates = [r + rate * (added is not None and s in added) for s, r in enumerate(self.rates)]
+        holders = [count + (added is not None and s in added) for s, count in enumerate(self.holders)]
+        return tuple(sorted(round(r / self.usual_speed, 6) for r in rates)), tuple(sorted(holders))
+
+    def best_spans(self, spans: Sequence[Span], speed: float, bandwidth: float) -> list[Span]:
+        """Returns those of `spans` where one more machine of this speed and bandwidth helps most, all alike.
+
+        Fewest thin stages come first, then the greatest rate of the slowest stage, of the next slowest, and so on.
+        """
+        if self.thin_stages:
+            most = max(len(span) for span in spans)
+            thinness = {span: self.thinness(most, span) for span in spans}
+            least = min(thinness.values())
+            spans = [span for span in spans if thinness[span] == least]
+        rates = {span: self.rate_at(span, speed, bandwidth) for span in spans}
+        slowest = self._slowest_beside(rates)
+        highest = max(slowest.values()) - 1e-6 * self.usual_speed
+        raised = [span for span in spans if slowest[span] >= highest]
+        raised = raised[:: -(-len(raised) // MOST_COMPARED)]
+        levels = {span: self.levels(span, rates[span]) for span in raised}
+        best = max(levels.values())
+        return [span for span in raised if levels[span] == best]
+
+    def _slowest_beside(self, rates: dict[Span, float]) -> dict[Span, float]:
+        """Returns the rate of the slowest stage beside each one of `rates`: a holder of the span with the rate."""
+        before = list(accumulate(self.rates, min, initial=float("inf")))
+        after = list(accumulate(reversed(self.rates), min, initial=float("inf")))[::-1]
+        return {
+            span: min(before[span.first], after[span.last + 1], rate + min(self.rates[span.first : span.last + 1]))
+            for span, rate in rates.items()
+        }
+
+
+def spans_of_length(length: int, stage_count: int) -> list[Span]:
+    """Returns all spans of `length` stages, at most all of them."""
+    length = min(length, stage_count)
+    return [Span(first, first + length - 1) for first in range(stage_count - length + 1)]
+
+
+def spans_that_fit(longest: Sequence[int]) -> list[Span]:
+    """Returns the spans that a machine may choose from; longest: as in Ability. Of many lengths only some are tried."""
+    stage_count = len(longest)
+    spans = []
+    for first, most in enumerate(longest):
+        most = min(most, stage_count - first)
+        spans += [Span(first, first + length - 1) for length in _lengths_to_try(most)]
+    return spans
+
+
+def _lengths_to_try(most: int) -> Iterable[int]:
+    """Returns lengths from 1 to `most`: all up to 8, then each about a quarter longer, and `most`."""
+    lengths, length = [], 1
+    while length < most:
+        lengths.append(length)
+        length = max(length + 1, length * 5 // 4)
+    return [*lengths, most] if most > 0 else []
