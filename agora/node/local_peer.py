@@ -73,7 +73,7 @@ class LocalPeer:
         self.host = host
         self.seats = seats_of(manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
-        self.ability = OwnAbility(manifest, startup.settings)
+        self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
         self.offences = OffenceLog(startup.report_event)
         self.ledger = WorkLedger(startup.me, self.seats, startup.report_event)
         report_offence = self.offences.report_offence

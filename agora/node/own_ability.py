@@ -1,45 +1,69 @@
 """What the run's stages ask of a machine, and what this machine can do, in the words of placement.
 
-Knows: the manifest, this machine's memory, what its own work was measured to take. Must not know: the view, other
-peers, what is decided. The work of a stage is taken as its number of layers; its state as weights and moments.
+Knows: the run's costs, this machine's memory and profile, what its own work was measured to take. Must not know: the
+view, other peers, what is decided.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from agora_protocol.codec_names import parse_codec
+from agora_protocol.errors import AgoraError
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.node import doctor
 from agora.node.settings import Settings
-from agora.state.layout import VALUE_BYTES
+from agora.plan.cost import RunCost
+from agora.plan.cost_of_run import run_cost
+from agora.plan.profile import find_profile
 from agora.swarm.placement import Ability, StageDemands
 from agora.threads import run_in_thread
+from agora.train.device import choose_device
 from agora.train.memory import available_bytes
-from agora.train.trained_stage import stage_layout
 
 
 class OwnAbility:
-    """This machine's ability. demands: of the run; both are known once `look_at_memory` has ended."""
+    """This machine's ability. demands: of the run; both are known once `look_at_machine` has ended."""
 
-    def __init__(self, manifest: Manifest, settings: Settings) -> None:
+    def __init__(self, manifest: Manifest, settings: Settings, folder: Path) -> None:
+        """folder: where the profile of an earlier start lies."""
         self._manifest = manifest
         self._settings = settings
+        self._folder = folder
+        self._cost = run_cost(manifest)
         self._longest: tuple[int, ...] = ()
         self._speed = 0.0
         self._bandwidth = 0.0
-        self.demands = StageDemands(work_of_stages(manifest), 0.0, (0.0,) * manifest.stage_count)
+        self.demands = demands_of(self._cost)
 
-    async def look_at_memory(self) -> None:
-        """Finds out which spans fit into the memory that is free now. Takes up to seconds for a large model."""
-        self.demands, self._longest = await run_in_thread(self._read_demands)
+    async def look_at_machine(self) -> None:
+        """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
 
-    def _read_demands(self) -> tuple[StageDemands, tuple[int, ...]]:
-        """Returns the run's demands, and the longest span from each stage on that fits."""
+        Takes a second at most for the speed. Where that would take longer, the speed stays unknown until `measure`.
+        """
+        self._longest = await run_in_thread(self._longest_spans)
+        if not self._speed:
+            self._speed = await run_in_thread(self._profiled_speed)
+
+    def _longest_spans(self) -> tuple[int, ...]:
+        """Returns the longest span from each stage on that fits, see longest_spans."""
         free, settings = available_bytes(torch.device("cpu")), self._settings
-        allowed = doctor.allowed_bytes(free, settings.memory_gib)
-        return demands_of(self._manifest), longest_spans(self._manifest, allowed, settings.most_stages)
+        allowed = doctor.allowed_bytes(free, settings.memory_gib) - doctor.BASE_BYTES
+        return longest_spans(run_cost(self._manifest, in_flight=1), allowed, settings.most_stages)
+
+    def _profiled_speed(self) -> float:
+        """Returns the speed by the machine's profile, in stages of mean work per second; 0 where there is none."""
+        try:
+            profile = find_profile(self._folder, self._manifest, choose_device(self._settings.device))
+        except (AgoraError, RuntimeError):  # the device itself says what is wrong when stages are built
+            return 0.0
+        if profile is None:
+            return 0.0
+        stages = self._cost.stage_count
+        mean_flops = sum(self._cost.flops(Span(stage, stage)) for stage in range(stages)) / stages
+        return profile.flops / mean_flops / self._settings.slowdown
 
     @property
     def ability(self) -> Ability:
@@ -54,33 +78,23 @@ class OwnAbility:
         return capacity
 
 
-def work_of_stages(manifest: Manifest) -> tuple[float, ...]:
-    """Returns the work of one microbatch in each stage, as a multiple of their mean: by the number of layers."""
-    layers = [len(manifest.layers_of(stage)) for stage in range(manifest.stage_count)]
-    mean = sum(layers) / len(layers)
-    return tuple(count / mean for count in layers)
+def demands_of(cost: RunCost) -> StageDemands:
+    """Returns what the run's stages ask of a machine."""
+    boundary_bytes = max(cost.forward_bytes, cost.backward_bytes)
+    return StageDemands(cost.work, boundary_bytes, tuple(stage.state_bytes for stage in cost.stages))
 
 
-def demands_of(manifest: Manifest) -> StageDemands:
-    """Returns what the run's stages ask of a machine. Builds every stage without values, which takes a moment."""
-    codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
-    boundary_bytes = max(codec.bytes_of(shape, "forward"), codec.bytes_of(shape, "backward"))
-    layouts = [stage_layout(manifest, stage) for stage in range(manifest.stage_count)]
-    states = [layout.nbytes + VALUE_BYTES * sum(moment.numel for moment in layout.moments) for layout in layouts]
-    return StageDemands(work_of_stages(manifest), float(boundary_bytes), tuple(map(float, states)))
-
-
-def longest_spans(manifest: Manifest, allowed_bytes: int, most_stages: int) -> tuple[int, ...]:
+def longest_spans(cost: RunCost, allowed_bytes: float, most_stages: int) -> tuple[int, ...]:
     """Returns for each first stage how many stages from it on fit into `allowed_bytes`; 0 where it does not itself.
 
     most_stages: no more than so many, 0 for no limit.
     """
-    count, longest, length = manifest.stage_count, [], 0
-    most = most_stages or count
+    count, length = cost.stage_count, 0
+    longest: list[int] = []
     for first in range(count):
         length = max(0, length - 1)
-        while length < min(most, count - first):
-            if doctor.needed_bytes(manifest, Span(first, first + length)) > allowed_bytes:
+        while length < min(most_stages or count, count - first):
+            if cost.memory(Span(first, first + length)).device > allowed_bytes:
                 break
             length += 1
         longest.append(length)

@@ -131,7 +131,7 @@ async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with local_peer.startup.steps.step("placement") as note:
         await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
-        await local_peer.ability.look_at_memory()
+        await local_peer.ability.look_at_machine()
         span, reason = await _claim_or_stand_by(local_peer, wanted)
         note.text = _check_placement_memory(local_peer, span, reason)
     return span
