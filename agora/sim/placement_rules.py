@@ -1,6 +1,6 @@
-"""Where simulated machines hold stages: the product's own placement.
+"""Where simulated machines hold stages: the product's own placement and rebalancing.
 
-Knows: which functions decide. Must not know: time, what follows. No daemon moves by itself yet, so no machine does.
+Knows: which functions decide, and what they are told. Must not know: time, what follows.
 """
 
 from __future__ import annotations
@@ -10,27 +10,61 @@ import random
 from agora_protocol.ids import Span
 
 from agora.sim.scenario import SimulatedModel
-from agora.sim.simulated_peer import SimulatedPeer
-from agora.swarm.placement import choose_placement
+from agora.sim.simulated_peer import Equipment, SimulatedPeer
+from agora.swarm.placement import Ability, StageDemands, choose_placement
+from agora.swarm.rebalancing import judge_move, next_look_s
 from agora.swarm.view import View
 
 
+class _LeastDraws(random.Random):
+    """Draws 0 always: with it judge_move tells whether it would let any peer move, however lucky."""
+
+    def random(self) -> float:
+        """Returns 0."""
+        return 0.0
+
+
 class ProductPlacement:
-    """The daemon's own choice of a span when it joins."""
+    """The daemon's own decisions. rebalancing: whether machines ever move.
+
+    Most judgements of a view are that nobody of a span and a kind moves, whatever is drawn. Such a judgement is made
+    once for each view, span and kind of machine, not once for each machine.
+    """
 
     def __init__(self, model: SimulatedModel, rebalancing: bool, rng: random.Random) -> None:
-        """rebalancing: whether machines may move; without a rule of the product's by which they would, none does."""
-        self._stages = model.stages
+        self._mean_work = sum(model.work) / model.stages
+        work = tuple(amount / self._mean_work for amount in model.work)
+        self._demands = StageDemands(work, max(model.boundary_bytes, model.gradient_bytes), model.state_bytes)
+        self._rebalancing = rebalancing
         self._rng = rng
+        self._judged: View | None = None
+        self._may_move: dict[tuple[Span, str], bool] = {}
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span that a newcomer should hold."""
-        return choose_placement(view, self._stages, max(peer.equipment.longest), self._rng).span
+        """Returns the span that a newcomer should hold; None: it stands by."""
+        return choose_placement(view, self._demands, self._ability(peer.equipment), self._rng).span
 
     def judge(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns None: it stays."""
-        return None
+        """Returns the span to which a serving peer should move; None: it stays."""
+        if not self._rebalancing or peer.span is None:
+            return None
+        if self._judged is not view:
+            self._judged = view
+            self._may_move.clear()
+        alike = (peer.span, peer.equipment.kind)
+        if alike not in self._may_move:
+            self._may_move[alike] = self._place_after_move(view, peer, _LeastDraws()) is not None
+        return self._place_after_move(view, peer, self._rng) if self._may_move[alike] else None
 
     def next_look_s(self) -> float | None:
-        """Returns None: machines do not look at their place again."""
-        return None
+        """Returns the seconds until a peer judges its place again."""
+        return next_look_s(self._rng)
+
+    def _place_after_move(self, view: View, peer: SimulatedPeer, rng: random.Random) -> Span | None:
+        """Returns what judge_move says."""
+        placement = judge_move(view, peer.id, self._demands, self._ability(peer.equipment), rng)
+        return None if placement is None else placement.span
+
+    def _ability(self, equipment: Equipment) -> Ability:
+        """Returns what a machine can do, in stages of mean work per second and bytes per second."""
+        return Ability(equipment.speed / self._mean_work, equipment.link.spec.rate, equipment.longest)
