@@ -6,6 +6,7 @@ peer judges for itself at random moments; the rules that keep many from moving a
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ HORIZON_S = 1800.0
 MOVE_S = 60.0
 """Seconds that a move takes beside fetching: to finish what is in hand, to write checkpoints, to load."""
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
+OUT_OF_TURN = 0.05
+"""A peer whose turn it is not goes with this probability, times those needed, divided by those that could go."""
 MOST_FOLLOWERS = 32
 """Of the others that would move too, so many are reckoned with."""
 
@@ -40,15 +43,22 @@ def next_look_s(rng: random.Random) -> float:
 def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement | None:
     """Returns the span to which this peer should move, and why; None: it stays.
 
-    Of n peers that could be spared where k have to move, each goes with the probability k / n; peers that are leaving
-    may be on their way, and are taken from k. The first number drawn from `rng` decides that.
+    Of the peers that could be spared where k have to move, the first k go, in the order of a hash of peer and slowest
+    stage: they stay the first as long as others have not seen their moves, so that no more than k go. In case that none
+    of them can, each other one goes with a small probability, see OUT_OF_TURN; the first number drawn from `rng`
+    decides that. Peers that are leaving may be on their way, and are taken from k.
     """
     draw, own = rng.random(), view.peers.get(me)
     if own is None or own.state != "serving" or own.span.last >= demands.stage_count:
         return None
     judgement = _Judgement(view, own, demands, ability)
     needed = judgement.count_needed_moves()
-    if needed <= 0 or draw * judgement.count_spare_peers() >= needed:
+    if needed <= 0:
+        return None
+    others = judgement.other_spare_peers()
+    turn = judgement.turn_of(me)
+    ahead = sum(judgement.turn_of(peer) < turn for peer in others)
+    if ahead >= needed and draw * (1 + len(others)) >= OUT_OF_TURN * needed:
         return None
     spans = [span for span in spans_that_fit(ability.longest) if span != own.span and judgement.may_hold(span)]
     return judgement.judge(spans, rng) if spans else None
@@ -91,9 +101,14 @@ class _Judgement:
             lacking = math.ceil(missing / (self._own_rate * len(self._own.span)))
         return lacking - leaving
 
-    def count_spare_peers(self) -> int:
-        """Returns how many serving peers, this one included, could give up their stages without making any worse."""
-        return 1 + sum(self._is_spare(peer) for peer in self._view.peers.values() if peer is not self._own)
+    def other_spare_peers(self) -> list[PeerId]:
+        """Returns the other serving peers that could give up their stages without making any worse."""
+        return [peer.peer for peer in self._view.peers.values() if peer is not self._own and self._is_spare(peer)]
+
+    def turn_of(self, peer: PeerId) -> bytes:
+        """Returns the hash by which peers take turns to help the slowest stage; nothing that a peer reports changes it."""
+        rates = self._supply.rates
+        return hashlib.sha256(f"agora move 1\0{rates.index(min(rates))}\0{peer}".encode()).digest()
 
     def _is_spare(self, peer: PeerView) -> bool:
         """Returns whether the swarm would be no worse without the peer: see LEAST_REPLICAS, and its rate stays."""

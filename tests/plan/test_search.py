@@ -127,8 +127,12 @@ def test_machines_that_fit_the_whole_model_stand_beside_small_ones_that_need_eac
     ]
     plan = make_plan(cost, machines, random.Random(0))
     assert [str(found.span) for found in plan.assignments] == ["0-11", "0-5", "6-11"]
-    assert plan.rate == pytest.approx(compute_bound(cost, machines))
-    assert [found.share for found in plan.assignments] == pytest.approx([5 / 6, 1 / 6, 1 / 6])
+    large, first_half, last_half = (
+        cost.rate(machine, found.span).microbatches for machine, found in zip(machines, plan.assignments, strict=True)
+    )
+    assert first_half < last_half, "the last stage repeats no forward"
+    assert plan.rate == pytest.approx(large + first_half)
+    assert [found.share * plan.rate for found in plan.assignments] == pytest.approx([large, first_half, first_half])
 
 
 def test_a_machine_that_fits_no_stage_stays_idle() -> None:
