@@ -99,12 +99,12 @@ class ShareCounts:
 class _Claim:
     """A microbatch that this origin means to open. number: within the epoch.
 
-    told_before: calls of `state` until then.
+    calls_before: calls of `state` until then.
     """
 
     epoch: int
     number: int
-    told_before: int
+    calls_before: int
 
 
 class EpochShares:
@@ -129,7 +129,7 @@ class EpochShares:
         self._others: dict[str, EpochState] = {}
         self._live = frozenset({me})
         self._order = BlockOrder(seed, me, self._layout.blocks)
-        self._told = self._asked_at = self._version = 0
+        self._state_calls = self._asked_at = self._version = 0
         self._taken_since_told, self._pace = 0, 0.0
         self.last_told: tuple[int, ...] = ()
 
@@ -144,10 +144,10 @@ class EpochShares:
         It is in flight until `completed` or `released` is called for it. live: the names of the live origins, with or
         without this one. After None, call again after each call of `merge`, `completed` and `state`.
         """
-        self._asked_at = self._told
+        self._asked_at = self._state_calls
         self._live = names = frozenset(live) | {self._me}
         states = {name: state for name, state in self._others.items() if name in names}
-        if len(states) + 1 < len(names) and self._told < LAPSE:
+        if len(states) + 1 < len(names) and self._state_calls < LAPSE:
             return None
         if len(self._others) > KEPT_ORIGINS:
             self._others = states
@@ -161,7 +161,7 @@ class EpochShares:
                 return None
             self._claims.append(own)
             ready = [own]
-        chosen = min(ready, key=lambda claim: (claim.told_before + TOLD > self._told, claim.epoch))
+        chosen = min(ready, key=lambda claim: (claim.calls_before + TOLD > self._state_calls, claim.epoch))
         self._claims.remove(chosen)
         self._part(chosen.epoch).opened.add(chosen.number)
         number = chosen.epoch * self.count + chosen.number
@@ -195,10 +195,10 @@ class EpochShares:
         Call it once in every interval of gossip, whether or not the result is sent: these calls are the clock by which
         an origin measures its pace and the age of its claims. The result equals the last one if nothing has changed.
         """
-        self._told += 1
+        self._state_calls += 1
         self._pace = max(self._taken_since_told, self._pace * PACE_DECAY)
         self._taken_since_told = 0
-        if self._told - self._asked_at > LAPSE:
+        if self._state_calls - self._asked_at > LAPSE:
             self._claims.clear()
         self._mark_claims()
         if self._write(MAX_STATE_INTS) != self.last_told:
@@ -359,7 +359,7 @@ class EpochShares:
 
     def _may_open(self, claim: _Claim, live: frozenset[str]) -> bool:
         """Returns whether a claim may be opened: it was told TOLD times, or no live origin has a lower hash there."""
-        if claim.told_before + TOLD <= self._told:
+        if claim.calls_before + TOLD <= self._state_calls:
             return True
         return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
 
@@ -373,7 +373,7 @@ class EpochShares:
             number = self._find_free_in(epoch, seen, own_blocks)
             if number is not None:
                 self._last_claimed[epoch] = number
-                return _Claim(epoch, number, self._told)
+                return _Claim(epoch, number, self._state_calls)
         return None
 
     def _find_free_in(self, epoch: int, seen: HeldByOthers, own_blocks: bool) -> int | None:

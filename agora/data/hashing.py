@@ -30,8 +30,8 @@ def seed_key(seed: int, purpose: int) -> int:
 def split_limit(hashes: Hashes, share: float) -> np.uint64:
     """Returns the limit that splits `hashes` [n >= 1] in two: those below it are about a fraction `share` of them.
 
-    share: above 0 and at most 1. The limit is share * 2^64; if no hash, or every hash, would be below it, it is moved
-    so that at least one is below and, if they differ, at least one is not.
+    share: above 0 and at most 1. The limit is share * 2^64; if no hash, or every hash, would be below it, it is moved:
+    if the hashes differ, at least one is below the limit and at least one is not.
     """
     limit = min(int(share * 2**64), 2**64 - 1)
     return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))

@@ -177,7 +177,7 @@ class RowBuilder:
     def _split(self, chunk: _SampleChunk) -> tuple[list[TokenSample], list[TokenSample]]:
         """Returns the chunk's training samples, and its held-out ones.
 
-        The first chunk, if it has two samples or more, has both kinds, so that a short file has both.
+        If samples are held out at all, a first chunk of two samples or more has both kinds, so that a short file has.
         """
         if not self._heldout:
             return chunk.samples, []

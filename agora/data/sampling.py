@@ -39,7 +39,7 @@ class DrawnMicrobatch:
 
 
 def sample_id(origin: PeerId, counter: int) -> int:
-    """Returns the id of an origin's sample number `counter`: 64 bits of SHA-256, so that origins draw other samples."""
+    """Returns the id of an origin's sample number `counter`: 64 bits of SHA-256, different for every origin."""
     digest = hashlib.sha256(f"agora sample 1\0{origin}\0{counter}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

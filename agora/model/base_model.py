@@ -247,7 +247,7 @@ def file_hash(path: Path) -> str:
 def _hash_content(path: Path, size: int, changed_ns: int, inode: int) -> str:
     """Returns the SHA-256 of a file in hex.
 
-    The arguments after `path` make a cached result end when the file changes.
+    The other arguments identify the file's version, so that a changed file is hashed again.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -41,7 +41,7 @@ class BaseTensors:
         self._held: dict[int, TensorBytes] = {}
 
     def owned(self) -> dict[str, TensorBytes]:
-        """Returns where each tensor in the owner's folder lies, by tensor name. Reads the files' headers once. Blocks.
+        """Returns by name where each listable tensor in the owner's folder lies. Reads the headers once. Blocks.
 
         Raises BaseModelError for a file that is no safetensors file.
         """

@@ -65,9 +65,9 @@ class StageCollector:
     async def collect(self, *, average: bool = False) -> list[StageFile]:
         """Writes a weight file for every stage, in place of the last collection, and returns the files in stage order.
 
-        average: writes the moving averages of the weights instead, if the run keeps them. A failure leaves no files
-        behind, and the last collection is gone. Raises Busy while another collection runs, Unavailable for a stage that
-        no peer can give, DiskError, and LocalError when the daemon leaves.
+        average: writes the moving averages of the weights instead, if the run keeps them. A failure leaves no half
+        collection; the last one may be removed by then. Raises Busy while another collection runs, Unavailable for a
+        stage that no peer can give, DiskError, and LocalError when the daemon leaves.
         """
         if self._closed:
             raise LocalError("this daemon is leaving; ask another one of the run")

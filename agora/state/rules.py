@@ -14,7 +14,7 @@ from typing import Final, Literal
 from agora_protocol.ids import PeerId
 
 LAG_LIMIT: Final = 100
-"""A state more steps behind the newest is not fetched; a claim more steps above the replicas' median is implausible."""
+"""How many steps a fetched state may be behind the newest, and a plausible claim above the replicas' median."""
 CLAIM_LAG: Final = 20
 """How many steps a fetched state may be behind the lower median of the claims."""
 

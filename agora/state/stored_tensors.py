@@ -128,7 +128,7 @@ def is_intact(place: TensorBytes, listed: ListedTensor) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def _check_pieces(place: TensorBytes, listed: ListedTensor, size: int, changed_ns: int, inode: int) -> bool:
-    """Returns whether every piece has its hash. The last three arguments make a cached result end with the file."""
+    """Returns whether every piece has its hash. The last three arguments make a changed file be read again."""
     return all(place.read_piece(listed, piece) is not None for piece in range(listed.piece_count))
 
 
