@@ -15,7 +15,7 @@ from agora_protocol.messages import Advance
 from agora_protocol.tensors import WireTensor
 
 BROKEN: Final = "broken"
-"""The code of the error by which a call ends whose connection broke or could not be opened."""
+"""The code of the error that ends a call when its connection broke or could not be opened."""
 OnProgress = Callable[[Advance], None]
 """Takes one progress frame of a call that is still open. Must not block and must not raise."""
 
@@ -29,7 +29,7 @@ class Reply:
 
 
 class Caller(Protocol):
-    """Makes calls to peers: sends a request and waits for the reply (net.network.Network does)."""
+    """Interface for calls to peers: sends a request and waits for the reply. Implemented by net.network.Network."""
 
     async def call(
         self,
@@ -40,9 +40,9 @@ class Caller(Protocol):
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """Sends `request` with `tensors` to `peer` and returns its reply. deadline: see loop_time.
+        """Sends `request` with `tensors` to `peer` and returns its reply. deadline: in loop time, see clock.loop_time.
 
         Raises the peer's refusal as the error that it names, and an AgoraError when the connection breaks or cannot be
         opened, or at the deadline. When the caller stops waiting, by deadline or cancellation, the peer's work is
-        cancelled. on_progress: takes each progress frame before the reply.
+        cancelled. on_progress: called with each progress frame that comes before the reply.
         """

@@ -1,4 +1,4 @@
-"""The clock that deadlines are on.
+"""The clock of all deadlines: seconds of the event loop.
 
 Knows: the running event loop. Pure decisions never import this: they take `now` as an argument.
 """
@@ -9,5 +9,5 @@ import asyncio
 
 
 def loop_time() -> float:
-    """Returns seconds on the running event loop's monotonic clock; in tests under virtual time, the simulated clock."""
+    """Returns the running event loop's monotonic time in seconds; under virtual time in tests, the simulated time."""
     return asyncio.get_running_loop().time()

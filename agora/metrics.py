@@ -1,4 +1,4 @@
-"""The metrics of an objective: what the sums that a microbatch's answer carries mean, and their names in reports.
+"""The metrics of an objective: the sums in a microbatch's answer, their bounds, and the means that are made from them.
 
 Knows: names, sums. Must not know: logits, messages, who adds the sums up.
 
@@ -26,11 +26,14 @@ METRIC_NAMES: Final = {
 
 
 MAX_REWARD: Final = 1e12
-"""The most that a microbatch's rewards may sum up to, either way."""
+"""The largest absolute value that a microbatch's sum of rewards may have."""
 
 
 def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> bool:
-    """Returns whether a microbatch of `tokens` counted tokens and `rows` rows can have these sums."""
+    """Returns whether a microbatch of `tokens` counted tokens and `rows` rows can have these sums.
+
+    kind: the manifest's objective.kind. False also for a wrong number of sums.
+    """
     match kind, tuple(sums):
         case "lm", ():
             return True
@@ -42,14 +45,17 @@ def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> b
 
 
 def add_sums(sums: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
-    """Returns the sums of two microbatches together. `sums` may be empty: then `more` alone."""
+    """Returns the elementwise sums of `sums` and `more`; `more` alone if `sums` is empty.
+
+    ValueError for other lengths.
+    """
     return tuple(a + b for a, b in zip(sums, more, strict=True)) if sums else tuple(more)
 
 
 def named_means(kind: str, sums: Sequence[float], tokens: int) -> dict[str, float]:
     """Returns the metrics by name: means over the supervised tokens (sft) or over the pairs (dpo).
 
-    tokens: supervised ones behind the sums. {} where nothing has been summed.
+    tokens: the number of supervised tokens behind the sums. Returns {} for lm, and if nothing has been summed.
     """
     match kind, tuple(sums):
         case "sft", (correct,) if tokens:

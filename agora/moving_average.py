@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Exponential moving average, None before the first sample; the first 1 / `weight` samples count equally."""
+    """Immutable exponential moving average; the first 1 / `weight` samples count equally.
+
+    value: None before the first sample. samples: how many there were.
+    """
 
     weight: float
     value: float | None = None
     samples: int = 0
 
     def updated(self, sample: float) -> MovingAverage:
-        """Returns the new average after a sample: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
+        """Returns a new average with the sample: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
         weight, value = max(self.weight, 1.0 / (self.samples + 1)), sample if self.value is None else self.value
         return MovingAverage(self.weight, value + weight * (sample - value), self.samples + 1)

@@ -1,7 +1,7 @@
-"""What the device thread and the event loop tell each other: step policies one way; results and step events back.
+"""What the device thread and the event loop exchange: step policies one way; results and step events the other way.
 
 Knows: tokens, step numbers, encoded gradients. Must not know: torch, threads, replicas, how tokens are agreed on.
-The loop publishes a new StepPolicy whenever what it knows of the other replicas changes; the device thread reads the
+The loop publishes a new StepPolicy whenever its knowledge of the other replicas changes; the device thread reads the
 newest one. For every step and every closed share it puts an event on a queue (train.step_events).
 """
 
@@ -14,10 +14,10 @@ from agora_protocol.tensors import WireTensor
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """When a stage steps along its gradient sum, or closes its share of a step for the mean of all replicas.
+    """Immutable policy: when a stage steps along its gradient sum, or closes its share of a step for the mean.
 
-    `own_tokens`, `alone` and `closes_share` hold for step number `step` (0 is the first); the stage may have gone on
-    since. Of any other step nothing is known, so the safe answer holds.
+    `own_tokens`, `alone` and `closes_share` hold for step number `step` (0 is the first). The stage may be at a later
+    step by now, of which nothing is known; then the safe answer of the last column holds.
 
     | question                                 | step `step`                             | any other step      |
     |------------------------------------------|-----------------------------------------|---------------------|
@@ -26,23 +26,23 @@ class StepPolicy:
     | closes its share when it has the tokens  | closes_share, if it steps along a mean  | no                  |
     """
 
-    target_tokens: int  # that all replicas together count for one step
-    exact_steps: int = 0
+    target_tokens: int  # how many all replicas together count for one step
+    exact_steps: int = 0  # the first steps, which are taken along the mean gradient of all replicas
     step: int = -1
-    own_tokens: int = 0  # that this replica has to count so that all reach `target_tokens`, its counted ones included
+    own_tokens: int = 0  # how many this replica must count so that all reach `target_tokens`, with those it has counted
     alone: bool = False  # no other replica holds the stage
     closes_share: bool = False
 
     def tokens_needed(self, step: int) -> int:
-        """Returns the tokens this replica must count for step `step`: own_tokens at self.step, else target_tokens."""
+        """Returns how many tokens this replica must count for step `step`, see the table."""
         return self.own_tokens if step == self.step else self.target_tokens
 
     def steps_along_mean(self, step: int) -> bool:
-        """Returns whether step `step` is along all replicas' mean: step < exact_steps, unless known to be alone."""
+        """Returns whether step `step` is taken along the mean gradient of all replicas, see the table."""
         return step < self.exact_steps and not (self.alone and step == self.step)
 
     def closes(self, step: int) -> bool:
-        """Returns whether the share of step `step` is closed as soon as it has the tokens needed."""
+        """Returns whether the share of step `step` is closed as soon as it has the tokens needed, see the table."""
         return self.closes_share and step == self.step and self.steps_along_mean(step)
 
 
@@ -57,7 +57,7 @@ class StageStepped:
 
 @dataclass(frozen=True, slots=True)
 class ShareClosed:
-    """Event: a stage has closed its share of step number `step`, of `tokens`, and opened that of the next."""
+    """Event: a stage has closed its share of step number `step` (0 the first), over `tokens`, and opened the next."""
 
     stage: int
     step: int
@@ -69,11 +69,11 @@ StepEvent = StageStepped | ShareClosed
 
 @dataclass(frozen=True, slots=True)
 class SpanResult:
-    """What a span has made of one microbatch: gradient, device time, loss."""
+    """The result of one microbatch in this peer's span: gradient, device time, loss."""
 
-    gradient: WireTensor | None  # of the boundary that entered, encoded; None at stage 0 and when evaluating
+    gradient: WireTensor | None  # with respect to the boundary that entered, encoded; None at stage 0 or if not trained
     busy_s: float  # seconds on the device, the forward included
-    loss_sum: float = 0.0  # in nats, over `tokens` supervised tokens; only the run's last stage knows both
+    loss_sum: float = 0.0  # in nats, over `tokens` supervised tokens; both are known only in the run's last stage
     tokens: int = 0
-    metrics: tuple[float, ...] = ()  # sums, see agora.metrics; as the loss, known in the last stage
-    log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens, of a reference request only
+    metrics: tuple[float, ...] = ()  # sums, see agora.metrics; known only in the run's last stage
+    log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for a reference request only

@@ -1,4 +1,4 @@
-"""Long work beside the event loop, on a thread that never keeps the process alive.
+"""Runs long work outside of the event loop, on a thread that never keeps the process alive.
 
 Knows: one thread, one future. Must not know: the work. asyncio.to_thread would make the daemon's end wait for the work.
 """
@@ -15,16 +15,19 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` on a new daemon thread; returns or raises what it does. Cancelling does not stop the thread."""
+    """Runs `work` on a new daemon thread and returns its result, or raises its exception.
+
+    Cancelling this call does not stop the thread; its result is then dropped.
+    """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
 
     def run() -> None:
-        """Runs on the thread: calls `work` and sets its result, or the exception it raised, on the future."""
+        """Calls `work` on the thread, and sets the future to its result or exception."""
         try:
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="in thread", daemon=True).start()
+    threading.Thread(target=run, name=getattr(work, "__qualname__", repr(work)), daemon=True).start()
     return await asyncio.wrap_future(future)

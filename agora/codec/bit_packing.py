@@ -1,7 +1,7 @@
 """Packs levels of 2 to 8 bits into bytes without gaps, and unpacks them.
 
-A level of 6 bits is cut into its lowest 4 bits and the next 2 (part_widths); the parts of one width lie together, as
-many to a byte as fit. Parts that share a byte come from levels that are far apart, so that a few shifts of whole
+A level of 6 bits is cut into its lowest 4 bits and the next 2 (part_widths). Parts of one width are stored together, as
+many in a byte as fit. Parts that share a byte come from levels that are far apart, so that a few shifts of whole
 vectors, as int64 words of eight bytes, make all bytes. Knows: bits. Must not know: what a level means.
 """
 
@@ -18,11 +18,14 @@ from torch import Tensor
 
 WORD_BYTES: Final = 8
 EACH_BYTE: Final = 0x0101010101010101
-"""Times a byte, it is a word in which every byte is that byte."""
+"""Multiplied by a byte value, gives a word of eight copies of it."""
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Packs levels below 2^bits without gaps: uint8 [n], alone in their storage, to uint8 [packed_bytes(n, bits)]."""
+    """Packs levels below 2^bits without gaps: uint8 [n] to uint8 [packed_bytes(n, bits)].
+
+    levels: the only content of their storage, which is read in words of eight bytes. At 8 bits they are returned as is.
+    """
     if bits == 8:
         return levels
     packed = torch.empty(packed_bytes(len(levels), bits), dtype=torch.uint8, device=levels.device)
@@ -36,7 +39,7 @@ def pack(levels: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Unpacks what `pack` has made: returns its `count` levels, uint8 [count]."""
+    """Unpacks the bytes that `pack` has made of `count` levels: returns the levels, uint8 [count]."""
     if bits == 8:
         return packed
     levels = torch.zeros((), dtype=torch.uint8, device=packed.device)
@@ -49,7 +52,7 @@ def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
-    """Yields the lowest bit and the width of each part of a level, and the slice of the packed bytes that holds it."""
+    """Yields for each part of a level (lowest bit, width in bits, slice of the packed bytes that has these parts)."""
     lowest_bit, begin = 0, 0
     for width in part_widths(bits):
         size = packed_bytes(count, width)
@@ -58,7 +61,7 @@ def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
 
 
 def _as_words(rows: Tensor) -> Tensor:
-    """Returns bytes [..., n], each row padded with zeros, as int64 words of 8 bytes, [..., ceil(n / 8)]."""
+    """Returns bytes [..., n] as int64 words of 8 bytes, [..., ceil(n / 8)]; each row is padded with zeros."""
     return _pad_columns(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
 
 
@@ -70,5 +73,5 @@ def _pad_columns(rows: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _part_shifts(width: int, device: torch.device) -> Tensor:
-    """Returns by how many bits each of the parts in a byte is shifted: 0, width, 2 width, ..., int64 [8 / width, 1]."""
+    """Returns the bit offset of each part within its byte: 0, width, 2 * width, ..., int64 [8 / width, 1]."""
     return torch.arange(0, 8, width, device=device).unsqueeze(1)

@@ -44,10 +44,11 @@ class BoundaryCodec:
     ) -> WireTensor:
         """Encodes a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
 
-        key: the dither's (see gradient_dither_key), the same as for `decode`; None rounds to nearest. float32 and bf16
-        ignore it, and share the memory of a contiguous CPU tensor of their dtype: change that only after sending.
-        boundary: the decoded boundary whose gradient `tensor` is; a codec that sends some columns sends the gradients
-        of the columns that were sent of it. None: the columns with the largest energy in `tensor`.
+        key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. float32 and bf16
+        ignore it; their result may share the memory of `tensor`, which must not change before it is sent. boundary: for
+        a gradient, the decoded boundary that it belongs to: a codec that sends only some columns then sends the
+        gradients of the columns that had been sent. None: it sends the columns with the largest sums of squares in
+        `tensor`.
         """
         codec = self._spec.of_direction(direction)
         if not self._spec.columns:
@@ -68,9 +69,9 @@ class BoundaryCodec:
     ) -> Tensor:
         """Decodes a wire tensor to float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
 
-        Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape`, before anything is
-        allocated, for a false scale, and for false column numbers. Quantised values are always finite; for float32 and
-        bf16 use all_finite.
+        Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape` (before anything is
+        allocated), for a scale out of range, and for wrong column numbers. Quantised values are always finite; values
+        of float32 and bf16 must be checked with all_finite.
         """
         codec, expected = self._spec.of_direction(direction), self._spec.wire_format(shape, direction)
         if (wire.dtype, wire.shape) != expected:
@@ -104,7 +105,7 @@ class BoundaryCodec:
     ) -> Tensor:
         """Decodes what _encode_values has made of a tensor [b, s, k] = `shape`, with its dither `key`, on `device`.
 
-        Raises ProtocolError for a false scale.
+        Raises ProtocolError for a scale out of range.
         """
         if not codec.bits:
             return decode_uncompressed(wire, codec.name, device, shape=shape)
@@ -125,7 +126,7 @@ class BoundaryCodec:
 
 
 def strongest_columns(tensor: Tensor, count: int) -> Tensor:
-    """Returns the `count` columns of [b, s, k] with the largest sums of squares, int64 [count], ascending.
+    """Returns the indices, int64 [count], ascending, of the columns of [b, s, k] with the largest sums of squares.
 
     A decoded boundary has zeros in every column that was not sent, so its strongest columns are those that were sent.
     """
@@ -134,9 +135,9 @@ def strongest_columns(tensor: Tensor, count: int) -> Tensor:
 
 
 def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memoryview]:
-    """Returns the column numbers, int64 [count], that wire data begins with, and the rest of it, the values.
+    """Splits wire data into the column numbers at its beginning, int64 [count], and the rest, the encoded values.
 
-    Raises ProtocolError "bad-tensor" when the numbers do not ascend or reach the boundary's width `k`.
+    Raises ProtocolError "bad-tensor" when the numbers do not ascend or one is not below the boundary's width `k`.
     """
     split = COLUMN_BYTES * count
     columns = np.frombuffer(data[:split], COLUMN_DTYPE).astype(np.int64)

@@ -1,9 +1,9 @@
 """Quantises rows of values to bytes and back: a block of BOUNDARY_BLOCK values shares a bf16 scale, a value is a level.
 
-Levels stand for the middles of equal intervals, none of them for zero: at 4 bits that lowers the mean squared error by
+A level stands for the middle of its interval; no level stands for zero: at 4 bits that lowers the mean squared error by
 a fifth. Subtractive dither (L. Roberts, 1962): the same pseudo-random fraction of a level is added before rounding and
-subtracted after decoding. Its mean is exact as with stochastic rounding, its mean squared error half of that. Knows:
-numbers and bytes. Must not know: directions, microbatches, the wire.
+subtracted after decoding. The mean is exact, as with stochastic rounding, and the mean squared error is half of that.
+Knows: numbers and bytes. Must not know: directions, microbatches, the wire.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agora.codec.bit_packing import pack, unpack
 
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100
 SLACK = 1.0 + 2.0**-8
-"""Scales are larger by this factor, so that rounding one to bf16 never makes the largest value of its block clip."""
+"""Scales are larger by this factor, so that the largest value of a block does not clip if its scale is rounded down."""
 VECTOR = 32
-"""torch finds maxima several times as fast in rows of a multiple of this many values."""
+"""torch finds maxima several times as fast in rows whose length is a multiple of this."""
 CHUNK_VALUES = 262_144
 """Values quantised at a time on a CPU: 1 MiB of float32, which stays in its cache from one operation to the next."""
 
@@ -29,8 +29,9 @@ CHUNK_VALUES = 262_144
 def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
     """Quantises float32 [rows, k] to levels of `bits` bits. Returns uint8 [bytes]: all scales, then all packed levels.
 
-    dither: int8 [rows, k] in 1/256 of a level; None: none. Values saturate where a scale would be above 2^100; a block
-    whose scale would be below 2^-100 becomes zeros; a block that is not finite gets the scale NaN, which is refused.
+    dither: int8 [rows, k] in 1/256 of a level, or None. Values saturate if a scale would be above 2^100; a block whose
+    scale would be below 2^-100 becomes zeros; a block with a value that is not finite gets the scale NaN, which
+    check_scales refuses.
     """
     count, k = rows.shape
     split = SCALE_BYTES * count * blocks_per_token(k)
@@ -48,7 +49,10 @@ def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
 
 
 def dequantise(wire: Tensor, count: int, k: int, bits: int, dither: Tensor | None = None) -> Tensor:
-    """Decodes what `quantise` made with the same dither: float32 [count, k], finite if check_scales has passed."""
+    """Decodes the bytes that `quantise` made with the same dither: returns float32 [count, k].
+
+    The values are finite if check_scales has passed.
+    """
     split = SCALE_BYTES * count * blocks_per_token(k)
     scales, levels = _read_scales(wire, count, k), unpack(wire[split:], count * k, bits).view(count, k)
     values = torch.empty(count, k, dtype=torch.float32, device=wire.device)
@@ -62,7 +66,7 @@ def dequantise(wire: Tensor, count: int, k: int, bits: int, dither: Tensor | Non
 
 
 def check_scales(wire: Tensor, count: int, k: int) -> None:
-    """Raises ProtocolError "bad-tensor" for a scale that is NaN, negative or beyond 2^100."""
+    """Raises ProtocolError "bad-tensor" if one of the bytes' scales is NaN, negative or above 2^100."""
     low, high = (bound.item() for bound in torch.aminmax(_read_scales(wire, count, k)))
     if not (low >= 0.0 and high <= MOST_SCALE):
         raise ProtocolError("bad-tensor", f"A scale is {low:g} or {high:g}; it must be from 0 to 2^100.")
@@ -71,11 +75,14 @@ def check_scales(wire: Tensor, count: int, k: int) -> None:
 def _quantise_chunk(
     rows: Tensor, bits: int, dither: Tensor | None, workspace: Tensor, scales: Tensor, levels: Tensor
 ) -> None:
-    """Quantises into `scales`, bf16 [rows, blocks], and `levels`, uint8 [rows, k]. workspace: scratch [>= rows, k]."""
+    """Quantises rows [n, k]; writes `scales`, bf16 [n, blocks], and `levels`, uint8 [n, k].
+
+    workspace: scratch memory, float32 [at least n, k]; its content is overwritten.
+    """
     workspace, half = workspace[: len(rows)], 2.0 ** (bits - 1)
     scale_per_peak = SLACK / (half if dither is None else half - 0.5)
     wanted = _block_peaks(torch.abs(rows, out=workspace)).mul_(scale_per_peak)
-    # What is not finite becomes NaN, the only scale here that a receiver refuses.
+    # wanted - wanted is 0, or NaN if `wanted` is not finite: NaN is the only scale made here that a receiver refuses.
     scales.copy_(F.threshold(wanted.clamp(max=MOST_SCALE), LEAST_SCALE, 0.0).add_(wanted - wanted))
     _multiply_blocks(rows, scales.to(torch.float32).clamp_(min=LEAST_SCALE).reciprocal_(), workspace)
     if dither is not None:

@@ -16,7 +16,10 @@ from agora.codec.seeded_random import random_words
 
 
 def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
-    """Returns float32 [rows, k], each block of BOUNDARY_BLOCK columns and the rest rotated; `inverse` undoes that."""
+    """Returns float32 [rows, k] with each block of BOUNDARY_BLOCK columns, and the shorter last one, rotated.
+
+    seed: the run's. inverse: undoes the rotation.
+    """
     k = rows.shape[1]
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
@@ -31,10 +34,10 @@ def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def rotation_matrix(size: int, seed: int, inverse: bool, device: torch.device) -> Tensor:
-    """Returns the orthogonal matrix R, float32 [size, size], that rotates a row of values x to x R; its `inverse`: R^T.
+    """Returns the orthogonal matrix R, float32 [size, size], that rotates a row x to x R; its inverse R^T if `inverse`.
 
-    R is Sylvester's Hadamard matrix / sqrt(size) where size is a power of two, else the DCT-II's matrix, each row with
-    a random sign that the seed decides.
+    R is Sylvester's Hadamard matrix / sqrt(size) if size is a power of two, otherwise the matrix of the DCT-II. Each
+    row is multiplied by a random sign, which the seed decides.
     """
     if size & (size - 1) == 0:
         hadamard = torch.ones(1, 1, dtype=torch.float64)

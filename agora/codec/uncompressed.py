@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
     """Converts a tensor of any dtype, layout and device to a wire tensor of `dtype`, a key of DTYPES.
 
-    Shares the memory of a contiguous CPU tensor of the wire dtype: change such a tensor only after sending.
+    The result shares the memory of a contiguous CPU tensor of the same dtype: do not change such a tensor before it is
+    sent.
     """
     converted = tensor.detach().to(CPU, DTYPES[dtype]).contiguous()
     return WireTensor(dtype, tuple(converted.shape), converted.reshape(-1).view(torch.uint8).numpy().data)
@@ -39,15 +40,16 @@ def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
 def decode_uncompressed(
     wire: WireTensor, dtype: str, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Returns a wire tensor of `dtype` as float32 on `device`; a float32 one that stays on the CPU may share its bytes.
+    """Converts a wire tensor to float32 on `device`; on the CPU, the result may share the bytes of a float32 one.
 
-    Raises ProtocolError "bad-tensor" for another dtype or `shape`. Values may be NaN or infinite: see all_finite.
+    Raises ProtocolError "bad-tensor" for another dtype than `dtype`, or another shape than `shape` (None: any). Values
+    may be NaN or infinite: see all_finite.
     """
     return _from_wire(wire, dtype, shape).to(device, torch.float32)
 
 
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
-    """Returns token ids [b, s + 1], integers from -1 to 2^31 - 1, as a wire tensor of the narrowest of TOKEN_DTYPES."""
+    """Converts token ids of any shape, from -1 to 2^31 - 1, to a wire tensor of the narrowest dtype of TOKEN_DTYPES."""
     ids = torch.as_tensor(tokens)
     low, high = (int(bound) for bound in torch.aminmax(ids))
     limits = {name: torch.iinfo(DTYPES[name]) for name in TOKEN_DTYPES}
@@ -58,7 +60,11 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
 def decode_tokens(
     wire: WireTensor, vocabulary: int, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Decodes token ids, -1 where not supervised, to int32. Raises ProtocolError for a false dtype, shape or id."""
+    """Converts a wire tensor of token ids, -1 where not supervised, to int32 on `device`.
+
+    Raises ProtocolError "bad-tensor" for another dtype than TOKEN_DTYPES, another shape than `shape` (None: any), or an
+    id that is not from -1 to vocabulary - 1.
+    """
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
     tokens = _from_wire(wire, wire.dtype, shape)
@@ -81,7 +87,10 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:
-    """Returns a wire tensor as a CPU tensor. Raises ProtocolError unless its dtype is `name` and its shape `shape`."""
+    """Converts a wire tensor to a CPU tensor of its dtype, without a copy if its bytes are writable and aligned.
+
+    Raises ProtocolError unless its dtype is `name` and its shape is `shape` (None: any).
+    """
     if wire.dtype != name:
         raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")
     if shape is not None and wire.shape != tuple(shape):

@@ -1,7 +1,8 @@
-"""Decides in which order an origin comes to the blocks of an epoch, and which of two origins has a block before. Pure.
+"""Decides in which order an origin takes the blocks of an epoch, and which of two origins precedes in a block. Pure.
 
 Knows: the hash of (seed, epoch, block, origin). Must not know: what is taken or done. This is rendezvous hashing
-(Thaler and Ravishankar, IEEE/ACM Trans. Networking 1998): origins that agree on who is live agree on whose a block is.
+(Thaler and Ravishankar, IEEE/ACM Trans. Networking 1998): origins that agree on who is live agree on the owner of each
+block.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ KEPT_ORDERS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """The blocks of an epoch in one origin's order: by the number of live origins with a lower hash, then by its own.
+    """The blocks of an epoch in one origin's order: by how many live origins have a lower hash, then by its own hash.
 
-    own: those of them, in order, for which no live origin has a lower hash. hashes: this origin's, by block.
+    blocks: all block numbers in this order. own: its blocks, in the same order, as keys: no live origin has a lower
+    hash for them. hashes: this origin's hash of each block, indexed by block number.
     """
 
     blocks: list[int]
@@ -30,7 +32,10 @@ class EpochOrder:
 
 
 class BlockOrder:
-    """One origin's order of the blocks of every epoch."""
+    """Computes one origin's order of the blocks of every epoch, and keeps up to KEPT_ORDERS results.
+
+    seed: the run's. me: the origin's name. blocks: how many blocks an epoch has.
+    """
 
     def __init__(self, seed: int, me: str, blocks: int) -> None:
         self._seed = seed
@@ -39,7 +44,7 @@ class BlockOrder:
         self._kept: dict[tuple[int, frozenset[str]], EpochOrder] = {}
 
     def order(self, epoch: int, live: frozenset[str]) -> EpochOrder:
-        """Returns this origin's order of an epoch's blocks while these origins are live."""
+        """Returns this origin's order of an epoch's blocks, given the names of the live origins."""
         key = epoch, live
         if key not in self._kept:
             if len(self._kept) >= KEPT_ORDERS:
@@ -54,11 +59,11 @@ class BlockOrder:
         return self._kept[key]
 
     def hashes(self, epoch: int, name: str) -> Hashes:
-        """Returns the hash of each block [blocks] for one origin: uniform, and the same on every machine."""
+        """Returns origin `name`'s hash of each block of an epoch, uint64 [blocks]: uniform, equal on every machine."""
         digest = hashlib.sha256(f"agora epoch share 1\0{self._seed}\0{epoch}\0{name}".encode()).digest()
         return mix(np.arange(self._blocks, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
 
     def comes_after(self, name: str, epoch: int, block: int) -> bool:
-        """Returns whether another origin has a lower hash for a block than this one."""
+        """Returns whether this origin comes after origin `name` in a block: whether the other has the lower hash."""
         other, mine = int(self.hashes(epoch, name)[block]), int(self.hashes(epoch, self._me)[block])
         return (other, name) < (mine, self._me)

@@ -20,26 +20,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 GENERATION_MARK = "agora_generation_mark"
-"""The variable with the text to write before and after each block {% generation %}; without it nothing is written."""
+"""Name of the template variable whose text is written before and after each generation block; unset: no text."""
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What compiling and rendering may raise: a template's own error, or that of an expression in it."""
 
 
 class GenerationBlocks(Extension):
-    """The block {% generation %} ... {% endgeneration %}, by which a template says what the assistant wrote."""
+    """jinja2 extension: the block {% generation %} ... {% endgeneration %}, which marks what the assistant wrote."""
 
     tags = {"generation"}  # noqa: RUF012, as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parses a block into a call of _marked with the block's content."""
+        """Parses a block and returns the node that calls _marked with the block's content when it is rendered."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_marked", [nodes.ContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def _marked(self, context: Context, caller: Callable[[], str]) -> str:
-        """Returns the block's content between two marks."""
+        """Returns the block's rendered content with the mark (see GENERATION_MARK) before and after it."""
         mark = str(context.get(GENERATION_MARK, ""))
         return mark + caller() + mark
 
@@ -55,9 +55,9 @@ class PublicNamespace(Namespace):
 
 
 def compile_template(source: str, now: datetime) -> Template:
-    """Returns a template that can call what those of Hugging Face call. now: the time that strftime_now writes.
+    """Returns the compiled template, with the functions and filters that Hugging Face templates expect.
 
-    Raises one of TEMPLATE_ERRORS for a malformed template.
+    now: the time that strftime_now formats. Raises one of TEMPLATE_ERRORS for a malformed template.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
@@ -70,7 +70,7 @@ def compile_template(source: str, now: datetime) -> Template:
 
 
 def _raise_exception(message: str) -> None:
-    """Ends a template's rendering with an error."""
+    """Raises TemplateError, which ends the rendering; templates call it as raise_exception(message)."""
     raise TemplateError(message)
 
 
@@ -81,5 +81,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON text. jinja2's own filter would escape characters that HTML treats specially."""
+    """Returns `value` as JSON text. jinja2's own filter is not used: it escapes characters that are special in HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

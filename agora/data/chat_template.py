@@ -2,10 +2,10 @@
 
 Knows: messages, templates, characters. Must not know: token ids, files, jinja2 before a template is needed.
 
-| template | the supervised part |
+| template | the supervised parts |
 |---|---|
-| has {% generation %} blocks | those blocks |
-| has none | of each answer, what its turn adds to the text that ends with the generation prompt |
+| has {% generation %} blocks | the content of those blocks |
+| has none | for each answer, what follows the generation prompt until the end of the answer's turn |
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ PLAIN_TEMPLATE: Final = """\
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text and its supervised spans, in order. spells_specials: no special token has to be added at its beginning."""
+    """A text and its supervised spans, in order.
+
+    spells_specials: whether the text has its special tokens in it, so that none is to be added at its beginning.
+    """
 
     text: str
     spans: tuple[Span, ...]
@@ -60,10 +63,10 @@ class MarkedText:
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it may write.
+    """A chat template and the special tokens that it may write. It is compiled when it is first used.
 
-    name: what errors call it. special_tokens: their text by the variable's name, such as eos_token. now: the time that
-    a template writes which asks for it; peers that train together must give the same.
+    name: what errors call it. special_tokens: their text by the variable's name, such as eos_token. now: the time given
+    to templates that write the date; peers that train together must give the same.
     """
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str], now: datetime) -> None:
@@ -75,7 +78,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Returns the JSON of what decides its texts but the time: the source and the special tokens."""
+        """JSON text of everything but the time that decides what it renders: the source and the special tokens."""
         return json.dumps([self._source, sorted(self._special_tokens.items())])
 
     def render(self, conversation: Conversation, where: str) -> str:
@@ -83,7 +86,7 @@ class ChatTemplate:
         return self._render(conversation, len(conversation.messages), where)
 
     def mark(self, conversation: Conversation, where: str) -> MarkedText:
-        """Returns the conversation as text, with the answers that are learnt marked, their ends of turn included.
+        """Returns the conversation as text, and the spans of the supervised answers in it, their ends of turn included.
 
         Raises DataError about `where` if the template refuses the conversation, or cannot tell its answers apart.
         """
@@ -94,14 +97,14 @@ class ChatTemplate:
         return MarkedText(text, tuple(self._added_by(conversation, index, text, where) for index in learnt), True)
 
     def _mark_by_blocks(self, conversation: Conversation, where: str) -> MarkedText:
-        """Returns the rendered conversation with the {% generation %} blocks of the learnt answers marked.
+        """Returns the conversation as text, and the spans of the {% generation %} blocks of the supervised answers.
 
         Raises DataError when the template refuses it, or when some answers are excluded from training and the template
         does not write one block for each answer.
         """
         variables = [*map(_for_template, conversation.messages), *conversation.tools]
-        said = json.dumps(variables, ensure_ascii=False, default=str)
-        mark = next(mark for number in itertools.count() if (mark := f"\ufdd0{number}\ufdd1") not in said)
+        content = json.dumps(variables, ensure_ascii=False, default=str)
+        mark = next(mark for number in itertools.count() if (mark := f"\ufdd0{number}\ufdd1") not in content)
         parts = self._render(conversation, len(conversation.messages), where, mark).split(mark)
         ends = list(itertools.accumulate(map(len, parts)))
         blocks = list(zip(ends[0::2], ends[1::2], strict=False))  # every second part is the content of a block
@@ -117,7 +120,7 @@ class ChatTemplate:
         return MarkedText("".join(parts), tuple(blocks), True)
 
     def _added_by(self, conversation: Conversation, index: int, text: str, where: str) -> Span:
-        """Returns the span of answer `index` in `text`: what follows the text that asks for it, until its turn ends.
+        """Returns the span of answer `index` in `text`: from the end of the generation prompt to the end of its turn.
 
         Raises DataError when the template refuses the conversation, or writes earlier messages in another way when the
         answer or later messages follow.
@@ -137,7 +140,7 @@ class ChatTemplate:
         )
 
     def _render(self, conversation: Conversation, count: int, where: str, mark: str = "") -> str:
-        """Returns the first `count` messages as text; before an answer, with the prompt that asks for it.
+        """Returns the first `count` messages as text, with the generation prompt if the next message is an answer.
 
         mark: written before and after the content of each generation block. Raises DataError about `where` if the
         template refuses the messages.
@@ -174,12 +177,12 @@ class ChatTemplate:
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """Returns a message as templates expect it."""
+    """Returns a message as the dict that templates expect: "role", "content", and the message's other fields."""
     return {**message.extra, "role": message.role, "content": message.content}
 
 
 def supervised_parts(text: str, spans: Sequence[Span]) -> Iterator[tuple[str, bool]]:
-    """Yields the parts of a text in order, each with whether it is supervised; empty ones are left out."""
+    """Yields (part, is_supervised) for the parts of a text, in order; `spans` are supervised, empty parts left out."""
     place = 0
     for start, end in spans:
         yield from ((part, kind) for part, kind in ((text[place:start], False), (text[start:end], True)) if part)

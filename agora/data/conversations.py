@@ -35,7 +35,7 @@ ROLES: Final[Mapping[str, Role]] = {
     "observation": "tool",
     "ipython": "tool",
 }
-"""The role that a spelling stands for."""
+"""Spelling of a role in a record -> the role that it stands for."""
 
 FOLLOWERS: Final[Mapping[Role | None, tuple[Role, ...]]] = {
     None: ("system", "user"),
@@ -53,7 +53,7 @@ TRAIN_KEYS: Final = ("train", "weight")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message. is_learnt: False for an answer that the record excludes from training ("train": false, "weight": 0).
+    """One message. is_learnt: False if the record excludes it from training ("train": false or "weight": 0).
 
     extra: the message's other fields, which only templates read, such as tool_calls.
     """
@@ -66,14 +66,14 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A document; every token of it is learnt."""
+    """A document; all of its tokens are supervised."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and what follows it, both taken literally: no template. Only the completion is learnt."""
+    """A prompt and its completion, both taken literally, without a template. Only the completion is supervised."""
 
     prompt: str
     completion: str
@@ -81,7 +81,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders; the answers from message `prompt_messages` on are learnt.
+    """Messages that a chat template renders; the answers from message number `prompt_messages` on are supervised.
 
     tools: descriptions (JSON schemas) of the functions that the assistant may call, for the template.
     """
@@ -91,14 +91,14 @@ class Conversation:
     tools: tuple[Any, ...] = ()
 
     def is_supervised(self, index: int) -> bool:
-        """Returns whether message `index` is an answer that is learnt."""
+        """Returns whether message `index` is an answer that the model is trained on."""
         message = self.messages[index]
         return index >= self.prompt_messages and message.role == "assistant" and message.is_learnt
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two answers to one prompt, the better and the worse one. Both sides hold the prompt."""
+    """Two answers to one prompt, the preferred and the rejected one. Both sides include the prompt."""
 
     chosen: Completion | Conversation
     rejected: Completion | Conversation
@@ -131,7 +131,7 @@ def read_messages(value: object, where: str) -> tuple[ChatMessage, ...]:
 
 
 def check_order(messages: Sequence[ChatMessage], where: str) -> None:
-    """Raises DataError if a message may not follow the one before by the table above, or if the last is no answer."""
+    """Raises DataError if a message may not follow the one before it (FOLLOWERS), or if the last is no answer."""
     previous: Role | None = None
     for number, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[previous]:
@@ -147,7 +147,10 @@ def check_order(messages: Sequence[ChatMessage], where: str) -> None:
 
 
 def read_tools(value: object, where: str) -> tuple[Any, ...]:
-    """Returns the functions that a column `tools` describes: a list of JSON schemas, or the JSON text of one."""
+    """Returns the JSON schemas of functions in a column `tools`: a list of them, or the JSON text of such a list.
+
+    Raises DataError that names `where` for anything else.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
@@ -159,7 +162,10 @@ def read_tools(value: object, where: str) -> tuple[Any, ...]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns JSON data without the fields that are null: a parquet file gives every object the fields of all."""
+    """Returns a copy of JSON data without the object fields that are null.
+
+    Parquet files have such fields: there every object has the fields of all others.
+    """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -168,7 +174,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _read_message(item: object, where: str) -> ChatMessage:
-    """Returns one message. Raises DataError about `where`."""
+    """Converts one JSON object of a record to a message. Raises DataError that names `where`."""
     if not isinstance(item, Mapping):
         raise DataError(f'{where} is {_kind(item)}; write an object such as {{"role": "user", "content": "..."}}.')
     fields = without_nulls(item)
@@ -177,8 +183,8 @@ def _read_message(item: object, where: str) -> ChatMessage:
     )
     spelling = fields.get(role_key)
     if not isinstance(spelling, str) or spelling.strip().lower() not in ROLES:
-        said = f"has the unknown role {spelling!r:.80}" if role_key in fields else "has no field 'role' or 'from'"
-        raise DataError(f"{where} {said}; known are {_words(ROLES)}.")
+        problem = f"has the unknown role {spelling!r:.80}" if role_key in fields else "has no field 'role' or 'from'"
+        raise DataError(f"{where} {problem}; known are {_words(ROLES)}.")
     role = ROLES[spelling.strip().lower()]
     if content_key in fields:
         content = _content(fields[content_key], where)
@@ -192,7 +198,10 @@ def _read_message(item: object, where: str) -> ChatMessage:
 
 
 def _content(value: object, where: str) -> str:
-    """Returns a message's text: a string, or the joined text of a list of parts of type "text"."""
+    """Returns a message's text: the string `value`, or the joined texts of a list of parts of type "text".
+
+    Raises DataError that names `where`, also for parts of another type.
+    """
     if not isinstance(value, list):
         return checked_text(value, f"{where} content")
     texts: list[str] = []
@@ -206,11 +215,11 @@ def _content(value: object, where: str) -> str:
 
 
 def _kind(value: object) -> str:
-    """Returns what JSON calls the type of a value, with its article."""
+    """Returns the JSON type of a value with its article, such as "an object", for error sentences."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def _words(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Returns quoted names joined by commas and "or"."""
+    """Returns the names, quoted and joined: 'a', 'b' or 'c'."""
     return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))

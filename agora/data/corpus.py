@@ -21,11 +21,12 @@ ENCODE_CHARACTERS = 1 << 20
 
 
 def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *, base: Path | None = None) -> Ids:
-    """Returns the tokens [n] of all sources: from the cache if the files have not changed, else tokenised and cached.
+    """Returns the token ids [n] of all sources, memory-mapped; tokenises and caches them unless the cache is current.
 
-    sources: see text_sources.find_files. The tokenizer's separator follows each document. Of several processes, one
-    builds the cache and the others wait; a damaged cache is built again. Raises ManifestError when data.corpus is
-    wrong, DiskError or LocalError when this machine cannot.
+    sources: see text_sources.find_files. base: the folder of relative paths, by default the current one. The
+    tokenizer's separator follows each document. Of several processes, one builds the cache and the others wait; a
+    damaged cache is built again. Raises ManifestError when data.corpus is wrong, DiskError or LocalError when this
+    machine cannot.
     """
     files = find_files(sources, base or Path.cwd())
     cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))
@@ -45,7 +46,10 @@ def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
 
 
 def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Yields all files' token ids, and the separator after each document. Raises ManifestError if there is no text."""
+    """Yields the token ids of all files piece by piece, and the separator after each document.
+
+    Raises ManifestError if there is no text, and for a token id outside of the tokenizer's vocabulary.
+    """
     is_empty = True
     for pieces in _batches(files):
         for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
@@ -63,7 +67,7 @@ def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: To
 
 
 def _batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
-    """Yields all pieces in lists of ENCODE_CHARACTERS or a little more: work for all cores, but little memory."""
+    """Yields all pieces of text in lists of at least ENCODE_CHARACTERS: work for all cores, but little memory."""
     batch: list[Piece] = []
     characters = 0
     for piece in (piece for file in files for piece in file.pieces()):

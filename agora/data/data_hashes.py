@@ -19,9 +19,9 @@ READ_BYTES = 4 << 20
 def hash_samples(path: Path) -> str:
     """Returns the SHA-256, in hex, of a data file's content.
 
-    Of a `datasets` folder it is that of the contents of its data files, one after another in the order in which they
-    are read, which is that of their names in all folders that `Dataset.save_to_disk` has written. Raises DiskError and
-    DataError when they cannot be read.
+    Of a `datasets` folder it is the hash of its data files' contents, concatenated in the order in which they are read
+    (in folders written by `Dataset.save_to_disk`, the order of their names). Raises DiskError and DataError when they
+    cannot be read.
     """
     digest = hashlib.sha256()
     for file in data_files(path):
@@ -35,12 +35,12 @@ def hash_samples(path: Path) -> str:
 
 
 def hash_tokenizer(tokenizer: ModelTokenizer) -> str:
-    """Returns the SHA-256, in hex, of a tokenizer, its special tokens and its chat template."""
+    """Returns the SHA-256, in hex, of a tokenizer with its special tokens and its chat template."""
     return tokenizer.fingerprint
 
 
 def check_samples(path: Path, expected: str) -> None:
-    """Raises DataError unless the samples have the SHA-256 `expected`; "" is not checked."""
+    """Raises DataError unless the samples have the SHA-256 `expected`; does nothing if `expected` is ""."""
     if expected and (found := hash_samples(path)) != expected:
         raise DataError(
             f"{path} has the SHA-256 {found}, but the run trains on samples with {expected} ([data] samples_hash); "
@@ -49,7 +49,7 @@ def check_samples(path: Path, expected: str) -> None:
 
 
 def check_tokenizer(tokenizer: ModelTokenizer, expected: str) -> None:
-    """Raises DataError unless the tokenizer has the SHA-256 `expected`; "" is not checked."""
+    """Raises DataError unless the tokenizer has the SHA-256 `expected`; does nothing if `expected` is ""."""
     if expected and (found := hash_tokenizer(tokenizer)) != expected:
         raise DataError(
             f"The tokenizer of {tokenizer.name}, with {tokenizer.template_name}, has the SHA-256 {found}, but the run "

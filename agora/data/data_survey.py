@@ -1,4 +1,4 @@
-"""Counts what a data file would be in training: samples, tokens, lengths, truncation, packing; keeps the first samples.
+"""Counts what training would make of a data file: samples, tokens, lengths, truncation, packing; keeps some samples.
 
 Knows: tokenised samples, objectives. Must not know: files, terminals.
 """
@@ -30,13 +30,20 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class DataSurvey:
-    """What a data file would be in training with this objective and context.
+    """What training with this objective and context would make of a data file.
 
-    context: targets of a row, which has one token more. lengths: tokens of each sample before truncation [n]; of a
-    preference, those of its longer side. tokens: those kept, of both sides; supervised: those of them that are learnt.
-    left_out: samples without a token that is learnt after truncation. rows: sequences of context + 1 tokens that hold
-    the rest, None for dpo, whose pairs are not packed. efficiency: share of the rows' places that hold a token. shown:
-    the first samples.
+    | field             | value                                                                                     |
+    |-------------------|-------------------------------------------------------------------------------------------|
+    | context           | targets of a row; a row has one token more                                                |
+    | lengths           | tokens of each sample before truncation [n]; of a preference, those of its longer side    |
+    | tokens            | tokens kept in samples that are not left out, of both sides of a preference               |
+    | supervised        | how many of these are supervised                                                          |
+    | truncated_samples | samples that were truncated                                                               |
+    | truncated_tokens  | tokens that truncation removed                                                            |
+    | left_out          | samples without a supervised token, after truncation, on some side                        |
+    | rows              | rows of context + 1 tokens that the other samples fill; None for dpo: pairs are not packed |
+    | efficiency        | the fraction of the rows' places that hold a token; None without rows                     |
+    | shown             | the first samples of the file                                                             |
     """
 
     objective: Objective
@@ -57,7 +64,7 @@ class DataSurvey:
         return len(self.lengths)
 
     def histogram(self) -> list[LengthBin]:
-        """Returns how many samples have which lengths; each bin is twice as wide as the one before."""
+        """Returns how many samples have which lengths: ascending bins, each twice as wide as the one before."""
         if not len(self.lengths):
             return []
         bits = np.frexp(np.maximum(self.lengths, 1) - 0.5)[1].clip(0)  # 2**(bits - 1) < length <= 2**bits
@@ -69,10 +76,11 @@ class DataSurvey:
 def survey(
     samples: Iterable[TokenSample], objective: Objective, context: int, shown: int, progress: Callable[[int], None]
 ) -> DataSurvey:
-    """Counts all samples, one at a time in memory, which but for lm were truncated to context + 1 tokens.
+    """Counts all samples, one at a time in memory, and returns the survey.
 
-    shown: how many of the first ones to keep. progress: hears how many samples have been counted so far. The samples of
-    the objective lm are not truncated: a document is cut where a sequence is full, and goes on in the next.
+    samples: truncated to context + 1 tokens, except for the objective lm: there a document is cut where a row is full,
+    and goes on in the next. shown: how many of the first samples to keep. progress: called every REPORT_EVERY samples
+    with the number counted so far.
     """
     lengths, kept = array("q"), array("q")
     tokens = supervised = truncated_samples = truncated_tokens = left_out = 0
@@ -110,7 +118,7 @@ def survey(
 
 
 def _count_rows(lengths: NDArray[np.int64], objective: Objective, row_tokens: int) -> int | None:
-    """Returns how many sequences of `row_tokens` tokens hold samples of these lengths; None for preferences."""
+    """Returns how many rows of `row_tokens` tokens are needed for samples of these lengths; None for dpo."""
     match objective:
         case "dpo":
             return None

@@ -1,4 +1,4 @@
-"""Draws an origin's microbatches from the rows of samples, so that the swarm does each once an epoch; counts samples.
+"""Draws an origin's microbatches from the rows of samples, so that the swarm trains on each once an epoch.
 
 Knows: rows, the order of an epoch, this origin's shares of the epochs. Must not know: the pipeline, messages, files.
 
@@ -20,20 +20,21 @@ from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
 from agora.data.epoch_shares import EpochShares
-from agora.data.epochs import order
+from agora.data.epochs import epoch_order
 from agora.data.sample_rows import SampleRows
 from agora.data.sampling import DrawnMicrobatch
 
 KEPT_ORDERS: Final = 4
-ID_DIGITS: Final = 15  # hex digits of the fingerprint that are told to others: 60 bits
+ID_DIGITS: Final = 15  # hex digits of the rows' fingerprint that other origins are told: 60 bits
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
     """What the swarm has trained on, as far as this origin knows: samples, or pairs in dpo runs.
 
-    epoch: the first that is not complete. seen: those trained on at least once, in every epoch anew. repeated: how
-    often one was trained on again in the same epoch. missed: those of epochs before the newest that are not done yet.
+    epoch: the first that is not complete. seen: how many were trained on at least once, summed over the epochs.
+    repeated: how many times one was trained on again in the same epoch. missed: how many of earlier epochs than the
+    newest are not done yet.
     """
 
     epoch: int
@@ -43,10 +44,11 @@ class SampleCounts:
 
 
 class EpochBatches:
-    """An origin's microbatches of samples.
+    """Draws one origin's microbatches of samples, and counts what the swarm has trained on.
 
-    microbatch: rows in each, b. me, session: this origin, and a number below 2^63 that no other start of any has. live:
-    returns the names of the live origins. `shares` is what is told to the other origins, and kept in checkpoints.
+    microbatch: rows in each, b. me: this origin. session: a number below 2^63 that is used by no other start of any
+    origin. live: returns the names of the live origins. shares: this origin's part in the epochs, to be exchanged with
+    the other origins and kept in checkpoints.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class EpochBatches:
         self.shares = EpochShares(seed, me, session, count, int(rows.fingerprint[:ID_DIGITS], 16))
 
     def draw(self) -> DrawnMicrobatch | None:
-        """Returns the next training microbatch, [2, b, s + 1] of ids and marks.
+        """Returns the next training microbatch, [2, b, s + 1] of ids and marks; None if there is none to take now.
 
-        Its number is epoch * microbatches in an epoch + place. None if there is none until others have told more.
+        Its number is epoch * microbatches in an epoch + its place in the epoch. After None, another may be free as soon
+        as other origins have told more (see EpochShares.take_next).
         """
         number = self.shares.take_next(self._live())
         return (
@@ -78,11 +81,11 @@ class EpochBatches:
         )
 
     def completed(self, number: int) -> None:
-        """Records that a microbatch which was drawn is done."""
+        """Records that the drawn microbatch of this number is done, with the samples in it."""
         self.shares.completed(number, int(self._rows.samples_in(self.rows_of(number)).sum()))
 
     def released(self, number: int) -> None:
-        """Records that a microbatch which was drawn is dropped: any origin may take it."""
+        """Records that the drawn microbatch of this number is given up: any origin may take it again."""
         self.shares.released(number)
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
@@ -90,13 +93,13 @@ class EpochBatches:
         return map(encode_tokens, self._rows.heldout_batches(self._microbatch, count))
 
     def rows_of(self, number: int) -> NDArray[np.int64]:
-        """Returns the training rows [b] of a microbatch; those of a pair follow each other, the chosen one first."""
+        """Returns the indices of the training rows [b] of a microbatch; of a dpo pair, the chosen row precedes."""
         epoch, place = divmod(number, self.shares.count)
         items = self._items_of(epoch, np.arange(place * self._items, (place + 1) * self._items))
         return _rows_of_items(items, self._rows.rows_together)
 
     def counts(self) -> SampleCounts:
-        """Returns the samples that the swarm has trained on, as far as this origin knows."""
+        """Returns how many samples the swarm has trained on, as far as this origin knows."""
         shares, each = self.shares.counts(), self._rows.summary.trained
         done = [self._count_samples(part.epoch) for part in shares.epochs]
         first = shares.epochs[0].epoch if shares.epochs else shares.seen // self.shares.count
@@ -109,11 +112,11 @@ class EpochBatches:
         )
 
     def _items_of(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the items at these places [n] of an epoch's order; after the last one the first follows."""
+        """Returns the items at these places [n] of an epoch's order; places beyond its end begin again at the first."""
         if epoch not in self._orders:
             while len(self._orders) >= KEPT_ORDERS:
                 del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = order(self._seed, epoch, self._rows.items)
+            self._orders[epoch] = epoch_order(self._seed, epoch, self._rows.items)
         return self._orders[epoch][places % self._rows.items]
 
     def _count_samples(self, epoch: int) -> int:
@@ -125,5 +128,5 @@ class EpochBatches:
 
 
 def _rows_of_items(items: NDArray[np.int64], rows_together: int) -> NDArray[np.int64]:
-    """Returns the rows of items [n], all rows of an item after each other [n * rows_together]."""
+    """Returns the indices of the rows of items [n], all rows of an item next to each other: [n * rows_together]."""
     return (items[:, None] * rows_together + np.arange(rows_together)).reshape(-1)

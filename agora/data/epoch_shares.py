@@ -6,27 +6,27 @@ An EpochShares changes only itself, and only by the calls to it.
 Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
 tells the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
 (block_order.py): first the blocks in which it has the lowest hash of the live origins, then those in which one of them
-has a lower one, and so on. So origins that go on equally fast do not meet, and a fast one takes what the slow ones have
-not come to.
+has a lower one, and so on. So origins that are equally fast do not take the same microbatches, and a fast one takes
+what the slow ones have not reached.
 
 | a microbatch | when |
 |---|---|
 | is free | it is not done, and no live origin has opened or claimed it: what a dead one had in flight is free again |
-| is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, else of its next block |
+| is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, or of its next block |
 | is claimed in a block where others work | they work in all blocks with free ones; a hash chooses the place |
 | is opened | its claim was told TOLD times, or the origin has the lowest hash of the block |
-| is given up | a live origin has opened it, or has claimed it with a lower hash; or nobody asks for one any more |
+| is given up | a live origin has opened it, or has claimed it with a lower hash; or take_next is not called any more |
 
 An origin claims as many ahead as it opens in TOLD intervals of gossip. So others hear of a claim before it is opened,
-and one of two who claim the same gives it up. If all of its claims are too new, it takes one more in a block where it
-has the lowest hash. An origin that is paused holds up nobody, as its claims lapse.
+and one of two origins with the same claim gives it up. If all of its claims are too new, it claims and opens one more
+in a block where it has the lowest hash. A paused origin delays nobody, because its claims lapse.
 
 An epoch is complete when all of its microbatches are done. When none is free, origins go on with the next epoch. At
 most open_epochs are in progress; beyond them origins wait for the oldest one.
 
-A microbatch is repeated when its origin is taken for dead and is not, when two open it because a message was lost or
-late, or when an origin died before it told that it was done. Each session counts what it has completed, and all know
-the sum, so that repeats are counted but for what a dead origin has told nobody.
+A microbatch is done twice when its origin seems dead but is not, when two origins open it because a message was lost or
+late, or when an origin died before it told that it was done. Each session counts what it has completed, and tells the
+count to all, so that repeats are counted, except those that a dead origin never told.
 """
 
 from __future__ import annotations
@@ -55,20 +55,23 @@ from agora.data.free_microbatches import HeldByOthers, first_free, next_free
 from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, Run
 
 TOLD: Final = 3
-"""Calls of `state` after which a claim counts as told to the others."""
+"""How many calls of `state` after a claim the others count as told of it."""
 LAPSE: Final = 8
-"""Calls of `state` without one of `take_next` after which an origin gives up its claims.
+"""How many calls of `state` without a call of `take_next` make an origin give up its claims.
 
-A new origin waits for at most so many until it has heard of all that are live."""
+A new origin also waits for at most this many calls of `state` until it has heard from all live origins."""
 KEPT_ORIGINS: Final = 256
-"""Of more origins, those that are not live are forgotten: what they had done is known, what they had opened is free."""
+"""If more origins are known, those that are not live are forgotten. What they had done stays known."""
 PACE_DECAY: Final = 31 / 32
-"""By which the measured pace decays with each call of `state`, while nothing is opened."""
+"""The factor by which the measured pace decays with each call of `state` while fewer microbatches are opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochCounts:
-    """One epoch in progress: microbatches done, in flight at an origin that was live at the last decision, neither."""
+    """How many microbatches of an epoch in progress are done, in flight at a live origin, or neither (`missing`).
+
+    Origins count as live if they were when `take_next` was last called.
+    """
 
     epoch: int
     done: int
@@ -78,11 +81,11 @@ class EpochCounts:
 
 @dataclass(frozen=True, slots=True)
 class ShareCounts:
-    """What the swarm has done, in microbatches, as far as this origin knows.
+    """How many microbatches the swarm has done, as far as this origin knows.
 
-    seen: those done at least once, each in its epoch. repeated: completions beyond the first of each. missed: those not
-    done yet of epochs before the newest one that has begun. samples: in all completions, repeats included. epochs:
-    those in progress, the oldest first.
+    seen: those done at least once, summed over the epochs. repeated: completions after the first one of a microbatch.
+    missed: those not done yet of epochs before the newest that has begun. samples: the samples in all completions,
+    repeats included. epochs: the epochs in progress, the oldest first.
     """
 
     seen: int
@@ -94,19 +97,22 @@ class ShareCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A microbatch that this origin means to open. told_before: calls of `state` before it was claimed."""
+    """A microbatch that this origin means to open. number: within the epoch.
+
+    calls_before: calls of `state` until then.
+    """
 
     epoch: int
     number: int
-    told_before: int
+    calls_before: int
 
 
 class EpochShares:
-    """One origin's part in the epochs of a swarm.
+    """Decides which microbatches of the epochs one origin takes, from what the origins of the swarm tell each other.
 
-    seed: the run's. me: this origin's name. session: a number from 0 to 2^63 - 1 that no other start of any origin has.
-    count: microbatches in an epoch. rows_id: a number that other rows do not have. last_told: what `state` has returned
-    last, to answer the gossip of others with.
+    seed: the run's. me: this origin's name. session: a number from 0 to 2^63 - 1 that no other start of any origin
+    uses. count: microbatches in an epoch. rows_id: identifies the rows, so that origins with other rows are refused.
+    last_told: what `state` has returned last, to answer the gossip of others with.
     """
 
     def __init__(self, seed: int, me: str, session: int, count: int, rows_id: int = 0) -> None:
@@ -114,16 +120,16 @@ class EpochShares:
         self._session = session
         self._rows_id = rows_id
         self._layout = BlockLayout(count)
-        self._first = 0  # epochs before it are complete
+        self._first = 0  # the first epoch that is not complete
         self._parts: dict[int, EpochPart] = {}
-        self._in_flight: set[int] = set()  # numbers, of complete epochs too
+        self._in_flight: set[int] = set()  # numbers of opened microbatches, of complete epochs too
         self._claims: list[_Claim] = []
         self._last_claimed: dict[int, int] = {}
         self._tallies: dict[int, Tally] = {}
         self._others: dict[str, EpochState] = {}
         self._live = frozenset({me})
         self._order = BlockOrder(seed, me, self._layout.blocks)
-        self._told = self._asked_at = self._version = 0
+        self._state_calls = self._asked_at = self._version = 0
         self._taken_since_told, self._pace = 0, 0.0
         self.last_told: tuple[int, ...] = ()
 
@@ -133,15 +139,15 @@ class EpochShares:
         return self._layout.count
 
     def take_next(self, live: Collection[str]) -> int | None:
-        """Returns the number of the microbatch to open next, None if there is none until more is known.
+        """Takes the next microbatch and returns its number; None if this origin may not open one now.
 
-        live: the names of the origins that are live, with or without this one. After None, ask again when `merge` or
-        `completed` was called, and after each call of `state`.
+        It is in flight until `completed` or `released` is called for it. live: the names of the live origins, with or
+        without this one. After None, call again after each call of `merge`, `completed` and `state`.
         """
-        self._asked_at = self._told
+        self._asked_at = self._state_calls
         self._live = names = frozenset(live) | {self._me}
         states = {name: state for name, state in self._others.items() if name in names}
-        if len(states) + 1 < len(names) and self._told < LAPSE:
+        if len(states) + 1 < len(names) and self._state_calls < LAPSE:
             return None
         if len(self._others) > KEPT_ORIGINS:
             self._others = states
@@ -155,7 +161,7 @@ class EpochShares:
                 return None
             self._claims.append(own)
             ready = [own]
-        chosen = min(ready, key=lambda claim: (claim.told_before + TOLD > self._told, claim.epoch))
+        chosen = min(ready, key=lambda claim: (claim.calls_before + TOLD > self._state_calls, claim.epoch))
         self._claims.remove(chosen)
         self._part(chosen.epoch).opened.add(chosen.number)
         number = chosen.epoch * self.count + chosen.number
@@ -164,29 +170,35 @@ class EpochShares:
         return number
 
     def completed(self, number: int, samples: int = 1) -> None:
-        """Records that a microbatch which was taken is done. samples: how many it holds. ValueError if it was not."""
+        """Records that a microbatch which was taken is done. samples: how many it holds.
+
+        Raises ValueError if it was not taken.
+        """
         self._forget(number)
         epoch, place = divmod(number, self.count)
-        before = self._tallies.pop(self._session, Tally())  # the tally that has changed last stands last
+        before = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
         self._tallies[self._session] = Tally(before.microbatches + 1, before.samples + samples)
         if epoch >= self._first:
             self._part(epoch).done.add(place)
             self._close_epochs()
 
     def released(self, number: int) -> None:
-        """Records that a microbatch which was taken is given up, and free again. Raises ValueError if it was not."""
+        """Records that a microbatch which was taken is given up, and free again.
+
+        Raises ValueError if it was not taken.
+        """
         self._forget(number)
 
     def state(self) -> tuple[int, ...]:
-        """Returns what to tell the others, at most MAX_STATE_INTS integers; equal to the last if nothing has changed.
+        """Returns what to tell the other origins, at most MAX_STATE_INTS integers (see epoch_state.py).
 
-        Call it at every interval of gossip, whether or not it is sent: by these calls an origin measures its pace, and
-        knows for how long the others have known its claims.
+        Call it once in every interval of gossip, whether or not the result is sent: these calls are the clock by which
+        an origin measures its pace and the age of its claims. The result equals the last one if nothing has changed.
         """
-        self._told += 1
+        self._state_calls += 1
         self._pace = max(self._taken_since_told, self._pace * PACE_DECAY)
         self._taken_since_told = 0
-        if self._told - self._asked_at > LAPSE:
+        if self._state_calls - self._asked_at > LAPSE:
             self._claims.clear()
         self._mark_claims()
         if self._write(MAX_STATE_INTS) != self.last_told:
@@ -195,7 +207,7 @@ class EpochShares:
         return self.last_told
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Takes in what another origin has told.
+        """Adds what another origin has told: the integers that its `state` returned.
 
         Raises ProtocolError when it is malformed, and DataError when that origin trains on other rows.
         """
@@ -216,13 +228,13 @@ class EpochShares:
         self._learn(state)
 
     def snapshot(self) -> tuple[int, ...]:
-        """Returns all that is known to be done, for a checkpoint; what is in flight is not."""
+        """Returns, as integers for a checkpoint, what is known to be done; what is in flight is left out."""
         return self._write(None)
 
     def restore(self, snapshot: Sequence[int]) -> None:
-        """Takes in a snapshot of this or of another origin. Raises DataError when it is of other rows.
+        """Adds what a snapshot of this or of another origin says is done.
 
-        Raises ValueError when it is malformed; then nothing has changed.
+        Raises DataError when it is of other rows, ValueError when it is malformed; nothing has changed then.
         """
         try:
             self._learn(read_state(snapshot, self._layout, self._rows_id))
@@ -233,13 +245,13 @@ class EpochShares:
             ) from error
 
     def done_runs(self, epoch: int) -> list[Run]:
-        """Returns the microbatches, from 0 to count - 1, of an epoch that are known to be done, as runs in order."""
+        """Returns which microbatches (0 to count - 1) of an epoch are known to be done, as (first, length) in order."""
         if epoch < self._first:
             return [(0, self.count)]
         return list(self._parts[epoch].done.runs(full_blocks=True)) if epoch in self._parts else []
 
     def counts(self) -> ShareCounts:
-        """Returns what the swarm has done so far, as far as this origin knows."""
+        """Returns how many microbatches the swarm has done so far, as far as this origin knows."""
         epochs = [self._count_epoch(epoch) for epoch in range(self._first, self._newest() + 1)]
         seen = self._first * self.count + sum(epoch.done for epoch in epochs)
         total = Tally(*(sum(numbers) for numbers in zip(*self._tallies.values(), strict=True)))
@@ -262,12 +274,12 @@ class EpochShares:
         return EpochCounts(epoch, len(done), flying, self.count - len(done) - flying)
 
     def _newest(self) -> int:
-        """Returns the newest epoch of which something is done or opened; the one before the first if none is."""
+        """Returns the newest epoch of which a microbatch is done or opened; without any, the last complete epoch."""
         begun = [epoch for epoch, part in self._parts.items() if part.done.masks or part.opened.masks]
         return max(begun, default=self._first - 1)
 
     def _mark_claims(self) -> None:
-        """Notes in the parts of the epochs what is claimed, as it is told to others."""
+        """Copies this origin's claims into the parts of the epochs, from which `state` tells them to others."""
         for part in self._parts.values():
             part.claimed.masks.clear()
         for claim in self._claims:
@@ -275,7 +287,7 @@ class EpochShares:
                 self._part(claim.epoch).claimed.add(claim.number)
 
     def _write(self, most: int | None) -> tuple[int, ...]:
-        """Returns this origin's state as at most `most` integers; None: what a snapshot holds."""
+        """Returns this origin's state for others as at most `most` integers; with None, what a snapshot holds."""
         parts = {epoch: part for epoch, part in self._parts.items() if not part.is_empty()}
         tallies = dict(reversed(list(self._tallies.items())))
         if most is None:
@@ -287,7 +299,7 @@ class EpochShares:
         return write_state(state, self._layout, self._rows_id, most)
 
     def _learn(self, state: EpochState) -> None:
-        """Adds what another state knows to be done, and its tallies where they are ahead; of itself it knows best."""
+        """Adds what another state says is done, and its tallies if they are higher; never this session's own tally."""
         for session, tally in reversed(list(state.tallies.items())):
             if session != self._session and self._tallies.get(session, Tally()) < tally:
                 self._tallies.pop(session, None)
@@ -301,7 +313,7 @@ class EpochShares:
         self._close_epochs()
 
     def _close_epochs(self) -> None:
-        """Goes on to the first epoch that is not complete, and forgets those before it."""
+        """Moves `_first` to the first epoch that is not complete, and forgets the epochs before it."""
         while (part := self._parts.get(self._first)) is not None and part.done.is_complete():
             self._first += 1
         for past in [epoch for epoch in self._parts if epoch < self._first]:
@@ -309,11 +321,11 @@ class EpochShares:
             self._last_claimed.pop(past, None)
 
     def _part(self, epoch: int) -> EpochPart:
-        """Returns what is known of an epoch that is not complete."""
+        """Returns what is known of an epoch that is not complete; adds an empty entry if nothing is."""
         return self._parts.setdefault(epoch, EpochPart.empty(self._layout))
 
     def _forget(self, number: int) -> None:
-        """Takes a microbatch out of those in flight. Raises ValueError if it is not."""
+        """Removes a microbatch from those in flight. Raises ValueError if it is not in flight."""
         if number not in self._in_flight:
             raise ValueError(f"microbatch {number} was not taken")
         self._in_flight.remove(number)
@@ -322,14 +334,16 @@ class EpochShares:
             self._parts[epoch].opened.discard(place)
 
     def _ahead(self, origins: int) -> int:
-        """Returns how many microbatches to claim ahead: as many as are opened in TOLD intervals, but not too many.
+        """Returns how many microbatches to claim ahead: as many as this origin opens in TOLD intervals of gossip.
 
-        Half of an equal share of an epoch is enough, and one is the least.
+        origins: how many are live. At least 1, at most half of an equal share of an epoch.
         """
         return max(1, min(math.ceil(TOLD * self._pace), self.count // (2 * origins)))
 
     def _keeps(self, claim: _Claim, seen: HeldByOthers) -> bool:
-        """Returns whether a claim holds: not done, no live origin has opened it, or claimed it with a lower hash."""
+        """Returns whether this origin keeps a claim: it is not done, no other live origin has opened it, or claimed it
+        with a lower hash. seen: what the other live origins told.
+        """
         if claim.epoch < self._first or claim.number in self._part(claim.epoch).done:
             return False
         block = claim.number // self._layout.size
@@ -344,25 +358,26 @@ class EpochShares:
         return True
 
     def _may_open(self, claim: _Claim, live: frozenset[str]) -> bool:
-        """Returns whether a claim was told, or no live origin has a lower hash for its block."""
-        if claim.told_before + TOLD <= self._told:
+        """Returns whether a claim may be opened: it was told TOLD times, or no live origin has a lower hash there."""
+        if claim.calls_before + TOLD <= self._state_calls:
             return True
         return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
 
     def _find_free(self, seen: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
         """Returns a claim of the first free microbatch in this origin's order, None if none is free.
 
-        own_blocks: only of blocks where it has the lowest hash and nobody else works, so that it may be opened at once.
+        own_blocks: looks only in blocks where this origin has the lowest hash and no other works, so that the claim may
+        be opened at once.
         """
         for epoch in range(self._first, self._first + open_epochs(self._layout)):
             number = self._find_free_in(epoch, seen, own_blocks)
             if number is not None:
                 self._last_claimed[epoch] = number
-                return _Claim(epoch, number, self._told)
+                return _Claim(epoch, number, self._state_calls)
         return None
 
     def _find_free_in(self, epoch: int, seen: HeldByOthers, own_blocks: bool) -> int | None:
-        """Returns the free microbatch of an epoch that comes next in this origin's order, None if none is free."""
+        """Returns the free microbatch of one epoch that is next in this origin's order, None if none is free."""
         part, (held, workers) = self._part(epoch), seen.held(epoch)
         taken = MicrobatchSet(self._layout)
         for numbers in (part.done, part.opened, held):

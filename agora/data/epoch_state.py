@@ -1,6 +1,6 @@
-"""What an origin tells others of the epochs in progress, and what it keeps for a restart: as integers. Pure.
+"""What an origin tells others about the epochs in progress, and keeps for a restart, written as integers. Pure.
 
-Knows: how the state is written and read. Must not know: what follows from it, who sends it.
+Knows: how the state is written and read. Must not know: what is decided from it, who sends it.
 
 | the integers, each 0 to 2^63 - 1 | how many |
 |---|---|
@@ -12,10 +12,10 @@ Knows: how the state is written and read. Must not know: what follows from it, w
 | - its blocks that are done, bit 0 of the first word for block 0 | one for 32 blocks |
 | - of opened, claimed, and done outside of those blocks: runs; of each the gap before it, its length | 3 + 2 for each |
 
-An epoch has at most MAX_BLOCKS blocks. Opened microbatches leave gaps in what is done, and that is bounded by what is
-in flight; so a state of 10^6 microbatches an epoch usually has less than 200 integers. A message has at most
-MAX_STATE_INTS: runs, then epochs, that would exceed it are left out, the last ones first. Whoever does not hear of a
-microbatch may repeat it, no more.
+An epoch has at most MAX_BLOCKS blocks. Done microbatches have as many gaps between them as microbatches are in flight;
+so a state of 10^6 microbatches an epoch usually has less than 200 integers. A message has at most MAX_STATE_INTS: runs,
+then epochs, that would exceed it are left out, the last ones first. An origin that is not told of a microbatch may
+repeat it; nothing worse happens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, Run, lowest_b
 FORMAT: Final = 1
 MAX_INT: Final = 2**63 - 1
 MAX_EPOCH: Final = 2**32
-"""Epochs before this one may be complete, as others say; an origin's own count may go on beyond that."""
+"""The highest first incomplete epoch that is believed of another origin; an origin's own count may go beyond it."""
 MAX_TALLY: Final = 2**48
-"""Microbatches or samples of one session, as others may say; sums of such numbers fit into MAX_INT."""
+"""The most microbatches or samples of one session that a message may state; sums of them fit into MAX_INT."""
 MAX_STATE_INTS: Final = 1024
 MAX_TALLIES: Final = 64
-"""Tallies in a message."""
+"""How many tallies a message may have."""
 KEPT_TALLIES: Final = 1024
-"""Tallies in memory and in a snapshot; of more sessions, those that changed first are forgotten."""
+"""How many tallies are kept in memory and in a snapshot; of more, those that changed least recently are forgotten."""
 WORD_BITS: Final = 32
 LEAST_OPEN: Final = 256
+"""How many microbatches the epochs in progress should have together, within MAX_OPEN_EPOCHS."""
 MAX_OPEN_EPOCHS: Final = 32
 
 
@@ -52,7 +53,7 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EpochPart:
-    """One epoch: what anybody is known to have done, and what the sender has opened and claimed and not done."""
+    """One epoch: the microbatches known to be done by any origin, and those that the sender has opened or claimed."""
 
     done: MicrobatchSet
     opened: MicrobatchSet
@@ -60,7 +61,7 @@ class EpochPart:
 
     @classmethod
     def empty(cls, layout: BlockLayout) -> EpochPart:
-        """Returns an epoch of which nothing is known."""
+        """Returns three empty sets: an epoch of which nothing is known."""
         return cls(MicrobatchSet(layout), MicrobatchSet(layout), MicrobatchSet(layout))
 
     def is_empty(self) -> bool:
@@ -70,10 +71,11 @@ class EpochPart:
 
 @dataclass(frozen=True, slots=True)
 class EpochState:
-    """What an origin says: which epochs are complete (those before `first`), what is done of the later ones, tallies.
+    """What an origin tells others. Epochs before `first` are complete.
 
-    session: a number that no other start of any origin has. version: grows with each change of what a session says.
-    tallies: of each session, by its number. epochs: the epochs that are not complete, as far as they have begun.
+    session: a number that no other start of any origin uses. version: grows with each change of what a session tells.
+    tallies: by session number, what it has completed. epochs: by epoch number, those that have begun and are not
+    complete.
     """
 
     session: int
@@ -84,12 +86,12 @@ class EpochState:
 
 
 def open_epochs(layout: BlockLayout) -> int:
-    """Returns how many epochs may be in progress at once: 2, or more if so few microbatches would hold origins up."""
+    """Returns how many epochs may be in progress at once: enough for LEAST_OPEN microbatches, from 2 to 32."""
     return min(max(2, -(-LEAST_OPEN // layout.count)), MAX_OPEN_EPOCHS)
 
 
 def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int | None) -> tuple[int, ...]:
-    """Returns a state as integers, at most `most` of them; None: all."""
+    """Returns a state as integers, at most `most` of them (the rest is left out, see above); None: without a limit."""
     room = MAX_INT if most is None else most
     tallies = list(state.tallies.items())[: None if most is None else MAX_TALLIES]
     values = [FORMAT, rows_id, layout.count, state.session, state.version, state.first, len(tallies)]
@@ -109,9 +111,10 @@ def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int 
 def read_state(
     values: Sequence[int], layout: BlockLayout, rows_id: int, *, most_tallies: int = KEPT_TALLIES
 ) -> EpochState:
-    """Returns the state that write_state has written, with at most `most_tallies`. Raises ValueError for anything else.
+    """Returns the state that write_state has written as integers.
 
-    Raises OtherRows when it is of other rows.
+    Raises OtherRows when rows_id or the number of microbatches differ, ValueError for a malformed state and for more
+    than `most_tallies` tallies.
     """
     reader = _Reader(values)
     if reader.take() != FORMAT:
@@ -140,11 +143,11 @@ def read_state(
 
 
 class OtherRows(ValueError):
-    """A state is of other rows than this origin's."""
+    """Error: a state is about other rows than this origin's."""
 
 
 def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
-    """Returns one epoch as at most `room` integers, without the last runs if need be; None if that is not enough."""
+    """Returns one epoch as at most `room` integers, without its last runs if necessary; None if `room` is too small."""
     layout = part.done.layout
     values = [offset, *_full_words(part.done, layout)]
     lists = [part.opened, part.claimed, part.done]
@@ -159,7 +162,7 @@ def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
 
 
 def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
-    """Returns the epoch that _write_epoch has written, after its offset."""
+    """Reads the epoch that _write_epoch has written, after its offset. Raises ValueError if it is malformed."""
     part = EpochPart.empty(layout)
     for first in range(0, layout.blocks, WORD_BITS):
         word = reader.take()
@@ -178,13 +181,13 @@ def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
 
 
 def _full_words(done: MicrobatchSet, layout: BlockLayout) -> list[int]:
-    """Returns one bit for each block, set for those that are done, in words of WORD_BITS."""
+    """Returns one bit for each block, set if all of the block is done, in words of WORD_BITS bits."""
     bits = sum(1 << block for block in done.masks if done.is_full(block))
     return [bits >> first & (1 << WORD_BITS) - 1 for first in range(0, layout.blocks, WORD_BITS)]
 
 
 def _gaps(runs: Iterable[Run]) -> Iterator[Run]:
-    """Yields for each run how many microbatches lie between the one before it and itself, and its length."""
+    """Yields for each run (gap, length): how many microbatches lie between it and the run before, and its length."""
     end = 0
     for first, length in runs:
         yield first - end, length
@@ -192,14 +195,14 @@ def _gaps(runs: Iterable[Run]) -> Iterator[Run]:
 
 
 class _Reader:
-    """Takes integers from a message or file one by one, and raises ValueError when there is none."""
+    """Reads integers of a message or file one by one."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._values = values
         self._at = 0
 
     def take(self) -> int:
-        """Returns the next integer."""
+        """Returns the next integer, from 0 to MAX_INT. Raises ValueError if there is none, or for another value."""
         if self._at >= len(self._values):
             raise ValueError("the state of the epochs ends too early")
         value = self._values[self._at]
@@ -209,6 +212,6 @@ class _Reader:
         return value
 
     def check_end(self) -> None:
-        """Raises ValueError unless all integers were taken."""
+        """Raises ValueError unless all integers have been read."""
         if self._at != len(self._values):
             raise ValueError("the state of the epochs goes on after its end")

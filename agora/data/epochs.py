@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from agora.data.hashing import mix
 
 
-def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """Returns the numbers 0 to count - 1 in the order of one epoch [count]: every sample once.
+def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """Returns a permutation of the numbers 0 to count - 1, int64 [count]: the order of one epoch's samples.
 
     The same on every machine: numpy's own permutations may change between its versions, a sort by hash does not.
     """

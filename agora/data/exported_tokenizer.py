@@ -1,4 +1,4 @@
-"""Gives the tokenizer's files of an export: those of the base model's folder with its chat template, or ones made anew.
+"""Returns the tokenizer's files of an export: those of the base model's folder with its chat template, or new ones.
 
 Knows: the names of those files, the plain chat template. Must not know: weights, samples, where an export is written.
 """
@@ -24,7 +24,7 @@ from agora.data.model_tokenizer import (
 from agora.data.tokenizer import BYTES, TOKENIZER_FILE, tokenizer_files, tokenizer_path
 
 COPIED: Final = (SETTINGS_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)
-"""What stands beside a model folder's tokenizer.json and belongs to it. Any of these may be missing."""
+"""Files that belong to a model folder's tokenizer.json and are copied with it; any of them may be missing."""
 
 
 def pretrained_tokenizer_files(
@@ -36,13 +36,14 @@ def pretrained_tokenizer_files(
     learns_samples: bool,
     expected_hash: str = "",
 ) -> dict[str, bytes]:
-    """Returns the files of the tokenizer of a run that begins with a trained model, by name.
+    """Returns the tokenizer files of a run that begins with a trained model: file name -> content.
 
-    source: as in [data] tokenizer. The files beside a tokenizer.json are returned as they are; for any other source
-    they are made as by tokenizer_files, whose other arguments these are. learns_samples: whether the run learns from
-    samples; then a tokenizer without a chat template gets the plain one, by which its conversations were rendered.
-    expected_hash: [data] tokenizer_hash, "" for none. Raises what open_tokenizer raises, DiskError and DataError for a
-    file that cannot be read or is malformed, DataError for a tokenizer that is not the run's.
+    source: as in [data] tokenizer; vocabulary, context, base: see tokenizer_files. The files in the folder of a
+    tokenizer.json are returned unchanged; for any other source they are made by tokenizer_files. learns_samples:
+    whether the run learns from samples; then a tokenizer without a chat template gets the plain one, with which its
+    conversations were rendered. expected_hash: [data] tokenizer_hash, "" for none. Raises what open_tokenizer raises,
+    DiskError and DataError for a file that cannot be read or is malformed, DataError for a tokenizer that is not the
+    run's.
     """
     files, _ = tokenizer_files(source, vocabulary, context, base)
     if expected_hash:
@@ -58,12 +59,12 @@ def pretrained_tokenizer_files(
 
 
 def plain_template(end_of_turn: str) -> str:
-    """Returns the plain chat template with this text at the end of each answer, whatever special tokens there are."""
+    """Returns the source of the plain chat template that writes `end_of_turn` after each answer, as a jinja2 text."""
     return f"{{%- set eos_token = {json.dumps(end_of_turn, ensure_ascii=False)} -%}}\n{PLAIN_TEMPLATE}"
 
 
 def _has_template(files: dict[str, bytes]) -> bool:
-    """Returns whether the files have a chat template: one of its own, or one in the settings."""
+    """Returns whether the files have a chat template: in a file of its own, or in tokenizer_config.json."""
     settings: dict[str, Any] = json.loads(files[SETTINGS_FILE])
     return TEMPLATE_FILE in files or bool(settings.get("chat_template"))
 

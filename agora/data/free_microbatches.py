@@ -1,6 +1,6 @@
-"""Decides which free microbatch of an epoch an origin comes to next. Pure.
+"""Decides which free microbatch of an epoch an origin takes next. Pure.
 
-Knows: what is taken, in which blocks others work, the origin's order of the blocks. Must not know: who is who, claims.
+Knows: what is taken, in which blocks others work, the origin's order of the blocks. Must not know: whose these are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, bit_number, l
 
 
 class HeldByOthers:
-    """What the live others have opened and claimed, for one decision. live: all names that are live, with this one."""
+    """What the other live origins have opened and claimed, as used by one decision; results are cached per epoch.
+
+    states: of each other live origin, what it has told. live: the names of all live origins, this one included.
+    """
 
     def __init__(self, states: Mapping[str, EpochState], live: frozenset[str], layout: BlockLayout) -> None:
         self.states = states
@@ -22,7 +25,7 @@ class HeldByOthers:
         self._held: dict[int, tuple[MicrobatchSet, dict[int, int]]] = {}
 
     def held(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
-        """Returns what others have opened or claimed of an epoch, and by block how many of them are at work in it."""
+        """Returns the microbatches of an epoch that others have opened or claimed, and block -> how many work in it."""
         if epoch not in self._held:
             held, workers = MicrobatchSet(self._layout), dict[int, int]()
             for state in self.states.values():
@@ -38,13 +41,15 @@ class HeldByOthers:
 def next_free(
     order: EpochOrder, taken: MicrobatchSet, workers: Mapping[int, int], last_claimed: int | None
 ) -> int | None:
-    """Returns the free microbatch to claim next, None if all are taken. workers: by block, how many others are in it.
+    """Returns the free microbatch to claim next, None if all are taken. workers: block -> how many others work in it.
 
-    | it is | if |
+    The first row that applies decides:
+
+    | the microbatch returned | condition |
     |---|---|
-    | the one after `last_claimed` | that is free and of the same block |
-    | the first free one of the first block in order | one has free ones and no workers |
-    | one that the order's hash chooses, of the block with the fewest workers | any is free |
+    | the one after `last_claimed` | it is free, and in the same block |
+    | the first free one of the first block, in `order`, without workers | such a block has a free one |
+    | one chosen by the order's hash, in the block with the fewest workers | any is free |
     """
     layout = taken.layout
     following = 0 if last_claimed is None else last_claimed + 1
@@ -62,7 +67,7 @@ def next_free(
 
 
 def first_free(blocks: Iterable[int], taken: MicrobatchSet, workers: Mapping[int, int]) -> int | None:
-    """Returns the first free microbatch of the first of these blocks that has one and no workers; None if none has."""
+    """Returns the first free microbatch of the first of `blocks` that has one and no workers; None without such."""
     layout = taken.layout
     for block in blocks:
         if not workers.get(block) and not taken.is_full(block):

@@ -1,6 +1,6 @@
-"""Hashes numbers to uniform 64-bit numbers, alike on every machine and with every version of numpy.
+"""Hashes numbers to uniform 64-bit numbers, equal on every machine and with every version of numpy.
 
-Knows: splitmix64, keys from the run's seed, the split of hashes in two. Must not know: what the numbers stand for.
+Knows: splitmix64, keys from the run's seed, how to split hashes in two. Must not know: what the numbers stand for.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def seed_key(seed: int, purpose: int) -> int:
 
 
 def split_limit(hashes: Hashes, share: float) -> np.uint64:
-    """Returns the bound below which the hashes of the lowest `share`, above 0, of all possible ones are.
+    """Returns the limit that splits `hashes` [n >= 1] in two: those below it are about a fraction `share` of them.
 
-    It is moved if else no hash, or every one, of a few would be below. hashes: [n], n >= 1.
+    share: above 0 and at most 1. The limit is share * 2^64; if no hash, or every hash, would be below it, it is moved:
+    if the hashes differ, at least one is below the limit and at least one is not.
     """
     limit = min(int(share * 2**64), 2**64 - 1)
     return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))

@@ -13,7 +13,7 @@ from typing import Final
 MAX_BLOCKS: Final = 512
 
 Run = tuple[int, int]
-"""The first microbatch of consecutive ones, and how many they are."""
+"""Consecutive microbatches: the number of the first one, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class BlockLayout:
 
     @cached_property
     def size(self) -> int:
-        """The number of microbatches in a block."""
+        """How many microbatches a block has; the last block may have fewer."""
         return -(-self.count // MAX_BLOCKS)
 
     @cached_property
     def blocks(self) -> int:
-        """The number of blocks."""
+        """How many blocks there are."""
         return -(-self.count // self.size)
 
     def full_mask(self, block: int) -> int:
-        """Returns the mask of a whole block."""
+        """Returns the mask of a block with all of its microbatches: every bit set."""
         return (1 << min(self.size, self.count - block * self.size)) - 1
 
 
 class MicrobatchSet:
-    """A set of microbatches of one epoch. masks: for each block that has some, their bits."""
+    """A mutable set of microbatches of one epoch. masks: block -> its bits; blocks without any are absent."""
 
     __slots__ = ("layout", "masks")
 
@@ -57,7 +57,7 @@ class MicrobatchSet:
         return sum(mask.bit_count() for mask in self.masks.values())
 
     def mask(self, block: int) -> int:
-        """Returns the bits of a block."""
+        """Returns the bits of a block; 0 if none of its microbatches is in the set."""
         return self.masks.get(block, 0)
 
     def add(self, number: int) -> None:
@@ -66,7 +66,10 @@ class MicrobatchSet:
         self.masks[block] = self.mask(block) | 1 << bit
 
     def add_run(self, run: Run) -> None:
-        """Adds consecutive microbatches. Raises ValueError when some are not of the epoch."""
+        """Adds consecutive microbatches.
+
+        Raises ValueError when some are outside of the epoch; nothing is added then.
+        """
         number, length = run
         if number < 0 or length < 1 or number + length > self.layout.count:
             raise ValueError(f"the run {run} is not within {self.layout.count} microbatches")
@@ -102,7 +105,7 @@ class MicrobatchSet:
         return len(self.masks) == self.layout.blocks and len(self) == self.layout.count
 
     def runs(self, *, full_blocks: bool) -> Iterator[Run]:
-        """Yields the set as runs, in order, each as long as it can be. full_blocks: with the blocks that are full."""
+        """Yields the set as runs (first, length) of greatest length, in order. full_blocks: False skips full blocks."""
         start = end = 0
         for block in sorted(self.masks):
             if self.is_full(block) and not full_blocks:
@@ -119,12 +122,12 @@ class MicrobatchSet:
 
 
 def lowest_bit(mask: int) -> int:
-    """Returns the place of the lowest bit of a mask that is not 0."""
+    """Returns the position, from 0, of the lowest set bit of a mask that is not 0."""
     return (mask & -mask).bit_length() - 1
 
 
 def bit_number(mask: int, index: int) -> int:
-    """Returns the place of the bit number `index`, from 0, of those that are set."""
+    """Returns the position of the set bit number `index`, counted from the lowest, from 0. Raises IndexError."""
     for bit, length in _runs_of(mask):
         if index < length:
             return bit + index
@@ -133,7 +136,7 @@ def bit_number(mask: int, index: int) -> int:
 
 
 def _runs_of(mask: int) -> Iterator[Run]:
-    """Yields the first bit and the length of each run of set bits."""
+    """Yields (position of its first bit, length) of each run of set bits, from the lowest."""
     start = 0
     while mask:
         skipped = lowest_bit(mask)

@@ -1,7 +1,7 @@
-"""Opens what a Hugging Face model folder says of its text: tokenizer, special tokens, chat template, longest context.
+"""Opens the files of a Hugging Face model folder about text: tokenizer, special tokens, chat template, context length.
 
-Knows: the names and keys of those files. Must not know: weights, samples. Nothing in the folder is executed, but for
-the chat template in its sandbox.
+Knows: the names and keys of those files. Must not know: weights, samples. Nothing in the folder is executed, except the
+chat template in its sandbox.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
 BYTES_END: Final = "\0"
 NO_END: Final = "\n"
 TRAINING_DATE: Final = datetime(2024, 7, 26)
-"""What templates that write the date write in training: all peers must render alike, whenever they start.
+"""The date for templates that write it in training: all peers must render the same text, whenever they start.
 
-It is the date that Llama 3's own template writes where there is no clock."""
+It is the date that Llama 3's own template writes if it is given no clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
     """A tokenizer with its chat template. end_of_turn: the text of the token that ends a completion or a document.
 
-    template_name: what people call the template. longest_context: in tokens, None when the folder does not say.
+    name, template_name: what messages call the tokenizer and the template. longest_context: in tokens, None when the
+    folder does not say.
     """
 
     tokenizer: Tokenizer
@@ -48,7 +49,7 @@ class ModelTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Returns the SHA-256 in hex of what decides a sample's ids: tokenizer, template, special tokens, end of turn.
+        """The SHA-256, in hex, of what decides a sample's token ids: tokenizer, template, special tokens, end of turn.
 
         Other keys of the settings, such as the version of transformers that wrote them, do not change it.
         """
@@ -57,7 +58,7 @@ class ModelTokenizer:
 
 
 def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = None) -> ModelTokenizer:
-    """Returns the tokenizer that a manifest names, with the template beside it and TRAINING_DATE as the time.
+    """Returns the tokenizer that a manifest names, with its folder's chat template and TRAINING_DATE as the time.
 
     source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError when the
     model has fewer ids (`vocabulary`) than the tokenizer, and what open_model_tokenizer raises.
@@ -78,9 +79,9 @@ def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = No
 
 
 def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
-    """Returns the tokenizer of a model folder with its chat template; for None that of bytes, which ends turns by 0.
+    """Returns the tokenizer of a model folder with its chat template; for None the byte tokenizer (byte 0 ends a turn).
 
-    A folder without a chat template gets the plain one. now: what a template that writes the date takes for now. Raises
+    A folder without a chat template gets the plain one. now: the time for templates that write the date. Raises
     DiskError or DataError for a file that is missing or malformed, LocalError without the package tokenizers.
     """
     if folder is None:
@@ -102,18 +103,24 @@ def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
 def _with_template(
     tokenizer: Tokenizer, source: str | None, special: Mapping[str, str], name: str, longest: int | None, now: datetime
 ) -> ModelTokenizer:
-    """Returns a tokenizer with the chat template of this source, None: the plain one."""
+    """Returns the tokenizer with the chat template that has this source, or with the plain one if that is None.
+
+    special: the special tokens, with "eos_token". longest: the longest context in tokens, or None.
+    """
     kind = "the plain template" if source is None else f"the chat template of {name}"
     template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, now)
     return ModelTokenizer(tokenizer, template, name, kind, special["eos_token"], longest)
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Returns the chat template of a folder: a file of its own, else in the tokenizer's settings; None without."""
+    """Returns the source of a folder's chat template, from its own file or the tokenizer's settings, or None.
+
+    Raises DataError if it is not text, DiskError if the file cannot be read.
+    """
     if (folder / TEMPLATE_FILE).is_file():
         return _read_text_file(folder / TEMPLATE_FILE)
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name, of which "default" is for conversations
+    if isinstance(template, list):  # several templates with names; "default" is the one for conversations
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
@@ -122,7 +129,10 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the text of each special token by its name, such as eos_token: it is a string or {"content": string}."""
+    """Returns the text of each special token by its name, such as eos_token.
+
+    settings: the content of the JSON files; a token is a string there, or {"content": string}.
+    """
     texts = {
         name: value.get("content") if isinstance(value, Mapping) else value
         for name, value in settings.items()
@@ -132,7 +142,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if there is no such file."""
+    """Returns the JSON object in a file; {} if there is no such file. Raises DiskError and DataError."""
     if not path.exists():
         return {}
     try:

@@ -1,7 +1,7 @@
 """Reads the records of a data file one by one: JSON lines, a JSON list, parquet, a `datasets` folder, a text file.
 
 Knows: file formats, and where in the file a record stands. Must not know: what its columns mean. At most one record of
-a JSON file, or ROWS rows of a table, are in memory.
+a JSON file, or ROWS rows of a table, is in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agora_protocol.errors import DataError, DiskError, LocalError
 from agora.data.tokenizer import DATA_EXTRA
 
 LONGEST_RECORD: Final = 64 << 20  # characters or bytes
-CHUNK: Final = 1 << 20  # characters
-ROWS: Final = 256
+CHUNK: Final = 1 << 20  # characters that are read at a time
+ROWS: Final = 256  # rows of a table that are converted at a time
 ONE_A_LINE: Final = "write one JSON object a line, or a list of objects in a .json file"
 STATE_FILE: Final = "state.json"
 SPLITS_FILE: Final = "dataset_dict.json"
@@ -32,7 +32,7 @@ DATA_LIST: Final = re.compile(r'[ \t\r\n]*\{[ \t\r\n]*"data"[ \t\r\n]*:[ \t\r\n]
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
-    """The columns of one record, as the file has them. where: "FILE:LINE", or "FILE row N" of a table, for errors."""
+    """One record as the file has it: `fields` by column name. where: "FILE:LINE", or "FILE row N" of a table."""
 
     fields: Mapping[str, Any]
     where: str
@@ -41,9 +41,9 @@ class RawRecord:
 def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
     """Yields the records of a file or `datasets` folder, in its order.
 
-    columns: selects the columns to read of a table (parquet, `datasets`), None for all; a table need not have them, and
-    other formats ignore them. Raises DiskError when the file cannot be read, DataError for an unknown suffix, for a
-    malformed table or record (of JSON and text with the line), LocalError without the package that a format needs.
+    columns: which columns of a table (parquet, `datasets`) to read, None for all; a table need not have them, and other
+    formats ignore this. Raises DiskError when the file cannot be read, DataError for an unknown suffix and for a
+    malformed table or record (with the line in JSON and text), LocalError without the package that a format needs.
     """
     if path.is_dir():
         read: Reader = _read_datasets_folder
@@ -67,7 +67,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def unreadable_data(path: Path, error: OSError) -> DiskError:
-    """Returns the error to raise when a data file cannot be read."""
+    """Returns the error to raise when a data file cannot be read, with the reason and what to do."""
     return DiskError(f"Cannot read {path} ({error.strerror or error}); correct the path or its permissions.")
 
 
@@ -75,9 +75,9 @@ Reader = Callable[[Path, Collection[str] | None], Iterator[RawRecord]]
 
 
 def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
-    """Yields the object of each line that is not blank; JSON lines have no use for `columns`.
+    """Yields the JSON object of each line that is not blank, as a record. `columns` is ignored.
 
-    Raises OSError, and DataError with the line for one that is too long or no JSON object.
+    Raises OSError, and DataError, with the line's number, for a line that is too long or no JSON object.
     """
     with path.open("rb") as file:
         for number in itertools.count(1):
@@ -90,25 +90,28 @@ def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[R
                 try:
                     value = json.loads(line.rstrip(b"\r\n"))
                 except (ValueError, RecursionError) as error:
-                    problem = f"{where} is not JSON ({_reason(error)}); {ONE_A_LINE}, or remove the line."
+                    problem = f"{where} is not JSON ({_json_problem(error)}); {ONE_A_LINE}, or remove the line."
                     raise DataError(problem) from error
                 yield _checked_record(value, where)
 
 
-def _reason(error: Exception) -> str:
-    """Returns why a line is not JSON, with the column."""
+def _json_problem(error: Exception) -> str:
+    """Returns why a line is not JSON, with the column where known."""
     return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else repr(str(error)[:200])
 
 
 def _checked_record(value: object, where: str) -> RawRecord:
-    """Returns a JSON object read at `where` as a record that knows its place. Raises DataError if it is none."""
+    """Returns the JSON object `value`, which was read at `where`, as a record. Raises DataError if it is no object."""
     if not isinstance(value, dict):
         raise DataError(f"{where} is not a JSON object; {ONE_A_LINE}.")
     return RawRecord(value, where)
 
 
 def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the objects of a list, or of {"data": [...]}; a file that begins with another object is read as lines."""
+    """Yields the records of a .json file: the objects of a list or of {"data": [...]}; other content is read as lines.
+
+    Raises OSError, and DataError with the line for what is malformed. `columns` is ignored.
+    """
     with path.open(encoding="utf-8-sig", newline="") as file:
         scanner = JsonScanner(file, path)
         try:
@@ -124,7 +127,10 @@ def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
 
 
 def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
-    """Yields the objects of the list that begins at the scanner's place, which `closing` must follow."""
+    """Yields the objects of the list that begins at the scanner's place; then `closing` and the file's end must follow.
+
+    closing: one character, or "". Raises DataError with the line for anything else.
+    """
     scanner.skip("[")
     while scanner.next_character() != "]":
         where = f"{scanner.path}:{scanner.line}"
@@ -141,9 +147,9 @@ def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
 
 
 class JsonScanner:
-    """Takes JSON values from a text file one by one, with little more than one of them in memory.
+    """Reads JSON values from a text file one by one, with little more than one of them in memory.
 
-    line: the line, from 1, at which the next value or sign begins.
+    line: the number, from 1, of the line at which the scanner is.
     """
 
     def __init__(self, file: IO[str], path: Path) -> None:
@@ -154,7 +160,7 @@ class JsonScanner:
         self._at = 0
 
     def next_character(self) -> str:
-        """Skips white space and returns the character after it without taking it; "" at the end of the file."""
+        """Skips white space and returns the next character, which stays to be read; "" at the end of the file."""
         while True:
             self._advance(_end_of_space(self._text, self._at))
             if self._at < len(self._text):
@@ -163,23 +169,23 @@ class JsonScanner:
                 return ""
 
     def skip(self, expected: str) -> None:
-        """Takes the next character. Raises DataError if it is another than `expected`."""
+        """Skips white space and the character `expected`. Raises DataError, with the line, for another character."""
         found = self.next_character()
         if found != expected:
-            said = repr(found) if found else "the end of the file"
-            problem = f"{self.path}:{self.line} has {said} where {expected!r} must stand; correct the JSON there."
+            actual = repr(found) if found else "the end of the file"
+            problem = f"{self.path}:{self.line} has {actual} where {expected!r} must stand; correct the JSON there."
             raise DataError(problem)
         self._advance(self._at + 1)
 
     def skip_match(self, pattern: re.Pattern[str]) -> bool:
-        """Takes what `pattern` matches at this place, within the text read so far; returns whether it matches."""
+        """Skips the text that `pattern` matches here, within what has been read so far; returns whether it matched."""
         match = pattern.match(self._text, self._at)
         if match:
             self._advance(match.end())
         return match is not None
 
     def take_value(self) -> object:
-        """Takes the object or list that begins here. Raises DataError with the line of what is malformed."""
+        """Reads and returns the JSON object or list that begins here. Raises DataError with the line of an error."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
@@ -195,18 +201,21 @@ class JsonScanner:
                 return value
 
     def _malformed(self, offset: int, reason: str) -> DataError:
-        """Returns the error about the text `offset` characters after this place."""
+        """Returns the error to raise for malformed JSON `offset` characters after this place, with its line."""
         line = self.line + self._text.count("\n", self._at, self._at + offset)
         begins = f" in the record that begins at line {self.line}" if line != self.line else ""
         return DataError(f"{self.path}:{line} is not JSON ({reason}{begins}); correct or remove that record.")
 
     def _advance(self, end: int) -> None:
-        """Moves this place to `end`, an index of the text."""
+        """Moves this place forward to `end`, an index of the text read so far, and counts the lines between."""
         self.line += self._text.count("\n", self._at, end)
         self._at = end
 
     def _read_more(self) -> bool:
-        """Reads more of the file, as much again as is there, so that a long value is scanned few times."""
+        """Reads more of the file; returns False at its end. Text before this place is dropped.
+
+        It reads as much as is unread already, so that a long value is scanned only a few times.
+        """
         piece = self._file.read(max(CHUNK, len(self._text) - self._at))
         self._text = self._text[self._at :] + piece
         self._at = 0
@@ -220,7 +229,7 @@ def _end_of_space(text: str, start: int) -> int:
 
 
 def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields a text file as one record with the column "text"."""
+    """Yields the whole text file as one record with the column "text". Raises DataError for one that is no UTF-8."""
     with path.open("rb") as file:
         content = file.read(LONGEST_RECORD + 1)
     if len(content) > LONGEST_RECORD:
@@ -233,7 +242,7 @@ def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
 
 
 def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the rows of a parquet file."""
+    """Yields the rows of a parquet file, with the chosen columns. Raises DataError, and LocalError without pyarrow."""
     pyarrow = import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
@@ -244,7 +253,10 @@ def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRe
 
 
 def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written."""
+    """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written.
+
+    Raises DataError, and LocalError without pyarrow.
+    """
     pyarrow = import_pyarrow(path)
     row = 0
     for file in _arrow_files(path):
@@ -260,7 +272,10 @@ def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterat
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    """Returns the arrow files that the state.json of a `datasets` folder names, in its order."""
+    """Returns the paths of the arrow files that the state.json of a `datasets` folder names, in its order.
+
+    Raises DataError for a folder of several splits, and for one that is no `datasets` folder.
+    """
     if (folder / SPLITS_FILE).is_file():
         found = sorted(place.parent.name for place in folder.glob(f"*/{STATE_FILE}"))
         raise DataError(f"{folder} holds the splits {', '.join(map(repr, found))}; give the folder of one of them.")
@@ -279,7 +294,7 @@ def _arrow_files(folder: Path) -> list[Path]:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """Returns the package pyarrow. Raises LocalError, which names `path`, without it."""
+    """Imports and returns the package pyarrow. Raises LocalError, which names `path`, if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -290,7 +305,7 @@ def import_pyarrow(path: Path) -> Any:
 
 
 def _rows(batches: Iterable[Any], path: Path, first: int = 0) -> Iterator[RawRecord]:
-    """Yields the rows of record batches; `first` rows of the file stand before them."""
+    """Yields the rows of pyarrow record batches as records. first: how many rows of the file precede them."""
     number = first
     for batch in batches:
         for fields in batch.to_pylist():
@@ -299,7 +314,7 @@ def _rows(batches: Iterable[Any], path: Path, first: int = 0) -> Iterator[RawRec
 
 
 def unreadable_table(path: Path, error: Exception) -> DataError:
-    """Returns the error to raise when pyarrow cannot read a table."""
+    """Returns the error to raise when pyarrow cannot read the table in `path`."""
     return DataError(f"{path} is not a readable table ({str(error)[:200]!r}); fetch or write it again.")
 
 

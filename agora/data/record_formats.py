@@ -1,6 +1,6 @@
 """Recognises the format of a data file by the columns of its first record, and turns its records into samples.
 
-Knows: the columns of each format, what `--columns` says of columns with other names. Must not know: files, templates,
+Knows: the columns of each format, and `--columns`, which maps them to other names. Must not know: files, templates,
 tokens. A new format is a row of FORMATS and the function that reads it.
 """
 
@@ -34,35 +34,35 @@ SHOWN_COLUMNS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of one record by the names that the format gives them. where: the place, for errors."""
+    """The values of one record by the format's names of their columns. where: the record's place, for errors."""
 
     values: Mapping[str, Any]
     where: str
 
     def text(self, name: str) -> str:
-        """Returns the text of a column; "" if an optional one is missing or null."""
+        """Returns the text of a column; "" if it is missing or null. Raises DataError for another type."""
         value = self.values.get(name)
         return "" if value is None else checked_text(value, self.place(name))
 
     def messages(self, name: str) -> tuple[ChatMessage, ...]:
-        """Returns the messages of a column."""
+        """Returns the messages of a column that must be there. Raises DataError if they are malformed."""
         return read_messages(self.values[name], self.place(name))
 
     def tools(self) -> tuple[Any, ...]:
-        """Returns the functions of the optional column `tools`."""
+        """Returns the JSON schemas in the optional column `tools`, () without it. Raises DataError if malformed."""
         value = self.values.get("tools")
         return () if value is None else read_tools(value, self.place("tools"))
 
     def place(self, name: str) -> str:
-        """Returns where a column stands, for errors."""
+        """Returns "PLACE: COLUMN" for error sentences."""
         return f"{self.where}: {name}"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """A format: the columns that it needs and those that it may have, what reads a record, what it can train.
+    """A format of data files. required, optional: its columns. read: turns the columns of a record into a sample.
 
-    The first objective is the one that is meant when none is given.
+    objectives: those that can learn from it; the first one is the default.
     """
 
     name: str
@@ -79,13 +79,13 @@ class RecordFormat:
 
 @dataclass(frozen=True, slots=True)
 class RecordReader:
-    """Turns the records of one file into samples. columns: the file's name of each column of the format."""
+    """Turns the records of one file into samples. columns: the format's name of a column -> the file's name."""
 
     format: RecordFormat
     columns: Mapping[str, str]
 
     def read(self, record: RawRecord) -> Sample:
-        """Returns the sample of a record. Raises DataError that names its place and what is wrong."""
+        """Returns the sample of a record. Raises DataError that says where the record is and what is wrong."""
         values = {name: record.fields.get(column) for name, column in self.columns.items()}
         for name in self.format.required:
             if values[name] is None:
@@ -98,7 +98,10 @@ class RecordReader:
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Returns the file's column by the format's one, of "prompt=question,completion=answer". Raises InputError."""
+    """Parses --columns, such as "prompt=question,completion=answer": returns format's column -> file's column.
+
+    Raises InputError if it is malformed, or names a column that no format has.
+    """
     known = sorted({name for kind in FORMATS for name in kind.columns})
     columns: dict[str, str] = {}
     for part in text.split(","):
@@ -116,10 +119,11 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def recognise(first: RawRecord, mapped: Mapping[str, str], objective: Objective | None) -> RecordReader:
-    """Returns what reads the records of the file whose first one is `first`.
+    """Recognises a file's format by its first record, and returns the reader for its records.
 
-    It is the first of FORMATS whose columns the record has, which has all columns that `mapped` (the file's column by
-    the format's one) names, and which serves the objective, if one is given. Raises DataError with the missing column.
+    mapped: format's column -> file's column, as --columns says. It is the first of FORMATS whose required columns the
+    record has, which has all columns that `mapped` names, and which serves the objective, if one is given. Raises
+    DataError that names the missing column or the other objective.
     """
     for name, column in mapped.items():
         if first.fields.get(column) is None:
@@ -134,13 +138,13 @@ def recognise(first: RawRecord, mapped: Mapping[str, str], objective: Objective 
     chosen = next((kind for kind in fitting if objective in (None, *kind.objectives)), None)
     if chosen is None:
         raise _other_objective(first, fitting[0], objective)
-    taken = mapped.values()  # a column that --columns names is not read by its own name as well
+    taken = mapped.values()  # a file's column that --columns maps is not read under its own name as well
     columns = {name: mapped.get(name, name) for name in chosen.columns if name in mapped or name not in taken}
     return RecordReader(chosen, columns)
 
 
 def _present(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
-    """Returns the format's names of the columns that a record has and that are not null."""
+    """Returns the columns of a record that are not null, by the format's names for those that are mapped."""
     own = {column for column, value in first.fields.items() if value is not None}
     return (own - set(mapped.values())) | set(mapped)
 
@@ -148,12 +152,12 @@ def _present(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
 def _unknown_format(
     first: RawRecord, present: set[str], mapped: Mapping[str, str], objective: Objective | None
 ) -> DataError:
-    """Returns the error that no format fits, with the missing columns of the one that fits best."""
+    """Returns the error to raise when no format fits: it names the missing columns of the one that fits best."""
     candidates = [kind for kind in FORMATS if set(mapped) <= set(kind.columns)]
     if mapped and not candidates:
         return DataError(f"No format has all of the columns {_quoted(mapped)} that --columns names; see docs/data.md.")
     serving = [kind for kind in candidates if objective in (None, *kind.objectives)] or candidates
-    # share: how much of the format is there, so that one column of two counts more than one of three
+    # by the fraction of the format's columns that is there, so that one of two counts more than one of three
     nearest = max(serving, key=lambda kind: len(present.intersection(kind.required)) / len(kind.required))
     missing = [name for name in nearest.required if name not in present]
     where, columns = first.where, _quoted(first.fields)
@@ -172,7 +176,7 @@ def _unknown_format(
 
 
 def _other_objective(first: RawRecord, kind: RecordFormat, objective: Objective | None) -> DataError:
-    """Returns the error that a file's format does not serve the objective."""
+    """Returns the error to raise when a file's format does not serve the objective: what to do instead."""
     other = (
         "or learn the better answers alone with --columns prompt=prompt,completion=chosen"
         if kind.name == "preference"
@@ -187,19 +191,22 @@ def _other_objective(first: RawRecord, kind: RecordFormat, objective: Objective 
 
 
 def _quoted(names: Mapping[str, Any]) -> str:
-    """Returns the first names, quoted, so that what a file contains cannot steer a terminal."""
+    """Returns the first SHOWN_COLUMNS names, quoted and escaped: a file's text must not control a terminal."""
     shown = [f"{name!r:.60}" for name in list(names)[:SHOWN_COLUMNS]]
     return ", ".join(shown + (["..."] if len(names) > SHOWN_COLUMNS else [])) or "none"
 
 
 def _conversation(messages: Sequence[ChatMessage], row: Columns, prompt_messages: int = 0) -> Conversation:
-    """Returns a conversation whose order of roles is right. Raises DataError otherwise."""
+    """Returns a conversation of these messages and the record's tools. Raises DataError if the roles' order is wrong.
+
+    prompt_messages: how many messages at the beginning are not learnt.
+    """
     check_order(messages, row.where)
     return Conversation(tuple(messages), prompt_messages, row.tools())
 
 
 def _with_system(messages: Sequence[ChatMessage], row: Columns) -> list[ChatMessage]:
-    """Returns the messages after the text of the optional column `system`, if they have no system message."""
+    """Returns the messages, preceded by the text of the optional column `system` unless they have a system message."""
     system = row.text("system")
     has_one = not system or (len(messages) > 0 and messages[0].role == "system")
     return list(messages) if has_one else [ChatMessage("system", system), *messages]
@@ -211,20 +218,23 @@ def _read_chat(row: Columns) -> Sample:
 
 
 def _read_sharegpt(row: Columns) -> Sample:
-    """Reads `conversations`: a list of {from, value}, and a system message of its own column."""
+    """Reads `conversations`: a list of {from, value}, with the optional column `system` as system message."""
     return _conversation(_with_system(row.messages("conversations"), row), row)
 
 
 def _read_alpaca(row: Columns) -> Sample:
-    """Reads an instruction with input and output, after a history of [question, answer]; its answers are learnt too."""
+    """Reads `instruction`, `input` and `output`, after an optional `history` of [question, answer] pairs.
+
+    The answers in the history are supervised, too. Raises DataError for a malformed pair.
+    """
     history = row.values.get("history") or []
     turns: list[ChatMessage] = []
     for number, pair in enumerate(history if isinstance(history, list) else [history], 1):
         place = f"{row.place('history')}, pair {number},"
         if not isinstance(pair, list) or len(pair) != 2:
             raise DataError(f"{place} is not [question, answer]; correct or remove the record.")
-        said, reply = (checked_text(text, place) for text in pair)
-        turns += [ChatMessage("user", said), ChatMessage("assistant", reply)]
+        earlier, reply = (checked_text(text, place) for text in pair)
+        turns += [ChatMessage("user", earlier), ChatMessage("assistant", reply)]
     question = "\n".join(text for text in (row.text("instruction"), row.text("input")) if text)
     turns += [ChatMessage("user", question), ChatMessage("assistant", row.text("output"))]
     return _conversation(_with_system(turns, row), row)
@@ -241,9 +251,10 @@ def _read_preference(row: Columns) -> Sample:
 
 
 def _answer(row: Columns, column: str) -> Completion | Conversation:
-    """Returns the prompt with the answer in `column`. Two texts are literal; a text beside messages is one message.
+    """Returns the prompt with the answer in `column`: a Completion if both are texts, otherwise a Conversation.
 
-    An answer may repeat the prompt at its beginning, as in data sets that keep whole conversations.
+    In a conversation, a text becomes one message. An answer in messages may repeat the prompt at its beginning, as in
+    data sets that keep whole conversations. Raises DataError if no answer follows the prompt.
     """
     prompt, answer = (
         value if isinstance(value := row.values[name], list | Mapping) else row.text(name)
@@ -251,48 +262,48 @@ def _answer(row: Columns, column: str) -> Completion | Conversation:
     )
     if isinstance(prompt, str) and isinstance(answer, str):
         return Completion(prompt, answer)
-    said = (ChatMessage("user", prompt),) if isinstance(prompt, str) else row.messages("prompt")
+    asked = (ChatMessage("user", prompt),) if isinstance(prompt, str) else row.messages("prompt")
     reply = (ChatMessage("assistant", answer),) if isinstance(answer, str) else row.messages(column)
-    if reply[: len(said)] == said:
-        reply = reply[len(said) :]
+    if reply[: len(asked)] == asked:
+        reply = reply[len(asked) :]
     if not reply:
         raise DataError(f"{row.place(column)} has no answer after the prompt; add it or remove the record.")
-    return _conversation([*said, *reply], row, len(said))
+    return _conversation([*asked, *reply], row, len(asked))
 
 
 def _read_implicit_preference(row: Columns) -> Sample:
-    """Reads `chosen` and `rejected` that both hold the prompt: what they begin with alike."""
+    """Reads `chosen` and `rejected` without a column `prompt`: their common prefix is the prompt."""
     chosen, rejected = row.values["chosen"], row.values["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
-        prompt = _shared_words(row.text("chosen"), row.text("rejected"))
+        prompt = _common_words(row.text("chosen"), row.text("rejected"))
         if not prompt:
             raise _no_shared_prompt(row)
         sides = [Completion(prompt, text[len(prompt) :]) for text in (chosen, rejected)]
         return _preference(row, *sides)
     lists = row.messages("chosen"), row.messages("rejected")
-    shared = _shared_length(*lists)
-    # two answers that are equal belong to the answers, not to the prompt
+    shared = _common_prefix_length(*lists)
+    # the last message of each side is its answer, also if one side is the beginning of the other
     shared = min(shared, *(len(messages) - 1 for messages in lists))
     if shared < 1:
         raise _no_shared_prompt(row)
     return _preference(row, *(_conversation(messages, row, shared) for messages in lists))
 
 
-def _shared_words(first: str, second: str) -> str:
-    """Returns what two texts begin with alike, up to the last white space there, so that no word is cut."""
-    shared = first[: _shared_length(first, second)]
+def _common_words(first: str, second: str) -> str:
+    """Returns the common prefix of two texts up to its last white space, which is left out: no word is cut."""
+    shared = first[: _common_prefix_length(first, second)]
     end = next((place for place in range(len(shared) - 1, -1, -1) if shared[place].isspace()), 0)
     return shared[:end]
 
 
-def _shared_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """Returns how many items two sequences begin with alike."""
+def _common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _no_shared_prompt(row: Columns) -> DataError:
-    """Returns the error that chosen and rejected have no common prompt."""
+    """Returns the error to raise when chosen and rejected have no common prompt."""
     return DataError(
         f"{row.where}: chosen and rejected do not begin with the same prompt; add a column 'prompt', or name it with "
         "--columns prompt=NAME."
@@ -300,7 +311,7 @@ def _no_shared_prompt(row: Columns) -> DataError:
 
 
 def _preference(row: Columns, chosen: Completion | Conversation, rejected: Completion | Conversation) -> Preference:
-    """Returns a preference. Raises DataError if its sides are equal or of two kinds."""
+    """Returns a preference of the two sides. Raises DataError if they are equal, or one is text and one messages."""
     if chosen == rejected:
         raise DataError(f"{row.where}: chosen and rejected are equal, which says nothing; remove the record.")
     if type(chosen) is not type(rejected):
@@ -317,4 +328,4 @@ FORMATS: Final = (
     RecordFormat("Alpaca", ("instruction", "output"), _read_alpaca, optional=("input", "system", "history")),
     RecordFormat("text", ("text",), lambda row: PlainText(row.text("text")), ("lm", "sft")),
 )
-"""The formats, in the order in which they are tried: those with columns that few others have come first."""
+"""The formats, in the order in which they are tried: those with the most specific columns come first."""

@@ -1,4 +1,4 @@
-"""Packs tokenised samples into rows of training, chunk by chunk, and keeps some samples apart to evaluate with.
+"""Packs tokenised samples into training rows, chunk by chunk, and holds some samples out for evaluation.
 
 Knows: sequences of tokens, rows, marks (see "Marks" in protocol/SPEC.md). Must not know: files, text, epochs.
 
@@ -7,12 +7,12 @@ A row has s + 1 places, for s inputs and the s targets after them. It is stored 
 | objective | a row holds | a sample is left out when |
 |---|---|---|
 | sft | as many sequences as fit, best-fit decreasing within a chunk | none of its tokens is supervised |
-| dpo | one sequence; the rows of a pair follow each other, the chosen one first | so is one of its sides |
+| dpo | one sequence; the rows of a pair follow each other, the chosen one first | one side has no supervised token |
 
-Sequences come cut to s + 1 tokens, and are counted. What is left out is counted too.
+Sequences are cut to s + 1 tokens before. Samples that were cut, and samples that are left out, are counted.
 
-The rest of a row is one sequence more, of id 0, without a supervised token. A chunk ends when it has CHUNK_TOKENS
-tokens, or enough for CHUNK_ROWS rows if that is more: so much is in memory, however long the file is.
+The unused rest of a row is filled with one more sequence, of id 0, without a supervised token. A chunk ends when it has
+CHUNK_TOKENS tokens, or enough for CHUNK_ROWS rows if that is more: only one chunk is in memory.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _NO_OFFSETS: Final = np.zeros((0, 2), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class RowSummary:
-    """What the rows of a data file hold.
+    """Counts of the rows made from a data file, and their fingerprint. A preference pair is one sample.
 
-    chunks: for each chunk its training rows and its held-out rows, in the order in which they are stored. fingerprint:
-    SHA-256 over all training rows, equal for peers that train on the same. samples: all of the file, of which `heldout`
-    are in held-out rows and `left_out` in none. truncated: samples that were cut. tokens and supervised: those of the
-    training rows, without the empty rest of rows. A pair is one sample.
+    chunks: for each chunk, in stored order, how many training rows and how many held-out rows it has. fingerprint:
+    SHA-256 over all training rows, in hex, equal for peers that train on the same rows. samples: all of the file, of
+    which `heldout` are in held-out rows and `left_out` in none. truncated: samples that were cut. tokens, supervised:
+    tokens in the training rows, and how many of them are supervised; the filling at the rows' ends does not count.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -78,33 +78,33 @@ class RowSummary:
         return self.samples - self.heldout - self.left_out
 
     def to_details(self) -> dict[str, Any]:
-        """Returns it as values that JSON can hold."""
+        """Returns the fields as a dict of values that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> Self:
-        """Returns the summary of what `to_details` has returned."""
+        """Returns the summary whose `to_details` returned `details`."""
         return cls(**{**details, "chunks": tuple((training, heldout) for training, heldout in details["chunks"])})
 
 
 def row_dtype(vocabulary: int, context: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns the narrowest type that holds the values of a place, and the number of samples in a row."""
+    """Returns the narrowest dtype that holds every value of a place (4 * id + marks), and the samples of a row."""
     return token_dtype(max(vocabulary << MARK_BITS, context + 2))
 
 
 @dataclass(frozen=True, slots=True)
 class _SampleChunk:
-    """Samples that are packed together, and their numbers in the file [n]."""
+    """Samples that are packed together; numbers: the number in the file of each."""
 
     samples: list[TokenSample]
     numbers: list[int]
 
 
 class RowBuilder:
-    """Makes the rows of one data file.
+    """Makes the rows of one data file, once: call `pieces`, then `summary`.
 
-    name: the file, for errors. context: s, the inputs of a row. heldout: the share of samples to keep apart, by the
-    hash of (seed, number of the sample in the file). vocabulary: the number of token ids.
+    name: the file, for errors. context: s, the inputs of a row. heldout: the fraction of the samples to hold out,
+    chosen by the hash of (seed, number of the sample in the file). vocabulary: the number of token ids.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class RowBuilder:
         self._samples = self._held = self._left_out = self._truncated = self._tokens = self._supervised = 0
 
     def pieces(self, samples: Iterable[TokenSample]) -> Iterator[Ids]:
-        """Yields the values of all rows, flat, each s + 1; then the number of samples that each row holds.
+        """Yields flat arrays: for each chunk the values of its training rows, then of its held-out rows, s + 1 a row.
 
-        samples: sequences of at most s + 1 tokens. Of each chunk the training rows come first. Raises DataError when
-        too few samples can be learnt, or an id is not of the vocabulary.
+        The last array has the number of samples in each row, in the same order. samples: sequences of at most s + 1
+        tokens. Raises DataError when too few samples can be learnt, or an id is outside of the vocabulary.
         """
         for chunk in self._cut_chunks(samples):
             training, heldout = self._split(chunk)
@@ -143,7 +143,7 @@ class RowBuilder:
         yield np.array(self._samples_in_rows, self._dtype)
 
     def summary(self) -> RowSummary:
-        """Returns the summary of all rows; call it after the last of `pieces`."""
+        """Returns the summary of all rows; to be called when `pieces` has yielded all."""
         return RowSummary(
             chunks=tuple(self._chunks),
             fingerprint=self._digest.hexdigest(),
@@ -156,7 +156,7 @@ class RowBuilder:
         )
 
     def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:
-        """Yields the samples that can be learnt, in chunks; counts the others and the truncated ones."""
+        """Yields the samples with supervised tokens in chunks; counts all, the truncated ones, and those left out."""
         most = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
         chunk, tokens = _SampleChunk([], []), 0
         for number, sample in enumerate(samples):
@@ -175,9 +175,9 @@ class RowBuilder:
             yield chunk
 
     def _split(self, chunk: _SampleChunk) -> tuple[list[TokenSample], list[TokenSample]]:
-        """Returns the chunk's training samples and its held-out ones.
+        """Returns the chunk's training samples, and its held-out ones.
 
-        Those of the first chunk are never all on one side, so that a short file has both.
+        If samples are held out at all, a first chunk of two samples or more has both kinds, so that a short file has.
         """
         if not self._heldout:
             return chunk.samples, []
@@ -188,7 +188,10 @@ class RowBuilder:
         return list(itertools.compress(chunk.samples, ~is_held)), list(itertools.compress(chunk.samples, is_held))
 
     def _pack(self, samples: Sequence[TokenSample]) -> Ids:
-        """Returns the rows of these samples [rows, s + 1] as they are stored, and keeps how many samples each holds."""
+        """Packs samples and returns their rows as stored, [rows, s + 1]; records how many samples each row has.
+
+        Raises DataError for a token id outside of the vocabulary.
+        """
         places = self._context + 1
         sequences = [part for sample in samples for part in sample]
         if self._is_packed:
@@ -210,7 +213,7 @@ class RowBuilder:
         return values
 
     def _check_enough(self) -> None:
-        """Raises DataError unless some sample can be learnt, and another one held out if one is to be."""
+        """Raises DataError unless there is a sample to train on, and another one to hold out if some are to be."""
         kept, needed = self._samples - self._left_out, 2 if self._heldout else 1
         if kept >= needed:
             return
@@ -224,11 +227,11 @@ class RowBuilder:
 
 
 def _without_text(sequence: TokenSequence) -> TokenSequence:
-    """Returns a copy of a sequence that keeps neither its text nor the rest of what was cut off in memory."""
+    """Returns a copy of a sequence without text and offsets, which does not keep the truncated tokens in memory."""
     return TokenSequence(sequence.ids.copy(), sequence.supervised.copy(), _NO_OFFSETS, "", sequence.truncated)
 
 
 def _as_tensor(rows: Ids) -> NDArray[np.int32]:
-    """Returns stored rows [n, s + 1] as ids and marks, little-endian int32 [n, 2, s + 1]."""
+    """Splits stored rows [n, s + 1] into token ids [:, 0] and marks [:, 1]: little-endian int32 [n, 2, s + 1]."""
     values = rows.astype("<i4")
     return np.stack([values >> MARK_BITS, values & (SUPERVISED | BEGINS)], axis=1)

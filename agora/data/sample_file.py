@@ -1,4 +1,4 @@
-"""Opens a data file: its format by its first record, and its samples one by one.
+"""Opens a data file: recognises its format by the first record, and reads its samples one by one.
 
 Knows: which reader and which format belong together. Must not know: templates, tokens, what is done with the samples.
 """
@@ -18,7 +18,7 @@ from agora.data.record_formats import Objective, RecordReader, recognise
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample, and the place of its record for errors."""
+    """A sample. where: the place of its record, for errors."""
 
     sample: Sample
     where: str
@@ -35,7 +35,7 @@ class SampleFile:
 
     @property
     def used_columns(self) -> dict[str, str]:
-        """The file's column by the format's one, of those that the first record has."""
+        """Format's column -> file's column, for the columns that the first record has."""
         return {name: column for name, column in self.reader.columns.items() if column in self.present}
 
     def samples(self) -> Iterator[PlacedSample]:
@@ -48,9 +48,9 @@ class SampleFile:
 
 
 def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | None = None) -> SampleFile:
-    """Recognises the format of a file or `datasets` folder by its first record.
+    """Recognises the format of a file or `datasets` folder by its first record, and returns the file ready to read.
 
-    mapped: the file's column by the format's one, where their names differ. objective: None for the format's usual one.
+    mapped: format's column -> file's column, where their names differ. objective: None for the format's default.
     Raises DataError for an empty file, and what recognise and read_records raise.
     """
     first = next(read_records(path), None)

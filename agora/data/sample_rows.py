@@ -1,7 +1,7 @@
-"""Opens the rows that a run trains on: made of its samples once per machine, and mapped into memory.
+"""Opens the rows that a run trains on: made from its samples once per machine, and mapped into memory.
 
-Knows: manifest, data file, tokenizer, cache. Must not know: who takes which row, models, the pipeline. What a row is,
-and how it is stored, says row_building.py.
+Knows: manifest, data file, tokenizer, cache. Must not know: who takes which row, models, the pipeline. For what a row
+is and how it is stored, see row_building.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agora_protocol.manifest import Manifest
 from numpy.typing import NDArray
 
 from agora.data.data_hashes import check_samples, check_tokenizer
-from agora.data.epochs import order
+from agora.data.epochs import epoch_order
 from agora.data.hashing import seed_key
 from agora.data.model_tokenizer import TRAINING_DATE, ModelTokenizer, open_training_tokenizer
 from agora.data.record_files import data_files, unreadable_data
@@ -33,14 +33,14 @@ HELDOUT_KEY: Final = 0x68656C646F757473
 PAIR: Final = 2
 
 MarkedRows = NDArray[np.int32]
-"""Rows of a microbatch [2, b, s + 1]: the token ids, and the marks."""
+"""The rows of a microbatch, int32 [2, b, s + 1]: token ids [0], and marks [1]."""
 
 
 class SampleRows:
-    """The training rows and the held-out rows of a run's samples.
+    """The training rows and the held-out rows of a run's samples. Each kind is numbered from 0.
 
-    values: what RowBuilder.pieces has yielded, flat. rows_together: how many rows follow each other as one item, 2 for
-    the pairs of dpo and 1 otherwise. The rows are numbered from 0, training and held-out ones each for themselves.
+    values: all that RowBuilder.pieces has yielded, concatenated. rows_together: how many consecutive rows are one item:
+    2 (a pair) for dpo, 1 otherwise.
     """
 
     def __init__(self, values: Ids, summary: RowSummary, context: int, rows_together: int, seed: int) -> None:
@@ -59,7 +59,7 @@ class SampleRows:
 
     @property
     def items(self) -> int:
-        """The number of training rows; of dpo, that of training pairs."""
+        """The number of training rows; for dpo, of training pairs."""
         return self.summary.rows // self.rows_together
 
     @property
@@ -68,20 +68,23 @@ class SampleRows:
         return self.summary.fingerprint
 
     def samples_in(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how many samples each of these training rows [n] holds; the row of a pair's rejected side has 0."""
+        """Returns how many samples each of these training rows [n] has, [n]; the row of a rejected answer has 0."""
         return self._samples_in_rows[self._stored(np.asarray(rows, np.int64), 0)].astype(np.int64)
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> MarkedRows:
-        """Returns the training rows with these numbers [b], int32 [2, b, s + 1]; targets begin at place 1."""
+        """Returns the training rows with these numbers [b], int32 [2, b, s + 1]: ids and marks.
+
+        A row's inputs are its places 0 to s - 1, its targets the places 1 to s. Raises ValueError for other numbers.
+        """
         return self._gather(np.asarray(rows, np.int64), 0)
 
     def heldout_batches(self, batch: int, limit: int | None = None) -> Iterator[MarkedRows]:
         """Yields at most `limit` batches of held-out rows, each int32 [2, batch, s + 1], the same at every call.
 
-        They come in an order that mixes long and short samples. Rows that do not fill a last batch are left out. When
-        there is less than one batch, they are repeated.
+        They are shuffled, so that long and short samples are mixed. Rows that do not fill a last batch are left out; if
+        there are fewer than `batch` rows, they are repeated to fill one batch.
         """
-        items = order(seed_key(self._seed, HELDOUT_KEY), 0, self.summary.heldout_rows // self.rows_together)
+        items = epoch_order(seed_key(self._seed, HELDOUT_KEY), 0, self.summary.heldout_rows // self.rows_together)
         rows = (items[:, None] * self.rows_together + np.arange(self.rows_together)).reshape(-1)
         if 0 < len(rows) < batch:
             rows = np.resize(rows, batch)
@@ -90,7 +93,10 @@ class SampleRows:
             yield self._gather(rows[i * batch : (i + 1) * batch], 1)
 
     def _stored(self, rows: NDArray[np.int64], side: int) -> NDArray[np.int64]:
-        """Returns at which places rows [n] are stored. side: 0 for training rows, 1 for held-out ones."""
+        """Converts row numbers [n] to indices of the stored rows [n]. side: 0 for training rows, 1 for held-out ones.
+
+        Raises ValueError for a number that no row has.
+        """
         total = int(self._ends[-1, side])
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < total:
             raise ValueError(f"a row is not in 0 to {total - 1}")
@@ -99,17 +105,18 @@ class SampleRows:
         return rows + before
 
     def _gather(self, rows: NDArray[np.int64], side: int) -> MarkedRows:
-        """Copies rows [b] of one side out of the cache, int32 [2, b, s + 1]."""
+        """Copies rows [b] out of the mapped file, as ids and marks int32 [2, b, s + 1]. side: see _stored."""
         values = self._rows[self._stored(rows, side)]
         return np.stack([(values >> MARK_BITS).astype(np.int32), (values & ((1 << MARK_BITS) - 1)).astype(np.int32)])
 
 
 def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None = None) -> SampleRows:
-    """Returns the rows of a run whose objective is sft or dpo: from the cache if nothing has changed, else made now.
+    """Returns the rows of a run whose objective is sft or dpo, from the cache; makes and caches them if necessary.
 
-    base: the folder at which relative paths in [data] start. Of several processes, one makes the rows and the others
-    wait; damaged ones are made again. Raises DataError for what is wrong in the samples, or when they or the tokenizer
-    have another hash than the manifest says; ManifestError, DiskError and LocalError as the parts do.
+    base: the folder of relative paths in [data], by default the current one. Of several processes, one makes the rows
+    and the others wait; damaged ones are made again. Raises DataError for malformed samples, and when the samples or
+    the tokenizer have another hash than the manifest says; ManifestError for the objective lm or a wrong [data];
+    DiskError and LocalError when this machine cannot.
     """
     data, model = manifest.data, manifest.model
     if manifest.objective.kind == "lm":
@@ -137,11 +144,13 @@ def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer:
 
 
 def _signature(manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> str:
-    """Returns the cache key: SHA-256, in hex, of the data files' paths, sizes and times, and of all that makes rows."""
+    """Returns the cache key: SHA-256, in hex, of the data files' paths, sizes and times of change, and of everything
+    else that the rows depend on.
+    """
     data = manifest.data
     known: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.tokenizer.vocabulary, TRAINING_DATE.isoformat()]
     known += [manifest.objective.kind, manifest.model.context, manifest.seed, data.heldout, sorted(data.columns)]
-    known.append(data.samples_hash)  # which was checked when the rows were made
+    known.append(data.samples_hash)  # rows are only cached after the samples were checked against this hash
     for file in data_files(path.resolve()):
         try:
             stat = file.stat()

@@ -1,4 +1,4 @@
-"""Decides which tokens a sample holds: a pure function of seed and sample id, so that origins need not talk.
+"""Decides which tokens a sample of a corpus has: a function of seed and sample id, so that origins need not talk.
 
 Knows: windows, the held-out split, the hash behind both, which numbers were drawn. Must not know: the pipeline.
 """
@@ -24,7 +24,7 @@ from agora.observe.events import DiskTrouble, Report
 Tokens = NDArray[np.int32]
 
 SCANNED_WINDOWS = 1 << 22
-"""Most windows that are hashed to find the held-out ones; of a larger corpus, this many evenly spread ones."""
+"""At most this many windows, evenly spread over the corpus, are hashed to find the held-out ones."""
 DRAW_KEY = 0x6472617773616D70
 SPLIT_KEY = 0x73706C6974776E64
 RESERVED_AT_ONCE = 4096
@@ -32,24 +32,25 @@ RESERVED_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class DrawnMicrobatch:
-    """A microbatch to train on, as its origin sends it, and its number."""
+    """A microbatch to train on: its token ids (and marks) as they travel, and its number, unique to its origin."""
 
     tokens: WireTensor
     number: int
 
 
 def sample_id(origin: PeerId, counter: int) -> int:
-    """Returns the id of an origin's `counter`-th sample: 64 bits of SHA-256, so that origins draw different samples."""
+    """Returns the id of an origin's sample number `counter`: 64 bits of SHA-256, different for every origin."""
     digest = hashlib.sha256(f"agora sample 1\0{origin}\0{counter}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 class Sampler:
-    """Draws windows of `context` + 1 tokens from a corpus.
+    """Draws windows of `context` + 1 tokens from a corpus. It keeps no state: equal ids give equal samples.
 
     Window i holds tokens i * context to (i + 1) * context, both included: no target belongs to two windows. Window i is
-    held out, never trained on, when the hash of (seed, i) is in the lowest share `heldout`, 0 to 1, of its range; at
-    least one window is on either side. Raises ManifestError when the corpus has too few tokens for that.
+    held out, never trained on, when the hash of (seed, i) is in the lowest fraction `heldout`, 0 to 1, of its range; if
+    heldout > 0, at least one window is held out and one is not. Raises ManifestError when the corpus has too few
+    tokens.
     """
 
     def __init__(self, tokens: Ids, context: int, heldout: float, seed: int) -> None:
@@ -67,15 +68,15 @@ class Sampler:
         self._scanned = np.arange(0, self.windows, -(-self.windows // SCANNED_WINDOWS), dtype=np.uint64)
         self._limit = np.uint64(0)  # windows with a hash below it are held out
         if heldout > 0:
-            # moved if else no window, or every window, of a small corpus would be held out
+            # split_limit moves it if no window, or every window, of a small corpus would be held out
             self._limit = split_limit(mix(self._scanned, self._split_key), heldout)
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Returns for each window number [n] whether its hash is below the limit, so that it is never trained on."""
+        """Returns for each window number [n] whether the window is held out, bool [n]."""
         return np.less(mix(windows.astype(np.uint64), self._split_key), self._limit)
 
     def windows_of(self, sample_ids: Sequence[int] | Hashes) -> NDArray[np.int64]:
-        """Draws a window number for each sample id [b], uniformly; a held-out window is replaced by another draw."""
+        """Returns the window of each sample id [b]: uniform over the training windows, and the same at every call."""
         state = mix(np.asarray(sample_ids, np.uint64), self._draw_key)
         drawn = state % np.uint64(self.windows)
         while (again := self.is_held_out(drawn)).any():
@@ -88,7 +89,7 @@ class Sampler:
         return self._gather(self.windows_of(sample_ids))
 
     def heldout_windows(self) -> NDArray[np.int64]:
-        """Returns the held-out windows among SCANNED_WINDOWS evenly spread ones, in the order of their hash."""
+        """Returns the numbers of the held-out windows among the scanned ones (SCANNED_WINDOWS), ordered by hash."""
         hashes = mix(self._scanned, self._split_key)
         held = np.flatnonzero(hashes < self._limit)
         order = np.argsort(hashes[held], kind="stable")
@@ -97,7 +98,8 @@ class Sampler:
     def heldout_batches(self, batch: int, limit: int | None = None) -> Iterator[Tokens]:
         """Yields at most `limit` batches of held-out windows, each int32 [batch, context + 1], the same at every call.
 
-        Windows that do not fill a last batch are left out. When there is less than one batch, they are repeated.
+        Windows that do not fill a last batch are left out; if there are fewer than `batch` windows, they are repeated
+        to fill one batch.
         """
         windows = self.heldout_windows()
         if 0 < len(windows) < batch:
@@ -114,10 +116,10 @@ class Sampler:
 
 
 class OriginBatches:
-    """Draws an origin's microbatches, never one twice, also not after a restart.
+    """Draws an origin's microbatches of a corpus; each number is drawn once, also across restarts.
 
     A microbatch is a function of seed, origin and number. Blocks of numbers are reserved in the file `reserved` before
-    they are used, so that a killed daemon skips the rest of a block. microbatch: samples in each.
+    they are used, so that after a restart the rest of a block is skipped. microbatch: samples in each.
     """
 
     def __init__(self, sampler: Sampler, origin: PeerId, microbatch: int, reserved: Path, report: Report) -> None:
@@ -133,7 +135,7 @@ class OriginBatches:
         self._reserved = self._next
 
     def draw(self) -> DrawnMicrobatch:
-        """Returns the next training microbatch, [b, s + 1]."""
+        """Returns the next training microbatch, token ids [b, s + 1], with its number; reserves numbers if needed."""
         number, b = self._next, self._microbatch
         if number >= self._reserved:
             self._reserve(number + RESERVED_AT_ONCE)
@@ -142,21 +144,24 @@ class OriginBatches:
         return DrawnMicrobatch(encode_tokens(self._sampler.batch(ids)), number)
 
     def completed(self, number: int) -> None:
-        """Does nothing: no microbatch is drawn twice, whatever becomes of it."""
+        """Does nothing: no microbatch is drawn twice, whether it was completed or not. See EpochBatches.completed."""
 
     def released(self, number: int) -> None:
-        """Does nothing, as `completed`."""
+        """Does nothing, for the same reason: a microbatch that was given up is not drawn again."""
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches of held-out windows, as wire tensors, the same at every call."""
         return map(encode_tokens, self._sampler.heldout_batches(self._microbatch, count))
 
-    def _reserve(self, until: int) -> None:
-        """Writes `until` to the file: after a restart no number below it is drawn. Reports a disk error and goes on."""
-        self._reserved = until
+    def _reserve(self, end: int) -> None:
+        """Reserves the numbers below `end` by writing `end` to the file; after a restart, numbers begin there.
+
+        A disk error is reported as DiskTrouble; the daemon goes on.
+        """
+        self._reserved = end
         try:
             temporary = self._file.with_suffix(".new")
-            temporary.write_text(str(until))
+            temporary.write_text(str(end))
             temporary.replace(self._file)
         except OSError as error:
             self._report(DiskTrouble(str(self._file), error.strerror or str(error)))

@@ -1,4 +1,4 @@
-"""Packs sequences of tokens into rows of the context's length, with segments and positions so that none sees another.
+"""Packs sequences of tokens into rows of one length, with segments and positions that keep them apart in attention.
 
 Knows: lengths, rows. Must not know: text, models. Best-fit decreasing (Johnson et al., SIAM J. Computing 1974): the
 longest sequence first, each into the fullest row that still has room. Nothing is split, and the same lengths give the
@@ -22,8 +22,8 @@ from agora.data.supervision import TokenSequence
 class PackedRows:
     """Rows of packed sequences, each array [rows, context].
 
-    tokens: int32 ids, 0 where a row is empty. supervised: which tokens are learnt, never the first of a segment.
-    segments: int32, 1 for a row's first sequence, 2 for its second, 0 where it is empty; a token attends to its own
+    tokens: int32 ids, 0 where a row is empty. supervised: whether each token is, never the first one of a segment.
+    segments: int32, 1 for a row's first sequence, 2 for its second, 0 where it is empty; tokens attend within their
     segment. positions: int32, from 0 in each segment.
     """
 
@@ -34,9 +34,10 @@ class PackedRows:
 
 
 def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
-    """Returns for each row the numbers of the sequences in it, the longest first. lengths: 1 to `context` tokens, [n].
+    """Packs sequences by their lengths: returns for each row the indices of the sequences in it, the longest first.
 
-    Raises ValueError for another length.
+    lengths: tokens of each sequence [n], from 1 to `context`, which is a row's length. Raises ValueError for another
+    one.
     """
     sizes = np.asarray(lengths, np.int64).reshape(-1)
     if len(sizes) and not (sizes.min() >= 1 and sizes.max() <= context):
@@ -64,7 +65,7 @@ def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
 
 
 def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]], context: int) -> PackedRows:
-    """Returns the arrays of rows whose sequences `assign_rows` has chosen from `sequences`."""
+    """Returns the packed rows. rows: for each row the indices of its members in `sequences`, from assign_rows."""
     shape = len(rows), context
     packed = PackedRows(
         np.zeros(shape, np.int32), np.zeros(shape, np.bool_), np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -1,6 +1,6 @@
-"""Turns samples into token ids with a mask of those that are learnt, cut to the context.
+"""Turns samples into token ids with a mask of the supervised ones, cut to the context.
 
-Knows: what of a sample is learnt, tokenizers and templates. Must not know: files, packing, models.
+Knows: which part of a sample is supervised, tokenizers and templates. Must not know: files, packing, models.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ BATCH_SAMPLES = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """The token ids of one text [n] and which of them are learnt [n]; the first never is, as nothing predicts it.
+    """The token ids of one text [n], and which of them are supervised [n]; the first never is, as nothing predicts it.
 
-    offsets: the characters of `text` that each token stands for [n, 2]. truncated: tokens that were cut off at the end.
+    offsets: the first character of `text` that each token stands for, and the one after its last, [n, 2]. truncated:
+    how many tokens were cut off at the end.
     """
 
     ids: NDArray[np.int32]
@@ -35,29 +36,29 @@ class TokenSequence:
     truncated: int
 
     def spans(self) -> list[Span]:
-        """Returns the spans of the text that its supervised tokens stand for, in order."""
+        """Returns the (start, end) characters of the text for each run of supervised tokens, in order."""
         edges = np.flatnonzero(np.diff(self.supervised.astype(np.int8), prepend=0, append=0))
         runs = zip(edges[0::2], edges[1::2], strict=True)
         spans: list[Span] = []
         for first, last in runs:
-            # two tokens may share a character, of which the second run then has the rest
+            # tokens of two runs may share a character: then the second span begins where the first one ends
             start = max(int(self.offsets[first, 0]), spans[-1][1] if spans else 0)
             spans.append((start, max(start, int(self.offsets[last - 1, 1]))))
         return spans
 
 
 TokenSample = tuple[TokenSequence, ...]
-"""A sample as tokens: one sequence, or the chosen and the rejected one of a preference."""
+"""A sample as tokens: one sequence; of a preference two, the chosen and the rejected one."""
 
 
 def tokenise(
     samples: Iterable[PlacedSample], tokenizer: ModelTokenizer, *, context: int | None, learn_all: bool
 ) -> Iterator[TokenSample]:
-    """Yields each sample as tokens, in order; at most BATCH_SAMPLES or some BATCH_CHARACTERS are in memory.
+    """Yields each sample as tokens, in order; at most BATCH_SAMPLES or about BATCH_CHARACTERS are in memory.
 
-    context: most tokens of a sequence, None for no limit; what is longer loses its end. learn_all: every token is
-    learnt, as the objective lm does, not only answers and completions. Raises DataError that names the record of a
-    conversation that the template refuses.
+    context: the most tokens of a sequence; longer ones lose their end; None for no limit. learn_all: every token is
+    supervised, as for the objective lm, not only answers and completions. Raises DataError, which names the record, for
+    a conversation that the template refuses.
     """
     batch: list[list[MarkedText]] = []
     characters = 0
@@ -71,7 +72,7 @@ def tokenise(
 
 
 def _marked_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, learn_all: bool) -> list[MarkedText]:
-    """Returns a sample's text with its supervised spans; of a preference, those of both sides."""
+    """Returns the text of a sample with its supervised spans, as a list of one; of a preference, both sides'."""
     match placed.sample:
         case Preference(chosen, rejected):
             sides: Sequence[PlainText | Completion | Conversation] = (chosen, rejected)
@@ -83,7 +84,7 @@ def _marked_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, learn_all:
 def _marked_text(
     sample: PlainText | Completion | Conversation, where: str, tokenizer: ModelTokenizer, *, learn_all: bool
 ) -> MarkedText:
-    """Returns a text with its supervised spans, its end of turn among them."""
+    """Returns a sample's text with its supervised spans; ends of turn are supervised, too."""
     match sample:
         case Conversation() if learn_all:
             text = tokenizer.template.render(sample, where)
@@ -101,7 +102,10 @@ def _marked_text(
 def _encode(
     batch: Sequence[Sequence[MarkedText]], tokenizer: ModelTokenizer, context: int | None
 ) -> Iterator[TokenSample]:
-    """Yields the samples of a batch as tokens; all of its texts are tokenised at once."""
+    """Yields the samples of a batch as tokens.
+
+    Its texts are tokenised in two calls: with and without special tokens.
+    """
     encoded: dict[bool, Iterator[EncodedText]] = {}
     for spells_specials in (False, True):
         texts = [marked.text for sample in batch for marked in sample if marked.spells_specials == spells_specials]
@@ -113,9 +117,9 @@ def _encode(
 
 
 def _supervise(marked: MarkedText, encoded: EncodedText, context: int | None) -> TokenSequence:
-    """Marks the tokens that stand for a character of a supervised span, and cuts the sequence to the context.
+    """Returns the sequence, cut to the context, with the tokens supervised that overlap a supervised span.
 
-    A token that the tokenizer adds at the end is dropped: the text already ends with its end of turn.
+    Tokens that the tokenizer adds at the end are dropped: the text already ends with its end of turn.
     """
     kept = np.flatnonzero(~encoded.is_added)
     length = int(kept[-1]) + 1 if len(kept) else 0

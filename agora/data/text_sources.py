@@ -41,16 +41,16 @@ Reader = Callable[[Path], Iterator[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the corpus, and the function that reads its format."""
+    """A file of the corpus. read: the function that reads its format."""
 
     path: Path
     read: Reader
 
     def pieces(self) -> Iterator[Piece]:
-        """Reads the file piece by piece, in its order.
+        """Yields the file's text piece by piece, in its order.
 
-        Raises DiskError, which names the file, when the operating system cannot read it; what the reader raises:
-        DataError for malformed content, LocalError without the package that the format needs.
+        Raises DiskError, which names the file, when it cannot be read; DataError for malformed content; LocalError
+        without the package that the format needs.
         """
         try:
             yield from self.read(self.path)
@@ -109,7 +109,10 @@ def _files_of(source: str, base: Path) -> list[SourceFile]:
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
-    """Returns the source files of the standard library in `root` (None: the running Python's), sorted by path."""
+    """Returns the source files of the standard library in `root` (None: the running Python's), sorted by path.
+
+    Raises ManifestError if there is none.
+    """
     root = root or Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -132,7 +135,7 @@ def _read_source(path: Path) -> Iterator[Piece]:
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    """Yields a text file as one document, in pieces that end at the end of a line if there is one in PIECE_BYTES.
+    """Yields a text file as one document, in pieces of about PIECE_BYTES, cut at the end of a line if there is one.
 
     Raises DataError, with the position, for a file that is not UTF-8.
     """
@@ -168,7 +171,10 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
 
 
 def _no_text(where: str, kind: str, present: Sequence[str]) -> DataError:
-    """Returns the error that "text" is not among the fields or columns (`kind`) that are `present`, or is no string."""
+    """Returns the error to raise if "text" is not in `present`, the names of fields or columns, or is no string.
+
+    kind: "field" or "column".
+    """
     if TEXT_FIELD in present:
         return DataError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")
     names = ", ".join(present[:20]) or "none"

@@ -1,8 +1,8 @@
 """The cache of tokenised text: token ids on disk, written once, mapped into memory, checked for damage.
 
-`DIGEST.tokens` holds ids as little-endian unsigned integers. Its name is the SHA-256 of their dtype and the ids, so
-equal texts share a file. `index/SIGNATURE.json` names the digest, the CRC-32 of each block of BLOCK_BYTES, and details
-that the writer has added. Knows: bytes, files, folders. Must not know: text, tokenizers.
+`DIGEST.tokens` has the ids as little-endian unsigned integers. Its name is the SHA-256 of their dtype and the ids, so
+equal ids share a file. `index/SIGNATURE.json` has the digest, the CRC-32 of each block of BLOCK_BYTES, and details that
+the writer has added. Knows: bytes, files, folders. Must not know: text, tokenizers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agora.data.tokenizer import Ids
 from agora.state.files import sync_folder
 
 BLOCK_BYTES = 4 << 20
-CHECKED_BLOCKS = 256  # at most, 1 GiB; those of a larger file are evenly spread
+CHECKED_BLOCKS = 256  # the most blocks that are checked, 1 GiB; in a larger file they are evenly spread
 BUILDING = "building-"
 ABANDONED_S = 24 * 3600
 LOCK_WAIT_S = 600.0
@@ -38,9 +38,9 @@ LOCK_POLL_S = 0.05
 class CachedTokens:
     """Reads and writes the token ids of one corpus in the cache `folder`.
 
-    signature: the cache key in hex, the hash of what the ids are made of. dtype: the dtype of the ids. details: what
-    `write` was told about the ids, as JSON has it; empty before `open` has found them. `lock` and `write` raise
-    DiskError when the folder cannot be written or the disk is full.
+    signature: the cache key in hex, the hash of what the ids are made of. dtype: the dtype of the ids. details: JSON
+    values that the writer stored with the ids; {} before `open` has found them. `lock` and `write` raise DiskError when
+    the folder cannot be written or the disk is full.
     """
 
     def __init__(self, folder: Path, signature: str, dtype: np.dtype[Any]) -> None:
@@ -50,9 +50,9 @@ class CachedTokens:
         self.details: Mapping[str, Any] = {}
 
     def open_or_write(self, write: Callable[[], None]) -> Ids:
-        """Maps the ids [n] into memory; if they are missing or damaged, `write` writes them first.
+        """Returns the ids [n], memory-mapped; if they are missing or damaged, calls `write` first, which writes them.
 
-        Of several processes, one writes and the others wait. Raises DiskError when they read back damaged.
+        Of several processes, one writes and the others wait. Raises DiskError when the written ids read back damaged.
         """
         if (ids := self.open()) is None:
             with self.lock():
@@ -66,7 +66,7 @@ class CachedTokens:
         return ids
 
     def open(self) -> Ids | None:
-        """Maps the ids [n] into memory, read-only. Returns None when they are missing or a checked block is damaged."""
+        """Returns the ids [n], memory-mapped, read-only; None when they are missing or a checked block is damaged."""
         try:
             index = json.loads(self._index.read_bytes())
             ids: Ids = np.memmap(self._folder / f"{index['digest']}.tokens", self._dtype, mode="r")
@@ -87,7 +87,10 @@ class CachedTokens:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the corpus's file lock, so that one process builds it; after LOCK_WAIT_S, begins without the lock."""
+        """Context manager: holds the corpus's file lock, so that only one process builds it.
+
+        After LOCK_WAIT_S, and on a file system without locks, the block begins without the lock.
+        """
         with _disk_errors(self._folder):
             self._index.parent.mkdir(parents=True, exist_ok=True)
             lock = self._index.with_suffix(".lock").open("wb")
@@ -106,7 +109,7 @@ class CachedTokens:
     def write(self, pieces: Iterable[NDArray[Any]], details: Callable[[], Mapping[str, Any]] = dict) -> None:
         """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises.
 
-        details: is called after the last piece, and returns what the index is to hold beside the ids.
+        details: called after the last piece; returns JSON values to store in the index.
         """
         for path in self._folder.glob(f"{BUILDING}*"):  # unfinished files of processes that were killed
             with contextlib.suppress(OSError):
@@ -122,20 +125,20 @@ class CachedTokens:
                 crcs.append(zlib.crc32(block))
             _publish(file, self._folder / f"{digest.hexdigest()}.tokens")
         with _disk_errors(self._folder), _unfinished_file(self._index.parent) as file:
-            told = details()
-            index = {"digest": digest.hexdigest(), "crc32": crcs, "details": told, "details_crc32": _crc32_of(told)}
+            added = details()
+            index = {"digest": digest.hexdigest(), "crc32": crcs, "details": added, "details_crc32": _crc32_of(added)}
             file.write(json.dumps(index).encode())
             _publish(file, self._index)
 
 
 def _crc32_of(details: object) -> int:
-    """Returns the CRC-32 of details as canonical JSON."""
+    """Returns the CRC-32 of the details' JSON text with sorted keys."""
     return zlib.crc32(json.dumps(details, sort_keys=True).encode())
 
 
 @contextlib.contextmanager
 def _unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
-    """Yields a new file in `folder`, which is deleted at the end of the block unless `_publish` has renamed it."""
+    """Context manager: yields a new file in `folder`; deletes it at the end unless `_publish` has renamed it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=BUILDING, dir=folder, delete=False) as file:
         try:
@@ -146,7 +149,7 @@ def _unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
 
 
 def _publish(file: IO[bytes], path: Path) -> None:
-    """Waits until the disk has the unfinished file's content, then renames it to `path`."""
+    """Flushes the unfinished file to disk (fsync), then renames it to `path`. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
@@ -155,7 +158,7 @@ def _publish(file: IO[bytes], path: Path) -> None:
 
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Translates an OSError while a file is written in `folder` into a DiskError that says what to do."""
+    """Context manager: turns an OSError in the block into a DiskError that names `folder` and says what to do."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
 """Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package; exports both to transformers.
 
-Knows: what an id means, and which ids stand between two documents. Must not know: files of text, batches, models.
+Knows: which text an id stands for, and which ids end a document. Must not know: files of text, batches, models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agora_protocol.errors import DiskError, LocalError, ManifestError
 from numpy.typing import NDArray
 
 Ids = NDArray[np.unsignedinteger[Any]]
-"""Token ids [n] in the narrowest type that holds them, see token_dtype."""
+"""Token ids [n] in the narrowest dtype that holds them, see token_dtype."""
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -36,7 +36,7 @@ def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
 class EncodedText:
     """The tokens of a text: ids [n], and for each the first character it stands for and the one after its last, [n, 2].
 
-    is_added: [n], true for special tokens that the text does not spell, which stand for no character.
+    is_added: [n], whether the tokenizer added the token: a special token that stands for no character of the text.
     """
 
     ids: NDArray[np.int32]
@@ -52,27 +52,30 @@ class ByteTokenizer:
     fingerprint = BYTES
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the bytes of each text."""
+        """Returns the UTF-8 bytes of each text, uint8 [n] each."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
-        """Returns the bytes of each text; all bytes of a character stand for it. There are no tokens to add."""
+        """Returns the bytes of each text as tokens, each with the character it belongs to. `add_special` is ignored."""
         return [_encoded_bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids, 0 to 255; what is no UTF-8 becomes U+FFFD."""
+        """Returns the text of the ids, 0 to 255; bytes that are no UTF-8 become U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
 
 class JsonTokenizer:
     """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines; `content`: the file's bytes.
 
-    added_ids: of tokens that stay whole wherever their text stands, as special ones do. Documents are separated by
-    `end_of_text`, the first token of END_OF_TEXT that the vocabulary has, else (None) by the ids of a newline.
+    added_ids: ids of tokens that are never split or merged, such as special tokens. end_of_text: the first of
+    END_OF_TEXT in the vocabulary, or None. separator: its id, or the ids of a newline if it is None; it ends each
+    document.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the file. Raises DiskError, ManifestError for another kind of file, LocalError without the package."""
+        """Reads the file `path`. Raises DiskError if it cannot be read, ManifestError if it is no tokenizer file,
+        LocalError without the package `tokenizers`.
+        """
         try:
             self.content = path.read_bytes()
         except OSError as error:
@@ -81,7 +84,7 @@ class JsonTokenizer:
                 f"give the path of a tokenizer.json in [data] tokenizer, or {BYTES!r}."
             ) from error
         self._tokenizer = _parse(self.content, path)
-        # ids may have gaps, so that the number of tokens does not bound them
+        # ids may have gaps, so an id may be higher than the number of tokens
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.fingerprint = f"json:{hashlib.sha256(self.content).hexdigest()}"
         self.added_ids = frozenset(int(number) for number in self._tokenizer.get_added_tokens_decoder())
@@ -93,12 +96,15 @@ class JsonTokenizer:
         )
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the ids of each text, without special ids; the package uses several cores."""
+        """Returns the ids of each text; no special tokens are added. The package uses several cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
-        """Returns the tokens of each text. add_special: with those that the file puts around a text, such as <s>."""
+        """Returns the tokens of each text.
+
+        add_special: adds the tokens that the file puts around a text, such as <s>.
+        """
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special)
         return [
             EncodedText(
@@ -115,11 +121,12 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
-"""vocabulary: number of ids. separator: ids that end each document. fingerprint: another one where ids may differ."""
+"""vocabulary: every id is below it. separator: the ids that end each document. fingerprint: a text that differs if two
+tokenizers may give different ids."""
 
 
 def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
-    """Returns the tokenizer file that a manifest names, which for a folder is its TOKENIZER_FILE; None for "bytes"."""
+    """Returns the path of the tokenizer file that a manifest names (in a folder, TOKENIZER_FILE); None for "bytes"."""
     if source == BYTES:
         return None
     path = (base or Path()) / Path(source).expanduser()
@@ -129,7 +136,7 @@ def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
 def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
     """Returns the tokenizer that a manifest names: "bytes", or the path of a tokenizer JSON or of its folder.
 
-    base: where a relative path starts. Raises ManifestError when the model has fewer ids (`vocabulary`) than the
+    base: the folder of a relative path. Raises ManifestError when the model has fewer ids (`vocabulary`) than the
     tokenizer, and what JsonTokenizer raises.
     """
     path = tokenizer_path(source, base)
@@ -143,7 +150,10 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Makes a tokenizer of the package `tokenizers`, without truncation and padding. path: the name in errors."""
+    """Returns the `tokenizers` object that the file's content defines, with truncation and padding switched off.
+
+    path: the file's name, for errors. Raises ManifestError for another content, LocalError without the package.
+    """
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError as error:
@@ -163,7 +173,7 @@ def _parse(content: bytes, path: Path) -> Any:
 
 
 def _keep_space_in_offsets(rule: Any) -> None:
-    """Changes a file's post-processor so that a token's offsets include its white space; ids stay the same."""
+    """Changes a post-processor's JSON in place so that a token's offsets include its white space; ids stay the same."""
     if isinstance(rule, dict):
         if "trim_offsets" in rule:
             rule["trim_offsets"] = False
@@ -172,7 +182,7 @@ def _keep_space_in_offsets(rule: Any) -> None:
 
 
 def _encoded_bytes(text: str) -> EncodedText:
-    """Returns the UTF-8 bytes of a text as tokens, each with the character it belongs to."""
+    """Returns the UTF-8 bytes of a text as tokens, each with the place of the character it belongs to."""
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
@@ -183,10 +193,10 @@ def _encoded_bytes(text: str) -> EncodedText:
 def tokenizer_files(
     source: str, vocabulary: int, context: int, base: Path | None = None
 ) -> tuple[dict[str, bytes], int | None]:
-    """Makes tokenizer.json and tokenizer_config.json, as transformers reads them, for the tokenizer of a manifest.
+    """Returns the content of tokenizer.json and tokenizer_config.json for the tokenizer of a manifest; writes nothing.
 
-    Returns the files' content by name, and the id that ends a document, None when no id does. "bytes" becomes an equal
-    byte-level tokenizer. context: the longest input in tokens. Raises what open_tokenizer raises.
+    Returns file name -> content, as transformers reads them, and the id that ends a document, or None. "bytes" becomes
+    an equivalent byte-level tokenizer. context: the longest input in tokens. Raises what open_tokenizer raises.
     """
     tokenizer = open_tokenizer(source, vocabulary, base=base)
     config: dict[str, Any] = {
@@ -210,7 +220,7 @@ def tokenizer_files(
 def byte_tokenizer() -> dict[str, Any]:
     """Returns the content of a tokenizer.json whose ids are the bytes of UTF-8: a byte-level BPE without merges.
 
-    It has no special tokens: one with id 0, the byte 0, would need a spelling that text could contain.
+    It has no special tokens: a special token for id 0, the byte 0, would need a spelling, which a text could contain.
     """
     # GPT-2's spelling of bytes: a visible one is itself, the others are U+0100 and the characters after it.
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -243,5 +253,5 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    """Returns `value` as the content of a JSON file."""
+    """Returns `value` as the content of a JSON file: indented, in UTF-8, with a newline at the end."""
     return json.dumps(value, indent=2).encode() + b"\n"

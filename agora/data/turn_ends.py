@@ -1,4 +1,4 @@
-"""Finds the tokens by which a model that learns samples ends its turn, so that generation can stop at them.
+"""Finds the tokens with which a model that was trained on samples ends its turn, so that generation can stop there.
 
 Knows: chat templates, tokenizers. Must not know: models, files of an export.
 """
@@ -16,20 +16,20 @@ from agora.data.tokenizer import JsonTokenizer
 
 QUESTION, ANSWER = "Hello", "Good morning"
 PROBE: Final = Conversation((ChatMessage("user", QUESTION), ChatMessage("assistant", ANSWER)))
-"""A conversation to see by what a template ends an answer."""
+"""A conversation to render, to see with which text a template ends an answer."""
 
 
 def turn_end_ids(tokenizer: ModelTokenizer) -> tuple[int, ...]:
-    """Returns the ids that end an answer, as training renders it: of conversations first, then of completions.
+    """Returns the token ids that end an answer in training: in conversations first, then in completions.
 
-    Only single tokens are told, because only those can stop a generation; () where turns end by none.
+    Only ends that are a single token are returned, because only those can stop a generation; () without any.
     """
     found = (first_end_id(tokenizer, text) for text in _turn_ends(tokenizer))
     return tuple(dict.fromkeys(number for number in found if number is not None))
 
 
 def first_end_id(tokenizer: ModelTokenizer, text: str) -> int | None:
-    """Returns the id that `text` begins with, if it is a token of its own, added to the vocabulary, or all of it."""
+    """Returns the first token id of `text` if that is an added token (such as <|im_end|>), or the only one; or None."""
     ids = [int(number) for number in tokenizer.tokenizer.encode([text])[0]] if text else []
     if not ids:
         return None
@@ -38,11 +38,11 @@ def first_end_id(tokenizer: ModelTokenizer, text: str) -> int | None:
 
 
 def _turn_ends(tokenizer: ModelTokenizer) -> Iterator[str]:
-    """Yields the texts that training supervises after an answer in a conversation, and after a completion."""
+    """Yields the text that follows an answer in a conversation, supervised, then the one that follows a completion."""
     try:
         marked = tokenizer.template.mark(PROBE, "an example conversation")
         for start, end in marked.spans[-1:]:
             yield marked.text[start:end].partition(ANSWER)[2]
     except DataError:
-        pass  # the template refuses such a conversation; what it is trained on is not known here
+        pass  # the template refuses such a conversation: how it ends an answer is not known
     yield tokenizer.end_of_turn

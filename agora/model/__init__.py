@@ -17,11 +17,11 @@ from agora.model.subspace_family import SubspaceFamily
 __all__ = ["FAMILIES", "Family", "RunLayer", "Stage", "family_of", "keep_graph", "stage_loss"]
 
 FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": HfFamily}
-"""What makes the family of a model section, by its `family`."""
+"""The value of [model] family -> the class that is called with the model section."""
 
 
 def family_of(model: ModelSection) -> Family:
-    """Makes the Family that model.family names, with the sizes in `model`. Raises ManifestError if not in FAMILIES."""
+    """Returns the Family for a manifest's model section. Raises ManifestError for a family that FAMILIES lacks."""
     if model.family not in FAMILIES:
         raise ManifestError(f"[model] family {model.family!r} is unknown; {suggest(model.family, FAMILIES)}")
     return FAMILIES[model.family](model)

@@ -1,7 +1,7 @@
 """The files of a LoRA adapter as peft reads them: adapter_config.json, and the names in adapter_model.safetensors.
 
-Also says which matrices are added to which weight, and how often. Knows: peft's keys and names. Must not know: the
-package peft, layers, where files are written.
+Also says which matrices belong to which weight, and with which factor their product is added to it. Knows: peft's keys
+and names. Must not know: the package peft, layers, where files are written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ADAPTER_ROOT: Final = "base_model.model."
 def adapter_config(model: HfSection) -> dict[str, Any]:
     """Returns the content of adapter_config.json for a run that trains LoRA.
 
-    base_model_name_or_path is null: the manifest has the base model's hashes and not its name. Raises ManifestError for
-    targets that the model does not have.
+    base_model_name_or_path is null: the manifest has the base model's hashes, but not its name. Raises ManifestError
+    for targets that the model does not have.
     """
     architecture = architecture_of(model)
     alpha = model.lora_alpha
@@ -45,19 +45,19 @@ def adapter_config(model: HfSection) -> dict[str, Any]:
 
 
 def adapter_tensor_name(name: str) -> str:
-    """Returns the name in adapter_model.safetensors of a trained matrix with this name in the run."""
+    """Converts a trained matrix's name in the run to its name in adapter_model.safetensors."""
     return ADAPTER_ROOT + name.replace(f".{ADAPTER}.", ".")
 
 
 def matrices_by_weight(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Returns the names in the run of the matrices A and B of each adapted weight, by its name in the base model.
+    """Returns, for each adapted weight: its name in the base model -> the names in the run of its matrices (A, B).
 
-    names: those of all trained matrices.
+    names: the names in the run of all trained matrices.
     """
     first, second = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
     return {name.replace(first, "."): (name, name.replace(first, second)) for name in names if first in name}
 
 
 def product_scale(model: HfSection) -> float:
-    """Returns how often the product of two matrices counts: alpha / r, or alpha / sqrt(r) with lora_rslora."""
+    """Returns the factor of the product B A in a merged weight: alpha / r, or alpha / sqrt(r) with lora_rslora."""
     return model.lora_alpha / (math.sqrt(model.lora_rank) if model.lora_rslora else model.lora_rank)

@@ -1,10 +1,10 @@
 """Reads single tensors of a base model from safetensors files of this machine, after checking them.
 
 The files are the model's own, or those of tensors that were fetched from peers (state.tensor_store), or some of each.
-Also says which files a folder has, for whoever writes a manifest. The header of each file says which tensors it has;
-only the files that hold wanted tensors are hashed and read, so a peer needs the shards of its own span alone. Peers do
-not ask the index file, which no hash in the manifest covers. Knows: safetensors files, names, shapes, hashes. Must not
-know: layers, families, peers.
+Also says which weights files a folder has, for whoever writes a manifest. The header of each file says which tensors it
+has; only the files with wanted tensors are hashed and read, so a peer needs only the shards of its own span. The index
+file, which no hash in the manifest covers, is read only for writing a manifest. Knows: safetensors files, names,
+shapes, hashes. Must not know: layers, families, peers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ READABLE: Final = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor that a stage needs. names: those that a file may have it under, the best first. shape: the only right
-    one.
-    """
+    """A tensor that a stage needs. names: the names that it may have in a file, the best first. shape: required."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -50,8 +48,8 @@ class WantedTensor:
 class StoredTensor:
     """Where a tensor is stored: the file, its name there, its dtype as safetensors calls it, its shape.
 
-    fetched: where its bytes lie and what they must be, of a tensor that was fetched from peers; None: the file is one
-    of the model's own.
+    fetched: for a tensor that was fetched from peers, where its bytes lie, and its list entry, whose hashes they must
+    have; None if the file is one of the model's own.
     """
 
     path: Path
@@ -62,7 +60,7 @@ class StoredTensor:
 
     @property
     def is_readable(self) -> bool:
-        """Returns whether the values can be had as float32."""
+        """Whether the values can be converted to float32 without a loss: the dtype is one of READABLE."""
         return self.dtype in READABLE
 
 
@@ -72,9 +70,9 @@ def read_config(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the names of the folder's weights files: model.safetensors, else those that the index lists.
+    """Returns the names of the folder's weights files: model.safetensors if it exists, or those that the index lists.
 
-    Raises BaseModelError if there are neither, or if one is missing.
+    Raises BaseModelError if there is neither, or if a listed file is missing.
     """
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE]
@@ -94,7 +92,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Returns the folder's generation_config.json: how text is sampled, and which ids end it; {} without such a file.
+    """Returns the content of the folder's generation_config.json (how text is sampled and ended); {} without a file.
 
     No hash in the manifest covers it. Raises BaseModelError for a file that is not a JSON object of sensible size.
     """
@@ -128,11 +126,11 @@ def _read_text(path: Path, most: int) -> str:
 def read_tensors(
     folder: Path | None, files: Sequence[tuple[str, str]], wanted: Mapping[str, WantedTensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields each wanted tensor's key and values, float32 on the CPU, one tensor at a time in memory.
+    """Yields (key in `wanted`, values) of each wanted tensor, float32 on the CPU, one tensor at a time in memory.
 
     folder: that of the model, or a TensorStore's; None if the machine has neither. files: name and SHA-256 of each
-    weights file, as the manifest lists them. Raises BaseModelError; everything is checked, weights files by their
-    hashes and fetched tensors by those of their list, before the first tensor is yielded.
+    weights file, as the manifest lists them. Everything is checked before the first tensor is yielded: weights files by
+    the manifest's hashes, fetched tensors by those of their list. Raises BaseModelError as locate_checked does.
     """
     located = locate_checked(folder, files, wanted)
     for path in sorted({stored.path for stored in located.values()}):
@@ -145,9 +143,10 @@ def read_tensors(
 def locate_checked(
     folder: Path | None, files: Sequence[tuple[str, str]], wanted: Mapping[str, WantedTensor]
 ) -> dict[str, StoredTensor]:
-    """Returns for each wanted tensor where it is stored, after it has hashed the files that have any.
+    """Returns key in `wanted` -> where the tensor is stored, after checking the hashes of all files that have any.
 
-    The arguments are those of read_tensors. Raises BaseModelError as locate_tensors does, and for another hash.
+    The arguments are those of read_tensors. Raises BaseModelError without a folder, as locate_tensors does, and for a
+    file or a fetched tensor with another hash. Blocks while it reads the files.
     """
     folder = require_folder(folder)
     located = locate_tensors(folder, [name for name, _ in files], wanted)
@@ -162,10 +161,10 @@ def locate_checked(
 
 
 def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, WantedTensor]) -> dict[str, StoredTensor]:
-    """Returns for each wanted tensor where it is stored, in that order, by the headers of those `files` that are there.
+    """Returns where each wanted tensor is stored, by its key and in the order of `wanted`; hashes are not checked.
 
-    Where no such file has a tensor, one that was fetched into the folder is taken. Raises BaseModelError for a tensor
-    that is missing, or whose shape or dtype is another.
+    files: names of weights files; absent ones are skipped. A tensor that was fetched into the folder is the fallback.
+    Raises BaseModelError for a missing tensor, a wrong shape, or a dtype that is not in READABLE.
     """
     present = [folder / name for name in files if (folder / name).is_file()]
     stored = fetched_tensors(folder) | {tensor.name: tensor for path in present for tensor in read_header(path)}
@@ -178,7 +177,7 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
         if place.shape != tensor.shape:
             raise BaseModelError(
                 f"{place.path}: {place.name} has the shape {list(place.shape)}, and the manifest's config gives it "
-                f"{list(tensor.shape)}; the run's founder has to write a manifest of one model's config and weights."
+                f"{list(tensor.shape)}; whoever wrote the manifest has to write one of a model's config and weights."
             )
         if not place.is_readable:
             raise BaseModelError(
@@ -207,10 +206,10 @@ def fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
-    """Returns the SHA-256 of the tensor list of the folder's weights files `names`, in hex: the key `tensors_hash`.
+    """Returns the SHA-256, in hex, of the tensor list of the folder's weights files `names`, for `tensors_hash`.
 
-    "" for more tensors than a list may have: then peers cannot fetch them from each other. Reads all of the files.
-    Raises BaseModelError.
+    Returns "" if there are more tensors than a list may have: then peers cannot fetch them from each other. Reads all
+    bytes of the files. Raises BaseModelError.
     """
     try:
         return list_tensors([folder / name for name in names]).digest
@@ -219,7 +218,7 @@ def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Returns the tensors that a safetensors file says it has; its values are not read.
+    """Returns the tensors that a safetensors file has, by its header; the values are not read.
 
     Raises BaseModelError when the file cannot be read or the library refuses its header: one that is too long, or whose
     tensors overlap, leave gaps or end beyond the file.
@@ -235,7 +234,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 def file_hash(path: Path) -> str:
     """Returns the SHA-256 of a file in hex. Raises BaseModelError when it cannot be read.
 
-    A file that this process has hashed and nobody has changed is not read again.
+    A file that this process has hashed, and that has not changed since, is not read again.
     """
     try:
         state = path.stat()
@@ -246,7 +245,10 @@ def file_hash(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _hash_content(path: Path, size: int, changed_ns: int, inode: int) -> str:
-    """Returns the SHA-256 of a file in hex; the arguments after `path` tell apart what it contained at other times."""
+    """Returns the SHA-256 of a file in hex.
+
+    The other arguments identify the file's version, so that a changed file is hashed again.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -260,7 +262,7 @@ def _check_hash(path: Path, digest: str) -> None:
 
 
 def require_folder(folder: Path | None) -> Path:
-    """Returns `folder`. Raises BaseModelError if it is None or no folder."""
+    """Returns `folder`. Raises BaseModelError, which says what to do, if it is None or no folder."""
     if folder is None:
         raise BaseModelError("this run begins with a base model; name the folder that has its files: --base-model DIR")
     if not folder.is_dir():
@@ -269,11 +271,11 @@ def require_folder(folder: Path | None) -> Path:
 
 
 def _explain_missing(folder: Path, tensor: str, absent: Sequence[str]) -> str:
-    """Returns the error sentence for a tensor that no file has; absent: the files that are not there."""
+    """Returns the error sentence for a tensor that no file has. absent: names of the weights files that are missing."""
     if not absent:
         return (
-            f"No weights file in {folder} has the tensor {tensor}, which the manifest's config needs; the run's "
-            "founder has to write a manifest of one model's config and weights."
+            f"No weights file in {folder} has the tensor {tensor}, which the manifest's config needs; whoever wrote "
+            "the manifest has to write one of a model's config and weights."
         )
     others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
     return (

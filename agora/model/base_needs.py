@@ -14,9 +14,9 @@ from agora.model.hf_stage import HfStage
 
 
 def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
-    """Returns what files must have for the stages of `layers`, each tensor once, without allocating any.
+    """Returns the tensors of the base model that the stages of `layers` need, each once; allocates none of them.
 
-    May import for seconds. Raises TuningMissing, ManifestError.
+    Importing transformers may take seconds. Raises TuningMissing without a package, ManifestError for a wrong config.
     """
     with torch.device("meta"):
         stage = HfStage(model, layers)

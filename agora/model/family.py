@@ -1,4 +1,4 @@
-"""What the product asks of a model family and of its stages, their initial weights, and the loss after the last one.
+"""The interface of a model family and of its stages, the initial weights of stages, and the loss after the last one.
 
 Layers are numbered over the whole model; a stage is a range of them. Knows: what enters and leaves a stage, tensors'
 names and shapes. Must not know: how a family computes, peers, what is in files.
@@ -30,19 +30,20 @@ from agora.state.model_card import ModelDescription
 IGNORED: Final = -1
 """The target of a token that is not supervised."""
 RunLayer = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Called with a layer, what computes it, and its input: returns the output, and decides what autograd keeps."""
+"""Called with a layer, the function that computes it, and its input; returns the output. It decides what autograd keeps
+for the backward: the layer's whole graph, or only its input (recomputation)."""
 PIECES, PIECE_BITS = 8, 15
-"""An initial value is the sum of so many uniform integers of so many bits."""
+"""An initial value is the sum of PIECES uniform integers of PIECE_BITS bits."""
 CHUNK = 1 << 22  # values drawn at a time
 
 
 def keep_graph(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Returns compute(hidden), whose whole graph autograd keeps: the usual RunLayer."""
+    """Returns compute(hidden), and lets autograd keep its whole graph: the default RunLayer."""
     return compute(hidden)
 
 
 class Stage(nn.Module, abc.ABC):
-    """Consecutive layers of a model; the first stage holds the embedding, the last the final norm and the head.
+    """Base class: consecutive layers of a model; the first stage has the embedding, the last the final norm and head.
 
     Parameters carry their full names in the model ("layers.7.attention.query.weight"), so that a cut changes no name.
     A family makes its stages on the meta device: a constructor computes no values.
@@ -64,41 +65,41 @@ class Stage(nn.Module, abc.ABC):
     ) -> Tensor:
         """Returns the boundary [b, s, k] that leaves the stage, from the boundary [b, s, k] that enters it.
 
-        tokens: the microbatch's input ids [b, s], any integer type; a negative one, which marks an ignored target, is
-        read as 0. The first stage takes them for `hidden`; the last stage returns logits [b, s, vocabulary]. segments:
-        int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own sequence
-        only, in which positions count from 0. None: each row is one sequence. Only families whose section
-        `can_learn_samples` take segments. run_layer: is called for each decoder layer, with a function of the hidden
-        state alone, in which nothing but that state and the layer's parameters has gradients.
+        hidden: for the first stage, the token ids [b, s]. The last stage returns logits [b, s, vocabulary]. tokens: the
+        microbatch's input ids [b, s], any integer type; a negative one, which marks an ignored target, is read as 0.
+        segments: int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own
+        sequence only, in which positions count from 0. None: each row is one sequence. Only families whose section
+        `can_learn_samples` take segments. run_layer: called for each decoder layer, with a function of the hidden state
+        alone, in which only that state and the layer's parameters have gradients.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards of this stage compute the model as it began.
+        """Context manager: inside it, forwards of this stage compute the initial model, before any training.
 
-        The base class raises LookupError: only a model whose section `has_reference` is asked.
+        The base class raises LookupError; it is called only for models whose section `has_reference`.
         """
         raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
     def allocate(self) -> None:
-        """Gives parameters and buffers memory on the CPU, without values."""
+        """Allocates parameters and buffers on the CPU, with undefined values."""
         self.to_empty(device="cpu")
 
     def fill_buffers(self, seed: int) -> None:
         """Computes the buffers, if the family has any, from its sizes and the run's seed; they never change again."""
 
     def initial_std(self, name: str) -> float | None:
-        """Returns the standard deviation of the initial values of the named parameter; None: all values are one.
+        """Returns the standard deviation of the named parameter's initial values; None if all of them are 1.
 
-        Only Family.fill_weights asks. The base class raises LookupError: a family either answers this, or fills its
-        stages in another way than from the seed.
+        Only Family.fill_weights calls it. The base class raises LookupError: a family overrides either this method or
+        Family.fill_weights.
         """
         raise LookupError(f"{type(self).__name__} does not say how {name} begins")
 
     @abc.abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the named parameter is a matrix that multiplies hidden vectors and returns hidden vectors.
+        """Returns whether the named parameter is a matrix that maps hidden vectors to hidden vectors.
 
-        Embeddings and heads are none: one side of theirs is the vocabulary. The optimizer muon orthogonalises the
+        Embeddings and heads are not: one of their sides is the vocabulary. The optimizer muon orthogonalises the
         updates of hidden matrices.
         """
 
@@ -112,80 +113,80 @@ class Stage(nn.Module, abc.ABC):
 
 
 class Family(abc.ABC):
-    """One model family with the sizes of one manifest: builds, counts, exports and describes its stages."""
+    """Base class: a model family with the sizes of one manifest. Builds, counts, exports and describes its stages."""
 
     def check_machine(self, base_model: Path | None) -> None:  # noqa: B027 - most families need nothing
-        """Raises LocalError if this machine lacks a package or a folder that stages need; may import for seconds.
+        """Raises LocalError if this machine lacks a package or a folder that stages need; imports may take seconds.
 
-        Called before a peer claims stages. base_model: as for build_stage. The base class needs nothing.
+        Called before a peer claims stages. base_model: as for build_stage. The base class checks nothing.
         """
 
     @abc.abstractmethod
     def make_stage(self, layers: range) -> Stage:
-        """Returns the module of the stage that holds `layers`, on the meta device: it computes no values."""
+        """Returns the module of the stage with `layers`. The caller has set the meta device: no values are computed."""
 
     def memory_bytes(self, manifest: Manifest, span: Span) -> float:
-        """Returns an estimate of the least bytes that training the stages of `span` takes.
+        """Returns an estimate of the least bytes of memory that training the stages of `span` takes.
 
-        manifest: of a run with this family's model. The base class has the formulas of decoders; another model
-        overrides it.
+        manifest: of a run with this family's model. The base class uses the formulas of decoders; a family of other
+        models overrides it.
         """
         return least_bytes(manifest, span)
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns, for each tensor of `layers`, its name, shape, source and conversion for a Hugging Face folder.
+        """Returns, for each trained tensor of `layers`, how it is exported to a Hugging Face folder.
 
-        seed: the run's seed, from which fixed tensors are derived. source: the tensor's name in a stage's file.
+        seed: the run's seed, from which fixed tensors are derived.
         """
 
     @abc.abstractmethod
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files beside the tensors of a Hugging Face folder, by name.
+        """Returns the JSON files that a Hugging Face folder has besides the tensors: file name -> content.
 
-        dtype: "float32" or "bfloat16". end_of_text: the id that ends a document; None where there is none. turn_ends:
-        the ids by which the run learnt to end an answer, at which a generation shall stop too.
+        dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, or None. turn_ends: the ids with which
+        the run learnt to end an answer; generation should stop at them, too.
         """
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
-        """Returns the tensors of a whole Hugging Face model: those of the base model, with what was trained added.
+        """Returns the tensors of a whole Hugging Face model: those of the base model, merged with what was trained.
 
-        base_model: the folder with the base model's files. read_trained is called when blocks are read. Raises
-        LocalError unless the files are those of the run. The base class raises LookupError: only a model whose section
-        `has_reference` is asked.
+        base_model: the folder with the base model's files. read_trained: returns a trained tensor by its name; it is
+        called when blocks are read. Raises LocalError unless the files are those of the run. The base class raises
+        LookupError; it is called only for models whose section `has_reference`.
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files beside merged_tensors, by name; the rest as for config_files and merged_tensors.
+        """Returns the JSON files of a folder with merged_tensors: file name -> content.
 
-        The base class raises LookupError.
+        base_model: as for merged_tensors. dtype, turn_ends: as for config_files. The base class raises LookupError.
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     @abc.abstractmethod
     def describe(self) -> ModelDescription:
-        """Returns the model's kind and sizes in words, for the model card."""
+        """Returns the ModelDescription for the model card: the model's kind and sizes in words."""
 
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> Stage:
-        """Makes the stage of `layers` with its initial weights on the CPU, the same on every peer.
+        """Builds and returns the stage of `layers` with its initial weights on the CPU, the same on every peer.
 
-        What is trained is float32. base_model: the folder with the weights that a run begins with, for families that
-        begin with some. Raises LocalError when this machine cannot make them.
+        Trained parameters are float32. base_model: the folder with the weights that the run begins with, for families
+        that begin with a trained model. Raises LocalError when this machine cannot make or read them.
         """
         stage = self._allocate_stage(layers, seed)
         self.fill_weights(stage, seed, base_model)
         return stage
 
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
-        """Gives the parameters of `stage` their initial values: here those that the seed decides, see initial_values.
+        """Sets all parameters of `stage` to their initial values; the base class draws them from the seed.
 
-        Called without gradients. Raises LocalError when it cannot, for any of them.
+        Called under torch.no_grad. base_model: as for build_stage. Raises LocalError when it cannot.
         """
         for name, parameter in stage.named_parameters():
             if (std := stage.initial_std(name)) is None:
@@ -197,7 +198,7 @@ class Family(abc.ABC):
     def load_stage(
         self, layers: range, seed: int, weights: Mapping[str, NDArray[np.float32]], base_model: Path | None = None
     ) -> Stage:
-        """Makes the stage of `layers` with these trained weights by full name, float32 on the CPU.
+        """Builds and returns the stage of `layers` on the CPU with these trained weights, float32 by full name.
 
         base_model: the folder with the frozen weights, for families that have some. Raises LocalError when this machine
         cannot make those or the buffers, KeyError for a missing tensor, RuntimeError for one of another shape.
@@ -209,13 +210,13 @@ class Family(abc.ABC):
         return stage
 
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:  # noqa: B027 - most families have none
-        """Gives the frozen parameters of `stage` their values. The base class has none.
+        """Sets the frozen parameters of `stage` to their values. The base class has none, and does nothing.
 
-        Called without gradients. base_model: as for build_stage. Raises LocalError.
+        Called under torch.no_grad. base_model: as for build_stage. Raises LocalError.
         """
 
     def _allocate_stage(self, layers: range, seed: int) -> Stage:
-        """Makes the stage of `layers` on the CPU, its buffers computed, its parameters without values yet."""
+        """Returns the stage of `layers` on the CPU: buffers are computed, parameters have undefined values."""
         with torch.device("meta"):
             stage = self.make_stage(layers)
         stage.allocate()
@@ -223,7 +224,7 @@ class Family(abc.ABC):
         return stage
 
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
-        """Returns full name -> shape of every trained parameter of a stage, in its order, without allocating any."""
+        """Returns full name -> shape of every trained parameter of the stage with `layers`, in the stage's order."""
         with torch.device("meta"):
             return {name: tuple(p.shape) for name, p in self.make_stage(layers).trained_parameters()}
 
@@ -238,11 +239,11 @@ class Family(abc.ABC):
 
 
 def initial_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """Returns the named tensor's initial values, float32 [shape] on the CPU: nearly normal, mean 0, deviation `std`.
+    """Draws the named tensor's initial values, float32 [shape] on the CPU: nearly normal, mean 0, deviation `std`.
 
     A value is the sum of eight 15-bit uniform integers, then multiplied once, so that every CPU gives the same bits
-    (torch's normal_ and trunc_normal_ do not); it is bounded at 4.9 std. Each tensor has a random generator of its own,
-    so a peer draws only those that it holds.
+    (torch's normal_ and trunc_normal_ do not); it is at most 4.9 std from 0. Each tensor has its own random generator,
+    seeded by `seed` and `name`, so a peer draws only the tensors that it holds.
     """
     digest = hashlib.sha256(f"agora initial weights 1\0{seed}\0{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -260,9 +261,9 @@ def initial_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> 
 
 
 def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the sum of the tokens' cross entropies, a float32 scalar.
+    """Returns the sum (not the mean) of the supervised tokens' cross entropies, a float32 scalar.
 
-    logits: [b, s, vocabulary], any float type; targets: [b, s], any integer type, -1 where nothing is supervised.
+    logits: [b, s, vocabulary], any float dtype. targets: [b, s], any integer dtype, -1 for tokens that do not count.
     """
     with torch.autocast(logits.device.type, enabled=False):
         flat = logits.flatten(0, -2).float()

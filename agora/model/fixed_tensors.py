@@ -1,4 +1,4 @@
-"""Derives the tensors that a run's seed fixes for ever in the subspace family: the basis and the fixed embedding.
+"""Derives the tensors of the subspace family that the run's seed fixes: the basis and the fixed embedding.
 
 Every machine and library gives the same bits: random words come from SHA-256 and Philox (agora.codec.seeded_random),
 and the basis is a product of permutations, sign changes and Hadamard matrices, integers until the last division.
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from agora.codec.seeded_random import random_words
 
 KNOWN_DIGEST = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a"
-"""SHA-256 of basis and signs for seed 7, 1000 tokens, width 24 and rank 5 on a correct machine."""
+"""SHA-256 of the basis and the embedding signs for seed 7, 1000 tokens, width 24 and rank 5 on a correct machine."""
 
 
 class DerivationError(LocalError):
-    """Error of check_derivation: this machine's numpy derives other tensors from a seed than the other peers'."""
+    """Error: this machine's numpy derives other tensors from a seed than other peers do (see check_derivation)."""
 
     code: ClassVar[str] = "derivation"
 
@@ -30,9 +30,10 @@ class DerivationError(LocalError):
 def derive_basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
     """Returns the basis U, [width, rank]: orthonormal columns that spread evenly over all coordinates.
 
-    U is the first columns of a random orthogonal matrix, made in rounds: permute the rows, change signs, multiply
-    blocks of rows (the largest power of two that divides the width) by a Hadamard matrix. There are twice as many
-    rounds as every row needs to reach every other. Columns do not depend on the rank. rank = width: the identity.
+    U has the first columns of a random orthogonal matrix, made in rounds: permute the rows, change signs, multiply
+    blocks of rows (their size is the largest power of two that divides the width) by a Hadamard matrix. There are twice
+    as many rounds as are needed to mix every row with every other. Columns do not depend on the rank. If rank = width,
+    U is the identity.
     """
     if rank == width:
         return np.eye(width, dtype=np.float32)
@@ -66,7 +67,10 @@ def derive_embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float
 
 @functools.cache
 def check_derivation() -> None:
-    """Raises DerivationError if this machine's digest is not KNOWN_DIGEST. Called before a stage is built."""
+    """Derives small known tensors, and raises DerivationError if their digest is not KNOWN_DIGEST.
+
+    Called before a stage is built; the result is cached.
+    """
     tensors = derive_basis(7, 24, 5).astype("<f4"), derive_embedding_signs(7, 1000, 24)
     derived = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest()
     if derived != KNOWN_DIGEST:
@@ -77,7 +81,10 @@ def check_derivation() -> None:
 
 
 def _hadamard_product(matrix: NDArray[np.int64], block: int) -> NDArray[np.int64]:
-    """Returns `matrix`, each `block` rows of it multiplied from the left by Sylvester's Hadamard matrix of 1 and -1."""
+    """Returns the matrix, each block of `block` rows multiplied from the left by Sylvester's Hadamard matrix (1, -1).
+
+    block: a power of two that divides the number of rows.
+    """
     width, rank = matrix.shape
     step = 1
     while step < block:

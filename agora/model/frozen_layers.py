@@ -1,4 +1,4 @@
-"""Linear layers whose matrix is frozen and kept in fewer bits than float32; what is computed with them stays the same.
+"""Linear layers whose matrix is frozen and kept in fewer bits than float32.
 
 | frozen_as | matrices in layers        | embeddings, head | vectors (norms, biases)     |
 |-----------|---------------------------|------------------|-----------------------------|
@@ -6,10 +6,10 @@
 | bf16      | Bf16Linear                | bf16             | float32, rounded to bf16    |
 | nf4       | Nf4Linear (nf4_linear.py) | bf16             | float32, rounded to bf16    |
 
-Vectors are a thousandth of a model; as float32 they need no case of their own in norms and biases. The residual stream
-is float32 throughout. Products are in the dtype of torch's autocast where that is on, and in float32 where it is off:
-then a matrix becomes float32 for the moment of its product. A CPU without native bf16 therefore never emulates bf16; it
-computes in float32 with weights that were rounded once. Knows: linear layers, dtypes. Must not know: LoRA, files.
+Vectors are a thousandth of a model; kept as float32 they need no special case in norms and biases. The residual stream
+is float32 throughout. Products are in the dtype of torch's autocast if that is on, and in float32 if it is off: then a
+matrix is converted to float32 for each product. A CPU without native bf16 therefore never emulates bf16; it computes in
+float32 with weights that were rounded once. Knows: linear layers, dtypes. Must not know: LoRA, files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FrozenAs = Literal["float32", "bf16", "nf4"]
 
 
 class FrozenLinear(nn.Module, abc.ABC):
-    """Base of the linear layers of a frozen matrix. Until load_matrix, the matrix has a shape and no memory.
+    """Base class of linear layers with a frozen matrix. Until load_matrix, the matrix has a shape and no memory.
 
     is_transposed: whether files have the matrix as [inputs, outputs], as those of GPT-2 do.
     """
@@ -36,7 +36,7 @@ class FrozenLinear(nn.Module, abc.ABC):
     is_transposed = False
 
     def load_matrix(self, values: Tensor) -> None:
-        """Takes the matrix from float32 values as files have them, and keeps nothing of `values` itself."""
+        """Sets the matrix from the float32 values of a file, in the file's shape; `values` itself is not kept."""
         self._keep_matrix(values.T.contiguous() if self.is_transposed else values)
 
     def file_shape(self) -> tuple[int, ...]:
@@ -46,33 +46,33 @@ class FrozenLinear(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _keep_matrix(self, values: Tensor) -> None:
-        """Takes the matrix, float32 [outputs, inputs] on the CPU."""
+        """Stores the matrix in this layer's format. values: float32 [outputs, inputs] on the CPU."""
 
 
 class Bf16Linear(FrozenLinear, nn.Linear):
-    """A linear layer of a bf16 matrix and a float32 bias, both frozen."""
+    """A linear layer with a bf16 matrix and, if `has_bias`, a float32 bias; both are frozen."""
 
     def __init__(self, inputs: int, outputs: int, has_bias: bool) -> None:
         super().__init__(inputs, outputs, bias=has_bias)
         self.weight = nn.Parameter(self.weight.to(torch.bfloat16), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x W^T + bias [..., outputs], in the dtype of autocast, or where that is off in the dtype of x."""
+        """Returns x W^T + bias [..., outputs], in the dtype of autocast, or in that of x if autocast is off."""
         if torch.is_autocast_enabled(x.device.type):
             return F.linear(x, self.weight, self.bias)
         product: Tensor = _UpcastProduct.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return product
 
     def _keep_matrix(self, values: Tensor) -> None:
-        """Rounds the values to bf16."""
+        """Stores the values, rounded to bf16."""
         self.weight = nn.Parameter(values.to(torch.bfloat16), requires_grad=False)
 
 
 class _UpcastProduct(torch.autograd.Function):
-    """x W^T + bias in the dtype of x, for a frozen W of another dtype.
+    """Autograd function: x W^T + bias in the dtype of x, for a frozen W of another dtype.
 
-    Autograd's own product would keep a copy of W in the dtype of x for the backward. This one makes the copy again. W
-    is not saved as activations are, because it is alive anyway.
+    Autograd's own product would keep a copy of W in the dtype of x until the backward. This one makes the copy again in
+    the backward. W is not saved with save_for_backward, because the layer keeps it anyway.
     """
 
     @staticmethod
@@ -83,19 +83,19 @@ class _UpcastProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient by x."""
+        """Returns the gradient with respect to x; weight and bias have none."""
         (gradient,) = gradients
         return gradient @ ctx.weight.to(gradient.dtype), None, None
 
 
 def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
-    """Makes every parameter of a stage on the meta device frozen, and of the kind that `frozen_as` means.
+    """Freezes every parameter of a stage on the meta device, and replaces modules so that it is kept as `frozen_as`.
 
-    layers: the stage's decoder layers. Raises TuningMissing if nf4 is wanted and bitsandbytes is missing.
+    layers: the stage's decoder layers. Raises TuningMissing for nf4 without bitsandbytes.
     """
     if frozen_as != "float32":
         _replace_linears(layers, frozen_as)
-        _replace_linears(stage, "bf16")  # the head
+        _replace_linears(stage, "bf16")  # those outside of the layers: the head
         for module in stage.modules():
             if isinstance(module, nn.Embedding):
                 module.to(torch.bfloat16)
@@ -103,20 +103,20 @@ def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the linear layers in `module` by their names in it: torch's, and transformers' transposed one."""
+    """Returns the linear layers in `module` by their names in it: nn.Linear, and transformers' transposed Conv1D."""
     transposed = import_tuning("transformers.pytorch_utils").Conv1D
     return {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, transposed))}
 
 
 def _replace_linears(module: nn.Module, frozen_as: FrozenAs) -> None:
-    """Replaces all linear layers in `module` that are not frozen ones already."""
+    """Replaces the linear layers in `module`, except FrozenLinear ones, by frozen layers of the kind `frozen_as`."""
     for name, linear in linear_layers(module).items():
         if not isinstance(linear, FrozenLinear):
             module.set_submodule(name, _frozen_like(linear, frozen_as))
 
 
 def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
-    """Returns a frozen layer of the sizes of `linear`."""
+    """Returns a new frozen layer of the kind `frozen_as`, with the sizes of `linear` and without values."""
     is_transposed = not isinstance(linear, nn.Linear)
     matrix, bias = linear.get_parameter("weight"), getattr(linear, "bias", None)
     outputs, inputs = matrix.shape[::-1] if is_transposed else matrix.shape
@@ -132,9 +132,9 @@ def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
 
 
 def allocate(stage: nn.Module) -> None:
-    """Gives memory on the CPU to all parameters and buffers of a stage on the meta device, but to no frozen matrix.
+    """Allocates all parameters and buffers of a stage from the meta device on the CPU, except the frozen matrices.
 
-    Those get theirs one by one in load_matrix, so that they never take the bytes of float32 together.
+    Frozen matrices are allocated one by one in load_matrix, so that they never take float32 memory all at once.
     """
     for module in stage.modules():
         for name, tensor in list(module.named_parameters(recurse=False)):
@@ -146,7 +146,10 @@ def allocate(stage: nn.Module) -> None:
 
 
 def load_parameter(stage: nn.Module, name: str, values: Tensor, frozen_as: FrozenAs | None) -> None:
-    """Gives the named parameter of an allocated stage the values that a file has, float32; None: it is trained."""
+    """Sets the named parameter of an allocated stage to the float32 values of a file, rounded as `frozen_as` says.
+
+    frozen_as: None if the parameter is trained.
+    """
     owner, _, own_name = name.rpartition(".")
     module = stage.get_submodule(owner)
     if isinstance(module, FrozenLinear) and own_name == "weight":

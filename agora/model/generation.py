@@ -15,10 +15,10 @@ from agora.model.family import Stage
 def continue_ids(
     model: Stage, prompt: Sequence[int], *, context: int, seed: int, temperature: float = 0.8
 ) -> Iterator[int]:
-    """Yields ids that continue `prompt`, without an end: the caller takes as many as it wants.
+    """Yields token ids that continue `prompt`, without an end: the caller takes as many as it wants.
 
-    model: first and last stage in one. prompt: at least one id. context: the model sees the last so many ids. Each id
-    is drawn from softmax(logits / temperature); the same seed draws the same ids on the same machine.
+    model: first and last stage in one. prompt: at least one id. context: how many of the last ids the model sees. Each
+    id is drawn from softmax(logits / temperature); the same seed draws the same ids on the same machine.
     """
     ids, generator = list(prompt), torch.Generator().manual_seed(seed)
     while True:

@@ -1,8 +1,9 @@
-"""The model types of Hugging Face that can be trained: where transformers has their layers, and what goes around them.
+"""The Hugging Face model types that can be trained: their classes in transformers, and what surrounds their layers.
 
-transformers is imported when a class of it is needed, never before. Of a config.json only the keys listed here reach
-it: a manifest comes from strangers, and other keys could choose what code runs. Dropout is off, because a forward that
-is repeated for its backward must give the same values. Knows: names of classes and keys. Must not know: weights, files.
+transformers is imported when a class of it is needed, never before. Of a config.json, only the keys listed here are
+passed to it: a manifest comes from strangers, and other keys could choose what code runs. Dropout is off, because a
+forward that is repeated for its backward must give the same values. Knows: names of classes and keys. Must not know:
+weights, files.
 """
 
 from __future__ import annotations
@@ -56,10 +57,20 @@ GPT2_LINEARS: Final = ("c_attn", "c_proj", "c_fc")
 class HfArchitecture:
     """One model type: the names of its classes and modules in transformers, and how it computes around its layers.
 
-    words: how people call it. module: the folder in transformers.models. prefix: with which its classes begin. root and
-    the names after it: where the whole model keeps its parts, which is also how files call their tensors. windows:
-    which layers attend only to the last `sliding_window` tokens. scales_embedding: by the root of the width. linears:
-    the last parts of the names of a layer's linear layers. is_transposed: whether these keep [inputs, outputs].
+    | field                          | meaning                                                                      |
+    |--------------------------------|------------------------------------------------------------------------------|
+    | words                          | the name that people know                                                    |
+    | module                         | the folder in transformers.models                                            |
+    | prefix                         | how the names of its classes begin                                           |
+    | keys                           | the keys of config.json that are passed to transformers                      |
+    | root, embedding, positions,    | names of the whole model's parts, in transformers and in files; positions is |
+    | layers, norm                   | "" without learnt positions                                                  |
+    | epsilon                        | the key of the norms' epsilon                                                |
+    | rotary_by_type                 | whether rotary positions differ between the types of layers                  |
+    | windows                        | which layers attend only to the last `sliding_window` tokens                 |
+    | scales_embedding               | whether embeddings are multiplied by the square root of the width            |
+    | linears                        | how the names of a layer's linear layers end                                 |
+    | is_transposed                  | whether linear layers have their matrix as [inputs, outputs]                 |
     """
 
     words: str
@@ -84,7 +95,7 @@ class HfArchitecture:
     dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
 
     def load_class(self, name: str) -> Any:
-        """Returns a class of the architecture's modeling module, such as "DecoderLayer".
+        """Returns the class `name`, such as "DecoderLayer", of the model type's modeling module, without its prefix.
 
         Raises TuningMissing as import_tuning does.
         """
@@ -93,7 +104,7 @@ class HfArchitecture:
     def make_config(self, model: HfSection) -> Any:
         """Returns transformers' own config object for the model. Raises TuningMissing, and what its checks raise.
 
-        Attention is torch's fused one, but for models that cap its logits, which that cannot.
+        Attention is torch's fused one, except for models that cap the attention's logits: fused attention cannot.
         """
         values = {key: value for key, value in parse_config(model.config).items() if key in self.keys}
         config_class = getattr(self._import("configuration"), self.config_class or f"{self.prefix}Config")
@@ -102,21 +113,24 @@ class HfArchitecture:
         return config
 
     def window_of(self, config: Any, layer: int) -> int | None:
-        """Returns how many tokens, its own the last, a token of this layer attends to; None: all before it."""
+        """Returns how many tokens, itself included, a token attends to in this layer; None: all up to itself."""
         if self.windows == "none" or (self.windows == "by type" and self.type_of(config, layer) != "sliding_attention"):
             return None
         window: int | None = config.sliding_window
         return window
 
     def type_of(self, config: Any, layer: int) -> str:
-        """Returns the attention type of a layer. Raises ValueError for one that is not known here."""
+        """Returns the attention type of a layer, "full_attention" or "sliding_attention".
+
+        Raises ValueError for another one.
+        """
         kind = str(config.layer_types[layer])
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types has {kind[:40]!r}")
         return kind
 
     def _import(self, kind: str) -> Any:
-        """Returns the architecture's module of a kind: "modeling" or "configuration". Raises TuningMissing."""
+        """Imports and returns a module of the model type. kind: "modeling" or "configuration". Raises TuningMissing."""
         return import_tuning(f"transformers.models.{self.module}.{kind}_{self.module}")
 
 
@@ -165,9 +179,9 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
         dropout=NO_GPT2_DROPOUT,
     ),
 }
-"""By `model_type` of config.json."""
+"""The model types by `model_type` of config.json."""
 
 
 def architecture_of(model: HfSection) -> HfArchitecture:
-    """Returns the architecture of a base model; transformers is not needed."""
+    """Returns the architecture of a base model, by the model_type in its config; transformers is not imported."""
     return ARCHITECTURES[sizes_in(parse_config(model.config)).model_type]

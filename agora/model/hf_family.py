@@ -1,10 +1,10 @@
 """The `hf` family: decoders of Hugging Face whose weights come from a base model's files.
 
-Either all parameters are trained, or the matrices of LoRA beside the frozen others; only trained ones are counted,
-averaged and exported. A tied head is untied: the first and the last stage are different peers, so the head begins as a
-copy of the embedding, and where all is trained both learn on their own. Beside LoRA both stay as they are, so that a
-merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know: where files lie,
-peers.
+Either all parameters are trained, or only the LoRA matrices while the others are frozen; only trained parameters are
+counted, averaged and exported. A tied head is untied: the first and the last stage are on different peers, so the head
+begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA neither changes, so
+that a merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know: where
+files lie, peers.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ END_IDS: Final = "eos_token_id"
 
 
 class HfFamily(Family):
-    """The hf family with the base model of one manifest: makes HfStages, fills them from files, exports them."""
+    """The hf family for the base model of one manifest: makes HfStages, fills them from files, exports them."""
 
     def __init__(self, model: HfSection) -> None:
         self._model = model
         self._has_lora = model.trained == "lora"
 
     def check_machine(self, base_model: Path | None) -> None:
-        """Raises TuningMissing without a package, BaseModelError without the folder, ManifestError for the config.
+        """Raises TuningMissing without a package, BaseModelError without the folder, ManifestError for a wrong config.
 
-        What the files in the folder are is checked when a stage is built.
+        The files in the folder are checked only when a stage is built.
         """
         require_folder(base_model)
         self.parameter_shapes(range(1))
 
     def make_stage(self, layers: range) -> Stage:
-        """Returns an HfStage of `layers`, on the meta device, without values.
+        """Returns an HfStage of `layers`; the caller has set the meta device.
 
         Raises TuningMissing without a package that it needs, ManifestError for a config or LoRA target that it refuses.
         """
         return HfStage(self._model, layers)
 
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
-        """Gives the parameters of `stage` the values of the base model's files, and LoRA's those that the seed decides.
+        """Sets the parameters of `stage` from the base model's files, and the LoRA matrices from the seed.
 
-        Raises BaseModelError. Before the first value is copied, names, shapes and hashes of all are checked.
+        Names, shapes and hashes of all are checked before the first value is copied. Raises BaseModelError.
         """
         self._read_files(stage, base_model)
         if self._has_lora:
@@ -79,7 +79,7 @@ class HfFamily(Family):
                 parameter.copy_(initial_lora_values(seed, name, parameter.shape))
 
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
-        """Gives the parameters beside LoRA's the values of the base model's files; without LoRA, none is frozen.
+        """With LoRA, sets the frozen parameters from the base model's files; without LoRA nothing is frozen.
 
         Raises BaseModelError as fill_weights does.
         """
@@ -87,23 +87,23 @@ class HfFamily(Family):
             self._read_files(stage, base_model)
 
     def _read_files(self, stage: Stage, base_model: Path | None) -> None:
-        """Gives `stage` what files have of it. A frozen matrix is quantised before the next tensor is read."""
+        """Sets the parameters of `stage` that come from files; one tensor at a time is in memory as float32."""
         assert isinstance(stage, HfStage)
         for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
             stage.load(name, values)
-            del values  # or it would live until the next one is read
+            del values  # or it would stay in memory while the next one is read
 
     def check_folder(self, base_model: Path) -> None:
         """Raises BaseModelError unless the folder's files have every tensor of the whole model. Hashes are not checked.
 
-        For whoever writes the manifest. Raises TuningMissing, ManifestError.
+        Used to write a manifest. Raises TuningMissing, ManifestError.
         """
         with torch.device("meta"):
             whole = HfStage(self._model, range(self._model.layers))
         locate_tensors(base_model, [name for name, _ in self._model.weights], wanted_tensors(whole))
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns for each trained tensor of `layers` its name and shape in a Hugging Face model, or in an adapter."""
+        """Returns each trained tensor of `layers` with its name in a Hugging Face model, or with LoRA in an adapter."""
         shapes = self.parameter_shapes(layers)
         named = {name: adapter_tensor_name(name) if self._has_lora else name for name in shapes}
         return [ExportedTensor(name, named[name], shape) for name, shape in shapes.items()]
@@ -111,21 +111,22 @@ class HfFamily(Family):
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns config.json as it came, but with the export's dtype and an untied head; of LoRA adapter_config.json.
+        """Returns file name -> content: with LoRA adapter_config.json, otherwise the base model's config.json with the
+        export's dtype and an untied head.
 
-        end_of_text is not written: the base model's config says which ids end a text. With turn_ends there is also a
-        generation_config.json; an adapter has none of its own.
+        end_of_text is not used: the base model's config says which ids end a text. With turn_ends a whole model also
+        gets a generation_config.json.
         """
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}
         return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}, **self._generation({}, turn_ends)}
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
-        """Returns the tensors of the base model, with LoRA's products added to those that have LoRA. A tied head is
-        none of them.
+        """Returns the tensors of the base model, with LoRA's products added to those that have LoRA.
 
-        The weights are those of the files, whatever the stages kept them as. Raises BaseModelError unless all of the
-        base model's files are in the folder, with the manifest's hashes.
+        A tied head is not a tensor of its own. The base weights are those of the files, in full precision, whatever
+        dtype the stages kept them in. Raises BaseModelError unless all of the base model's files are in the folder,
+        with the manifest's hashes.
         """
         whole_section = self._model.model_copy(update={"trained": "all"})
         with torch.device("meta"):
@@ -137,7 +138,7 @@ class HfFamily(Family):
         return [merged_tensor(name, place, products.get(name)) for name, place in stored.items()]
 
     def _product(self, name_a: str, name_b: str, read_trained: ReadTrained) -> LoraProduct:
-        """Returns what the matrices of these names in the run add to their weight, as files have it."""
+        """Returns the LoraProduct of the matrices A and B with these names in the run."""
         is_transposed = architecture_of(self._model).is_transposed
         reads = partial(read_trained, name_a), partial(read_trained, name_b)
         return LoraProduct(*reads, product_scale(self._model), is_transposed)
@@ -145,17 +146,18 @@ class HfFamily(Family):
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns config.json as it came but with the export's dtype, and the folder's generation_config.json, if any.
+        """Returns the base model's config.json with the export's dtype, and its generation_config.json if there is one.
 
-        turn_ends are added to the ids that end a text there. Raises BaseModelError for a malformed one.
+        With turn_ends, these ids are added to those at which generation stops. Raises BaseModelError for a malformed
+        generation_config.json.
         """
         generation = read_generation_config(base_model)
         return {CONFIG: self._base_config(dtype), **self._generation(generation, turn_ends)}
 
     def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
-        """Returns generation_config.json by its name: `values`, whose ids that end a text follow the turn_ends.
+        """Returns {"generation_config.json": `values`} with `turn_ends` put before its end ids; {} if that is empty.
 
-        Where `values` has no such ids, those of config.json follow. Returns {} if there is nothing to say.
+        If `values` has no end ids (eos_token_id), those of config.json are used.
         """
         if turn_ends:
             known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))
@@ -164,11 +166,13 @@ class HfFamily(Family):
         return {GENERATION: values} if values else {}
 
     def _base_config(self, dtype: str) -> dict[str, Any]:
-        """Returns the base model's config.json with the dtype of an export, by its keys of transformers 5 and 4."""
+        """Returns the content of the base model's config.json with the export's dtype, under both of its keys:
+        "dtype" (transformers 5) and "torch_dtype" (transformers 4).
+        """
         return {**parse_config(self._model.config), "dtype": dtype, "torch_dtype": dtype}
 
     def describe(self) -> ModelDescription:
-        """Returns the kind and the sizes of the decoder in words, for the model card, and what is trained beside it."""
+        """Returns the ModelDescription for the model card: the decoder's kind and sizes, and the adapter's if any."""
         model = self._model
         return ModelDescription(
             kind=f"A {architecture_of(model).words} decoder",
@@ -179,7 +183,10 @@ class HfFamily(Family):
         )
 
     def _adapter_words(self) -> str:
-        """Returns LoRA's sizes and targets in words. Raises ManifestError for targets that the model does not have."""
+        """Returns LoRA's settings and targets in words.
+
+        Raises ManifestError for targets that the model does not have.
+        """
         model = self._model
         targets = ", ".join(sorted(lora_targets(model, architecture_of(model).linears)))
         scale = f"{model.lora_alpha:g} / {'sqrt(rank)' if model.lora_rslora else 'rank'}"
@@ -187,5 +194,5 @@ class HfFamily(Family):
 
 
 def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
-    """Returns what files must have for each parameter of the stage that comes from them, by its name."""
+    """Returns parameter name -> the tensor that it needs from files, for each parameter that comes from files."""
     return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}

@@ -1,9 +1,9 @@
 """A stage of a Hugging Face decoder: transformers' own layers, with the embedding before and the head after them.
 
-Parameters have their Hugging Face names, LoRA's those of peft. Rotary positions and attention masks follow from the
-lengths of the sequences and are computed in every forward, so that nothing but the residual stream crosses a boundary.
-With LoRA, frozen_layers says what the frozen weights are kept as. Only the dropout of LoRA depends on train and eval
-mode. Shapes: b rows, s positions, d width. Knows: layers. Must not know: files, initial values, peers.
+Parameters have their Hugging Face names, LoRA matrices those of peft. Rotary positions and attention masks are computed
+in every forward from the lengths of the sequences, so that only the residual stream crosses a boundary. With LoRA,
+frozen_layers decides the format of the frozen weights. Only LoRA's dropout depends on train and eval mode. Shapes: b
+rows, s positions, d width. Knows: layers. Must not know: files, initial values, peers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HfStage(Stage):
             self._add_lora(model, self._frozen_as)
 
     def _add_lora(self, model: HfSection, frozen_as: FrozenAs) -> None:
-        """Freezes what there is as `frozen_as`, and puts LoRA into the layers."""
+        """Freezes all parameters, kept as `frozen_as`, and wraps the layers' target linear layers with LoRA."""
         names = self._architecture
         targets = lora_targets(model, names.linears)
         layers = self.get_submodule(f"{names.root}.{names.layers}")
@@ -65,10 +65,10 @@ class HfStage(Stage):
         inject_lora(layers, model, targets, is_transposed=names.is_transposed and frozen_as == "float32")
 
     def _make_body(self) -> nn.Module:
-        """Returns what the whole model has under its root: embeddings, layers, final norm; but only this stage's."""
+        """Returns the module under the model's root with this stage's parts: embeddings, layers, final norm."""
         body, names, config = nn.Module(), self._architecture, self._config
         if self.is_first:
-            padding = config.pad_token_id if names.has_rotary else None  # whose row, as in transformers, learns nothing
+            padding = config.pad_token_id if names.has_rotary else None  # as in transformers, its row is not trained
             body.add_module(names.embedding, _embedding(config.vocab_size, config.hidden_size, padding))
             if names.positions:
                 rows = _embedding(config.max_position_embeddings, config.hidden_size, None)
@@ -82,7 +82,7 @@ class HfStage(Stage):
         return body
 
     def _make_rotary(self) -> nn.Module | None:
-        """Returns transformers' module for rotary positions, which computes its frequencies; None without any."""
+        """Returns transformers' module for rotary positions, with its frequencies; None without rotary positions."""
         if not self._architecture.has_rotary:
             return None
         rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
@@ -139,7 +139,7 @@ class HfStage(Stage):
         return attended_pairs(hidden, window, segments)
 
     def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Returns cosines and sines of the positions by type of layer, as layers take them; {} if they take none."""
+        """Returns type of layer (see _rotation_of) -> cosines and sines of the positions; {} without rotary ones."""
         if self._rotary is None:
             return {}
         types = sorted({self._rotation_of(index) for index in self.layer_range})
@@ -147,19 +147,19 @@ class HfStage(Stage):
         return {kind: self._rotary(hidden, positions, **options[kind]) for kind in types}
 
     def _rotation_of(self, layer: int) -> str:
-        """Returns the type of layer whose rotations a layer takes; "" where all take the same."""
+        """Returns which rotations a layer uses: the name of its attention type, or "" if all layers use the same."""
         return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards leave LoRA out; raises LookupError if all parameters are trained."""
+        """Context manager: inside it, forwards leave LoRA out. Raises LookupError if all parameters are trained."""
         return super().without_adapters() if self._frozen_as is None else adapters_off(self)
 
     def allocate(self) -> None:
-        """Gives memory to all but the frozen matrices, which get theirs when they are read."""
+        """Allocates all parameters and buffers on the CPU, except the frozen matrices, which `load` allocates."""
         allocate(self)
 
     def load(self, name: str, values: Tensor) -> None:
-        """Gives a parameter of `file_shapes` the values of a file, float32 in the shape there. After allocate."""
+        """Sets a parameter of `file_shapes` to a file's values, float32 in the file's shape. Call `allocate` before."""
         load_parameter(self, name, values, self._frozen_as)
 
     def fill_buffers(self, seed: int) -> None:
@@ -172,9 +172,9 @@ class HfStage(Stage):
         return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
 
     def file_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns for each parameter that comes from files the shape that it has there, before it was loaded.
+        """Returns parameter name -> its shape in files, for the parameters that come from files. Call it before `load`.
 
-        With LoRA these are the frozen ones, else all.
+        With LoRA these are the frozen parameters, otherwise all.
         """
         shapes = {
             n: tuple(p.shape) for n, p in self.named_parameters() if self._frozen_as is None or not p.requires_grad
@@ -185,9 +185,9 @@ class HfStage(Stage):
         return shapes
 
     def file_names(self, name: str) -> tuple[str, ...]:
-        """Returns the names under which files may have the values of the named parameter, the likeliest first.
+        """Returns the names that the named parameter's values may have in files, the likeliest first.
 
-        A tied head is the embedding's matrix. Some files, GPT-2's above all, leave out the root of the names.
+        For a tied head it is the embedding's name. Some files, such as GPT-2's, leave out the root of the names.
         """
         names, name = self._architecture, name.replace(INSIDE_LORA, ".")
         if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:

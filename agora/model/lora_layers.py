@@ -1,4 +1,4 @@
-"""LoRA in the decoder layers of a stage: peft's layers around the linear ones, their initial values, and without them.
+"""LoRA in the decoder layers of a stage: wraps linear layers with peft's, sets initial values, switches LoRA off.
 
 The names of the trained matrices are peft's, such as model.layers.7.self_attn.q_proj.lora_A.default.weight. Source:
 LoRA, arXiv 2106.09685; the scale alpha / sqrt(r): arXiv 2312.03732. Knows: peft. Must not know: files, peers.
@@ -20,13 +20,13 @@ from agora.model.family import initial_values
 from agora.model.tuning_packages import import_tuning
 
 ADAPTER: Final = "default"
-"""peft's name of the adapter, a part of the names of its matrices."""
+"""peft's name of the adapter; it is part of the names of its matrices."""
 
 
 def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:
-    """Returns the linear layers that get LoRA, by the last part of their names: lora_targets, or all of `linears`.
+    """Returns the last parts of the names of the linear layers that get LoRA: the manifest's, or all of `linears`.
 
-    linears: those that a decoder layer has. Raises ManifestError for a target that is none of them.
+    linears: those that a decoder layer has. Raises ManifestError for a target that is not among them.
     """
     for name in model.lora_targets:
         if name not in linears:
@@ -38,7 +38,7 @@ def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:
 
 
 def inject_lora(layers: nn.Module, model: HfSection, targets: Sequence[str], *, is_transposed: bool) -> None:
-    """Puts LoRA around the linear layers in `layers` whose names end in one of `targets`; only its matrices train.
+    """Wraps the linear layers in `layers` whose names end in one of `targets` with LoRA, in place; freezes the rest.
 
     is_transposed: whether the layers' matrices are [inputs, outputs]. Raises TuningMissing without peft.
     """
@@ -60,7 +60,7 @@ def inject_lora(layers: nn.Module, model: HfSection, targets: Sequence[str], *, 
 def initial_lora_values(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     """Returns the initial values of a named LoRA matrix, float32 [shape]: zeros for B, so that the product is zero.
 
-    A has the standard deviation of peft's initial values, which are uniform within 1 / sqrt(inputs).
+    A is drawn from the seed, with the standard deviation of peft's initial values (uniform within +-1 / sqrt(inputs)).
     """
     if ".lora_B." in name:
         return torch.zeros(shape)
@@ -69,10 +69,10 @@ def initial_lora_values(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def adapters_off(stage: nn.Module) -> Iterator[None]:
-    """Within the `with`, forwards of `stage` leave LoRA out.
+    """Context manager: inside it, forwards of `stage` leave LoRA out; other stages are not affected.
 
-    peft's own switch would also change which parameters require gradients, and graphs that wait for their backward rely
-    on those.
+    peft's own switch is not used: it also changes which parameters require gradients, on which graphs that wait for
+    their backward rely.
     """
     adapted = import_tuning("peft.tuners.lora").LoraLayer
     layers = [(module, module.disable_adapters) for module in stage.modules() if isinstance(module, adapted)]

@@ -1,8 +1,7 @@
 """Adds LoRA's products to the matrices of a base model: W + scale * B A, a block of rows at a time, read from files.
 
-However large a matrix is, a block of it is in memory as float32, and the small matrices A and B beside it. Source:
-LoRA, arXiv 2106.09685. Knows: safetensors files, that formula. Must not know: names, hashes, what becomes of the
-blocks.
+Only one block of a matrix is in memory as float32 at a time, with the small matrices A and B. Source: LoRA, arXiv
+2106.09685. Knows: safetensors files, this formula. Must not know: names, hashes, what the blocks are used for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from agora.model.base_model import StoredTensor
 from agora.state.merged_model import TensorBlocks
 
 BLOCK_VALUES: Final = 1 << 20
-"""The most values of a block: 4 MiB of float32. A single row may have more."""
+"""The most values of a block, 4 MiB of float32; a block has at least one row, which may be longer."""
 
 ReadTrained = Callable[[str], NDArray[np.float32]]
 """Returns a trained tensor, float32, by its name in the run."""
@@ -31,9 +30,9 @@ ReadTrained = Callable[[str], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class LoraProduct:
-    """What LoRA adds to a matrix W [outputs, inputs] of a file: scale * B A, of A [r, inputs] and B [outputs, r].
+    """What LoRA adds to a matrix W [outputs, inputs] of a file: scale * B A, with A [r, inputs] and B [outputs, r].
 
-    read_a, read_b: return A and B. is_transposed: whether the file has W as [inputs, outputs].
+    It is not computed yet. read_a, read_b: return A and B. is_transposed: whether the file has W as [inputs, outputs].
     """
 
     read_a: Callable[[], NDArray[np.float32]]
@@ -42,19 +41,19 @@ class LoraProduct:
     is_transposed: bool
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Reads A and B, and returns two matrices [rows, r] and [r, columns] whose product is added to W as it is."""
+        """Reads A and B; returns two matrices, [rows, r] and [r, columns], whose product is added to the file's W."""
         a, b = torch.from_numpy(self.read_a()), torch.from_numpy(self.read_b())
         rows, columns = (a.T, b.T) if self.is_transposed else (b, a)
         return self.scale * rows, columns
 
 
 def merged_tensor(name: str, stored: StoredTensor, product: LoraProduct | None) -> TensorBlocks:
-    """Returns the tensor `name` of the merged model: the stored one of the base model, with `product` if it has one."""
+    """Returns the tensor `name` of the merged model, to be read in blocks: the base model's plus `product`, if any."""
     return TensorBlocks(name, stored.shape, partial(_merged_blocks, stored, product), f"{stored.path}: {stored.name}")
 
 
 def _merged_blocks(stored: StoredTensor, product: LoraProduct | None) -> Iterator[NDArray[np.float32]]:
-    """Yields blocks of whole rows, float32 [rows, ...], in order."""
+    """Yields the merged tensor in blocks of whole rows, float32 [rows, ...], in order."""
     row_values = math.prod(stored.shape[1:])
     rows = max(1, BLOCK_VALUES // max(1, row_values))
     factors = product.factors() if product is not None else None

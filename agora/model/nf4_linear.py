@@ -19,10 +19,10 @@ BLOCK = 64
 
 
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
-    """A linear layer of a frozen NF4 matrix with double quantisation and a float32 bias.
+    """A linear layer with a frozen NF4 matrix (double quantisation) and, if `has_bias`, a float32 bias.
 
-    It computes in the dtype of autocast, and in float32 where that is off; the matrix is made in that dtype for the
-    moment of each product.
+    It computes in the dtype of autocast, or in float32 if that is off; the matrix is dequantised to that dtype for each
+    product.
     """
 
     weight: Any
@@ -31,11 +31,12 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
 
     def __init__(self, inputs: int, outputs: int, has_bias: bool) -> None:
         super().__init__(inputs, outputs, bias=has_bias, compress_statistics=True, quant_type="nf4")
-        # Its kernel for inference packs the matrix anew in eval mode and computes in bf16: not the values of training
+        # bitsandbytes' kernel for inference repacks the matrix in eval mode and computes in bf16: other values than
+        # in training.
         self.support_avx512bf16_for_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or where that is off in float32."""
+        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or in float32 if that is off."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         self.compute_dtype, self.compute_type_is_set = dtype, True
@@ -44,6 +45,6 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         return product
 
     def _keep_matrix(self, values: Tensor) -> None:
-        """Quantises the values."""
+        """Stores the values, quantised to NF4."""
         packed = Params4bit(values, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-        self.weight = packed.to("cpu")  # which quantises
+        self.weight = packed.to("cpu")  # Params4bit quantises in `to`

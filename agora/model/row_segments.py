@@ -1,4 +1,4 @@
-"""Rows of tokens that hold several sequences: which token attends to which, and where each is in its sequence.
+"""Rows of tokens that hold several sequences: which token attends to which, and each token's position.
 
 Shapes: b rows, s tokens of a row. Knows: numbers of sequences, windows. Must not know: layers, models.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
-    """Returns the position of each token in its sequence, int64 [b, s], or [1, s] where each row is one sequence.
+    """Returns the position, from 0, of each token in its sequence, int64 [b, s]; [1, s] if each row is one sequence.
 
     hidden: [b, s, d] or [b, s], for its length and device. segments: int [b, s], the number of each token's sequence,
     ascending in each row; None: each row is one sequence.
@@ -24,9 +24,9 @@ def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
 
 
 def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
-    """Returns which tokens, columns, each token, a row, attends to: bool [b, 1, s, s], or [1, 1, s, s].
+    """Returns the attention mask: True where a token (row) attends to a token (column), bool [b or 1, 1, s, s].
 
-    Those are itself and the tokens before it, among the last `window` (None: among all), of the same sequence. hidden,
+    A token attends to the last `window` tokens of its own sequence, itself included; None: to all up to itself. hidden,
     segments: as for token_positions.
     """
     length = hidden.shape[1]
@@ -37,5 +37,5 @@ def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) 
 
 
 def as_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a mask that is added to attention scores: 0 where `allowed`, else the least number of `dtype`."""
+    """Converts a bool mask to one that is added to attention scores: 0 where `allowed`, the lowest number elsewhere."""
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)

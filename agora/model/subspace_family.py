@@ -1,8 +1,8 @@
-"""The `subspace` family: its stages, its memory, and its model as Hugging Face's LlamaForCausalLM.
+"""The `subspace` family: makes its stages, and exports its model as Hugging Face's LlamaForCausalLM.
 
-In an export, a matrix that adds to the residual stream's k coordinates is multiplied by U and gets all d rows, and the
-embedding becomes the learnt rows times U^T plus the fixed rows. Every other tensor only gets another name. Knows: names
-of tensors, keys of config.json. Must not know: files, peers, the package transformers.
+In an export, a matrix whose output is added to the residual stream's k coordinates is multiplied by U, so that it has
+all d rows, and the embedding becomes the learnt rows times U^T plus the fixed rows. Other tensors only get another
+name. Knows: names of tensors, keys of config.json. Must not know: files, peers, the package transformers.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ LLAMA_LAYER_NAMES: Final = {
 
 
 class SubspaceFamily(Family):
-    """The subspace family with the sizes of one manifest: makes SubspaceStages, exports them as a LlamaForCausalLM."""
+    """The subspace family for the sizes of one manifest: makes SubspaceStages, exports them as a LlamaForCausalLM."""
 
     def __init__(self, model: SubspaceSection) -> None:
         self._model = model
 
     def make_stage(self, layers: range) -> Stage:
-        """Returns a SubspaceStage of `layers`, on the meta device."""
+        """Returns a SubspaceStage of `layers`; the caller has set the meta device."""
         return SubspaceStage(self._model, layers)
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns for each tensor of `layers` its name, shape and conversion as LlamaForCausalLM has it."""
+        """Returns, for each tensor of `layers`, how it becomes one of LlamaForCausalLM: name, shape and conversion."""
         return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the content of a Llama's config.json, and of generation_config.json (how to sample), by file name.
+        """Returns file name -> content: a Llama's config.json, and generation_config.json, which says how to sample.
 
-        turn_ends: none, since this family learns text only.
+        turn_ends is not used: this family learns text only.
         """
         sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
@@ -67,16 +67,17 @@ class SubspaceFamily(Family):
         return {"config.json": llama, "generation_config.json": sampling | tokens}
 
     def describe(self) -> ModelDescription:
-        """Returns the kind and the sizes of the decoder in words, for the model card."""
+        """Returns the decoder's ModelDescription for the model card: its kind and sizes in words."""
         model = self._model
         return ModelDescription(
             kind="A Llama-style decoder",
-            shape=f"width {model.width}, {model.layers} layers, {model.heads} heads of which {model.key_value_heads} "
-            f"have keys and values, feed-forward {model.feed_forward}, vocabulary {model.vocabulary}",
+            shape=f"width {model.width}, {model.layers} layers, {model.heads} attention heads, "
+            f"{model.key_value_heads} key/value heads, feed-forward {model.feed_forward}, "
+            f"vocabulary {model.vocabulary}",
         )
 
     def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
-        """Returns how the parameter `name` of this shape is exported: its name and shape in a Llama, its conversion."""
+        """Returns how the parameter `name` of this shape is exported: name and shape in a Llama, and the conversion."""
         model, llama = self._model, llama_name(name)
         if name == EMBEDDING and model.embedding_is_fixed:
             full = (shape[0], model.width)
@@ -95,7 +96,7 @@ class SubspaceFamily(Family):
         return table
 
     def _basis(self, seed: int) -> NDArray[np.float32]:
-        """Returns the run's basis U, [d, k]; the last one derived is cached."""
+        """Returns the run's basis U, float32 [d, k]; the last one derived is cached."""
         return _cached_basis(seed, self._model.width, self._model.subspace)
 
 
@@ -103,7 +104,7 @@ _cached_basis = functools.lru_cache(maxsize=1)(fixed_tensors.derive_basis)
 
 
 def llama_name(name: str) -> str:
-    """Returns the name in LlamaForCausalLM of the parameter with this full name. Raises KeyError for any other name."""
+    """Converts a parameter's full name to its name in LlamaForCausalLM. Raises KeyError for an unknown name."""
     if not name.startswith("layers."):
         return LLAMA_NAMES[name]
     _, index, inside = name.split(".", 2)
@@ -111,7 +112,7 @@ def llama_name(name: str) -> str:
 
 
 def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """Returns the content of config.json for transformers 4 and 5 (rope_theta and torch_dtype are keys of 4)."""
+    """Returns the content of config.json for transformers 4 and 5 (version 4 reads rope_theta and torch_dtype)."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,11 +1,11 @@
-"""The layers of the `subspace` family: a Llama decoder whose residual stream is k numbers of each token, and its id.
+"""The layers of the `subspace` family: a Llama decoder whose residual stream has k numbers for each token.
 
 A sublayer reads x = U c + T[token]: c are the k coordinates, U [d, k] is the run's basis, T its fixed embedding. Its
-output projection has k rows and adds to c, so a boundary that carries c loses nothing. The last layer is free: it turns
-c into x once and goes on in all of d. Where k = d and no embedding is fixed, x is c and the model a plain Llama:
-pre-norm RMSNorm, rotate-half positions, grouped-query attention, SwiGLU, untied head. Source: Subspace Networks, arXiv
-2506.01260, with the constraint built into the weights. Shapes: b sequences, s positions, d width, k subspace, e head
-width. Knows: layers. Must not know: how a seed becomes values, peers.
+output projection has k rows and is added to c, so a boundary that carries c (and the token ids) loses nothing. The last
+layer is not restricted: it converts c to x once and continues in all d dimensions. If k = d and no embedding is fixed,
+x is c and the model is a plain Llama: pre-norm RMSNorm, rotate-half positions, grouped-query attention, SwiGLU, untied
+head. Source: Subspace Networks, arXiv 2506.01260, with the constraint built into the weights. Shapes: b sequences, s
+positions, d width, k subspace, e head width. Knows: layers. Must not know: how a seed becomes values, peers.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ from agora.model.family import RunLayer, Stage, keep_graph
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 0.05
-"""Measured, as is the head's 1 / sqrt(width): docs/notes/subspace.md."""
+"""Chosen by measurement, as the head's 1 / sqrt(width): docs/notes/subspace.md."""
 FIXED_SCALE = 0.0625
 
 STREAM_PROJECTIONS = ("attention.output.weight", "feed_forward.down.weight")
-"""The ends of the names of the parameters whose outputs are added to the residual stream."""
+"""How the names of the parameters end whose outputs are added to the residual stream."""
 
 Expand = Callable[[Tensor], Tensor]
-"""Turns the residual stream [b, s, k] into the input of a sublayer [b, s, d]."""
+"""Converts the residual stream [b, s, k] to the input of a sublayer [b, s, d]."""
 EXPAND_NOTHING: Expand = nn.Identity()
-"""The Expand where the residual stream has the whole width."""
+"""The Expand of layers whose residual stream has the whole width already."""
 
 
 def rotary_table(context: int, head_width: int, theta: float) -> Tensor:
-    """Returns cosines and sines of rotary positions, float32 [2, context, head_width / 2] (arXiv 2104.09864)."""
+    """Returns cosines [0], sines [1] of rotary positions, float32 [2, context, head_width / 2] (arXiv 2104.09864)."""
     frequency = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
-    """Returns x [b, heads, s, e] with channels i and i + e/2 rotated by position x frequency i, computed in float32."""
+    """Returns x [b, heads, s, e] with channels i and i + e/2 rotated by position * frequency i, computed in float32.
+
+    table: what rotary_table returns.
+    """
     cosine, sine = table[:, : x.shape[-2]]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each key and value head serves heads / key_value_heads query heads."""
+    """Causal self-attention with `outputs` output channels; a key/value head serves heads / key_value_heads heads."""
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class Attention(nn.Module):
         return output
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:
-        """Returns [b, s, heads * e] as [b, heads, s, e]."""
+        """Reshapes x [b, s, heads * e] to [b, heads, s, e]."""
         return x.view(*x.shape[:-1], heads, self.head_width).transpose(1, 2)
 
 
@@ -94,7 +97,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention, then feed-forward, each behind a norm; both add `outputs` numbers to each token."""
+    """One decoder layer: attention, then feed-forward, each after a norm. outputs: width of the residual stream."""
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -104,13 +107,19 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(model, outputs)
 
     def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
-        """Returns the residual stream after the layer, same shape as `hidden`. expand: makes each sublayer's input."""
+        """Returns the residual stream after the layer, of the same shape as `hidden`. table: see rotary_table.
+
+        expand: converts the residual stream to each sublayer's input.
+        """
         hidden = hidden + self.attention(self.attention_norm(expand(hidden)), table)
         return hidden + self.feed_forward(self.feed_forward_norm(expand(hidden)))  # type: ignore[no-any-return]
 
 
 class Subspace(nn.Module):
-    """Turns a token's coordinates c into x = U c + T[token]. U (None: identity) and T's signs are unsaved buffers."""
+    """Computes x = U c + T[token] from the coordinates c. U and T's signs are buffers that are not saved.
+
+    basis: U, or None if it is the identity. signs: T's signs as bits. bits: 0 to 7, to unpack them.
+    """
 
     signs: Tensor
     bits: Tensor
@@ -144,7 +153,7 @@ class Subspace(nn.Module):
         rows = torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
         def expand(coordinates: Tensor) -> Tensor:
-            """Called before each sublayer: returns U c + T[token], [b, s, d], of the coordinates c."""
+            """Returns x = U c + T[token], [b, s, d], for the coordinates c [b, s, k]; called before each sublayer."""
             inside = coordinates if self.basis is None else F.linear(coordinates, self.basis)
             return inside + rows
 
@@ -165,7 +174,7 @@ class SubspaceStage(Stage):
         self.register_buffer("table", rotary, persistent=False)
         self.space = Subspace(model) if model.embedding_is_fixed else None
         if is_first:
-            # not drawn by torch: a normal draw on the meta device imports torch._dynamo, 2 s of processor time
+            # _weight is given, so that torch draws nothing: drawing on the meta device imports torch._dynamo, for 2 s
             weight = torch.empty(model.vocabulary, model.subspace)
             self.embedding = nn.Embedding(model.vocabulary, model.subspace, _weight=weight)
         self.layers = nn.ModuleDict({str(index): Layer(model, stream_width(model, index)) for index in layer_range})
@@ -198,14 +207,17 @@ class SubspaceStage(Stage):
         return hidden
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the rotary table, and U and T's signs if the embedding is fixed. Raises DerivationError."""
+        """Computes the rotary table, and if the embedding is fixed U and T's signs.
+
+        Raises DerivationError for these.
+        """
         model = self._model
         self.table.copy_(rotary_table(model.context, model.width // model.heads, model.rope_theta))
         if self.space is not None:
             self.space.fill_buffers(seed)
 
     def initial_std(self, name: str) -> float | None:
-        """Returns the standard deviation of the initial values, None (all ones) for norms. Layers count from 0."""
+        """Returns the standard deviation of the named parameter's initial values; None for norms, which begin as 1."""
         if "norm." in name:
             return None
         if name == "embedding.weight":
@@ -217,10 +229,10 @@ class SubspaceStage(Stage):
         return WEIGHT_STD
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the parameter is inside a layer and no norm; all those are matrices."""
+        """Returns whether the parameter is inside a layer and not of a norm; all such parameters are matrices."""
         return name.startswith("layers.") and "norm." not in name
 
 
 def stream_width(model: SubspaceSection, layer: int) -> int:
-    """Returns how many numbers of each token the sublayers of a layer add to: d in the last layer, k in all others."""
+    """Returns the width of the residual stream in a layer: d (model.width) in the last layer, k (subspace) before."""
     return model.width if layer == model.layers - 1 else model.subspace

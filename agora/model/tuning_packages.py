@@ -24,7 +24,7 @@ class TuningMissing(LocalError):
 
 @dataclass(frozen=True, slots=True)
 class TuningPackage:
-    """A package of the extra. oldest: the first version that works. purpose: what a run does that needs it."""
+    """A package of the extra `tuning`. oldest: the first version that works. purpose: what a run does that needs it."""
 
     oldest: str
     purpose: str
@@ -38,10 +38,10 @@ PACKAGES: Final = {
 
 
 def import_tuning(module: str) -> Any:
-    """Returns a module of one of PACKAGES. Raises TuningMissing if the package is missing, broken or too old.
+    """Imports and returns a module of one of PACKAGES. Raises TuningMissing if it is missing, broken or too old.
 
-    bitsandbytes, which peft imports too, warns at its import that a kernel for inference is not there; as nothing here
-    uses that kernel, the warning is not shown.
+    Sets the log level of bitsandbytes to ERROR: at its import, also by peft, it warns of a missing kernel for inference
+    that is not used here.
     """
     name = module.split(".")[0]
     package = PACKAGES[name]

@@ -131,7 +131,7 @@ class MicrobatchRerouted(Event):
 
 
 class MicrobatchCounted(Event):
-    """Event: this peer added the microbatch's gradient to the sums of `stages`."""
+    """Event: this peer added a microbatch's gradient, over `tokens` tokens, to the gradient sums of `stages`."""
 
     microbatch: str
     stages: tuple[int, ...]
@@ -146,7 +146,7 @@ class RepeatServed(Event):
 
 
 class SeatsChanged(Event):
-    """Event: this peer takes at most `seats` microbatches at once from now on, of the `most` that it began with."""
+    """Event: from now on this peer takes at most `seats` microbatches at once; it began with `most`."""
 
     seats: int
     most: int
@@ -162,7 +162,7 @@ class HopRefused(Event):
 
 
 class RouteChanged(Event):
-    """Event: `stage` has no peer that can be asked any more (`peer` is ""), or has one again (`peer`)."""
+    """Event: no peer of `stage` can be asked any more (`peer` is ""), or one can be asked again (`peer`)."""
 
     stage: int
     peer: str
@@ -179,10 +179,10 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
 
 
 class SamplesCounted(Event):
-    """Event: what of the samples the swarm has trained on when stage 0 took `step`, as far as this origin knows.
+    """Event: which samples the swarm has trained on when stage 0 took `step`, as far as this origin knows.
 
-    epoch: the first that is not complete. seen: samples trained on, in each epoch anew. repeated: trained on again in
-    the same epoch. missed: not done yet, of epochs before the newest.
+    epoch: the first that is not complete. seen: samples trained on, counted once in each epoch. repeated: trained on
+    again in the same epoch. missed: not done yet, of epochs before the newest.
     """
 
     step: int
@@ -197,13 +197,13 @@ class StepTaken(Event):
 
     stage: int
     step: int
-    tokens: int  # of this peer; 0 when only the stage's other replicas took the step, and this one took over its number
+    tokens: int  # of this peer in the step; 0 if only the other replicas took it, and this one took over its number
     loss: float | None  # mean per token of this peer's microbatches; None unless it holds the last stage
     seconds: float
     learning_rate: float = 0.0
     gradient_norm: float | None = None
     staleness: float = 0.0  # mean age of this peer's gradients, in steps
-    step_tokens: int | None = None  # of all replicas, if it was along their mean gradient; None along this peer's own
+    step_tokens: int | None = None  # of all replicas in their mean gradient; None if the step was along this peer's own
 
 
 class StepsSkipped(
@@ -220,7 +220,7 @@ class StepsSkipped(
 
 
 class GradientLate(Event, level="warning"):
-    """Event, in synchronous runs: a gradient came after its step's sum had gone to the replicas; the next counts it."""
+    """Event, in synchronous runs: a gradient came after its step's share was closed; the next step uses it."""
 
     stage: int
     step: int
@@ -229,7 +229,7 @@ class GradientLate(Event, level="warning"):
 
 
 class GradientRefused(Event, level="warning", template="refused a gradient of stage {stage}: {reason}"):
-    """Event: a gradient was not finite and was not added; no weight changed. `microbatch`: "" for a whole sum."""
+    """Event: a gradient was not finite and was dropped; no weight changed. `microbatch`: "" for a whole sum."""
 
     stage: int
     microbatch: str
@@ -240,11 +240,11 @@ class RoundDone(Event):
     """Event: an averaging round of one stage ended."""
 
     stage: int
-    what: str  # "gradient" or "slice"
+    what: str  # of which the mean was formed: "gradient" or "slice"
     round: int
     parts: int
-    failed_parts: int  # those that stayed as they were
-    contributors: float  # replicas that contributed in time, of `members`: the mean over the parts
+    failed_parts: int  # those for which no mean could be used
+    contributors: float  # how many of the `members` contributed in time, a mean over the parts
     members: int
     weight: float
     lost: float  # tokens of this replica that came too late for this round and for the one before
@@ -260,7 +260,7 @@ class GradientWireChosen(Event, level="info", template="gradients are sent as {r
 
 
 class PartFailed(Event):
-    """Event: a part of an averaging round stayed as it was here: neither owner gave an average that could be used."""
+    """Event: no mean of a part of an averaging round could be used here: neither owner gave a plausible one."""
 
     stage: int
     what: str
@@ -279,7 +279,7 @@ class CheckpointWritten(Event):
 
 
 class CheckpointDamaged(Event, level="error", template="{text}"):
-    """Event: a checkpoint on this peer's disk is not as it was written, and is not used; `text`: file and hashes."""
+    """Event: a checkpoint on this peer's disk is damaged, and is not used; `text` has the file and the hashes."""
 
     text: str
 
@@ -289,7 +289,7 @@ class BaseTensorDamaged(
     level="error",
     template="{path} does not have the tensor {name} as the run's list says; others get it no more",
 ):
-    """Event: a tensor of the base model is not what the run's tensor list says, and is not given to others any more."""
+    """Event: a tensor of the base model on this disk has other bytes than the run's list says; it is not given away."""
 
     path: str
     name: str
@@ -298,7 +298,7 @@ class BaseTensorDamaged(
 class StateFetched(
     Event, level="info", template="stage {stage} fetched at step {step}: {bytes:,} bytes in {seconds:.1f} s"
 ):
-    """Event: a stage's weights and moments came from peers. `fetched_again`: chunks that had to be asked for again."""
+    """Event: a stage's state was fetched from peers. `fetched_again`: chunks that had to be asked for again."""
 
     stage: int
     step: int
@@ -310,7 +310,7 @@ class StateFetched(
 class StageFellBehind(
     Event, level="warning", template="stage {stage} is at step {step}, the others at {others}: it fetches their state"
 ):
-    """Event: a stage at `step` is so far behind the others, at `others`, that it begins to fetch their whole state."""
+    """Event: a stage is at `step`, too far behind its replicas at `others`, and begins to fetch their state."""
 
     stage: int
     step: int
@@ -322,7 +322,7 @@ class StageDiverged(
     level="warning",
     template="stage {stage} differs from its replicas at step {step}: it fetches the state of {sources}",
 ):
-    """Event: a stage has taken other steps than the replicas that are right, `sources`, and fetches their state."""
+    """Event: a stage has applied other means than most of its replicas, and fetches the state of `sources`."""
 
     stage: int
     step: int
@@ -370,7 +370,7 @@ class HealthChanged(Event, level="info", template="health {state}: {why}; {do}")
 
 
 class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
-    """Event: a peer did what no honest peer does. offence: a word of conduct.Offence; follows: its consequence."""
+    """Event: a peer did what no honest peer does. offence: a value of conduct.Offence; follows: the consequence."""
 
     peer: str
     offence: str
@@ -387,7 +387,7 @@ class DirectoryTrouble(Event):
 
 
 class Traffic(Event):
-    """Event: bytes since the daemon's start: all on its streams, and of what it sent the tensors of each kind."""
+    """Event: bytes since the daemon's start: sent and received on all streams, and tensor bytes sent, by kind."""
 
     boundary_bytes: int
     sent_bytes: int

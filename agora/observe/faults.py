@@ -1,22 +1,25 @@
 """Named points of the program at which tests kill, freeze or delay a real daemon.
 
-Knows: AGORA_FAULTS ("point:action[:nth][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the points. Without
-AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for the third and
-every later one. Each fault is appended to the file AGORA_FAULTS_LOG before it acts, so that a test can count them.
+Knows: AGORA_FAULTS ("point:action[=seconds][:nth[+]][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the
+points. Without AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for
+the third and every later one. A line is appended to the file AGORA_FAULTS_LOG before each fault acts, so that a test
+can count them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Final
 
-from agora_protocol.errors import DeviceError, LocalError
+from agora_protocol.errors import DeviceError, InputError, LocalError
 
 POINTS = {
     "hop.accepted": "a seat is taken, nothing is computed",
@@ -31,13 +34,15 @@ POINTS = {
 }
 ACTIONS = {
     "kill": "SIGKILL to this process",
-    "hang": "this task, or this thread, never goes on; the rest of the process lives",
+    "hang": "this task, or this thread, waits without an end; the rest of the process runs on",
     "stop": "SIGSTOP: the whole process freezes",
     "fail": "what is done here fails as if the device had failed",
-    "exit": "this thread ends; the rest of the process lives",
-    "sleep": "as sleep=SECONDS: this task, or this thread, goes on later",
+    "exit": "this thread ends; the rest of the process runs on",
+    "sleep": "sleep=SECONDS: this task, or this thread, waits for so long",
 }
 HANG_S = 1e8
+_SECONDS: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+_ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
 ReachFault = Callable[[str], Awaitable[None]]
 """Called with a point's name when the program reaches it; `reach` outside of tests."""
@@ -45,58 +50,63 @@ ReachFault = Callable[[str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of AGORA_FAULTS: `action` is due at the `nth` arrival at `point`, if `onward` at every later one too.
+    """One entry of AGORA_FAULTS: `action` acts at the `nth` arrival at `point`, the first one being 1.
 
-    seconds: how long a "sleep" lasts; other actions ignore it.
+    seconds: how long a "sleep" lasts; 0 for other actions. repeats: whether it acts at every later arrival, too.
     """
 
     point: str
     action: str
     seconds: float
     nth: int
-    onward: bool
+    repeats: bool
 
 
 def parse(text: str) -> tuple[Fault, ...]:
     """Returns the faults of "point:action[=seconds][:nth[+]][,...]", the text of AGORA_FAULTS.
 
-    seconds: 0 by default. nth: the time at which the point is reached, by default the first; with "+" all later ones
-    too. Raises ValueError for an unknown point or action and a malformed number.
+    seconds: for "sleep", and only for that. nth: the arrival at which it acts, counted from 1, by default the first;
+    with "+" at all later ones, too. Raises InputError for an unknown point or action and for a malformed number.
     """
-    faults = []
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        point, _, rest = entry.partition(":")
-        action, _, nth = rest.partition(":")
-        action, _, seconds = action.partition("=")
-        if point not in POINTS:
-            raise ValueError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
-        if action not in ACTIONS:
-            raise ValueError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
-        try:
-            faults.append(Fault(point, action, float(seconds or 0.0), int(nth.rstrip("+") or 1), nth.endswith("+")))
-        except ValueError:
-            raise ValueError(f"AGORA_FAULTS has a malformed number in {entry!r}") from None
-    return tuple(faults)
+    return tuple(_parse_fault(entry) for part in text.split(",") if (entry := part.strip()))
+
+
+def _parse_fault(entry: str) -> Fault:
+    """Returns the fault of one entry of AGORA_FAULTS. Raises InputError as `parse` does."""
+    point, _, rest = entry.partition(":")
+    what, has_arrival, nth = rest.partition(":")
+    action, has_seconds, seconds = what.partition("=")
+    if point not in POINTS:
+        raise InputError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
+    if action not in ACTIONS:
+        raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
+    arrival = _ARRIVAL.fullmatch(nth if has_arrival else "1")
+    is_duration_right = bool(_SECONDS.fullmatch(seconds)) if action == "sleep" else not has_seconds
+    if arrival is None or not is_duration_right:
+        raise InputError(f"AGORA_FAULTS has a malformed number in {entry!r}; write it like sleep=0.5:2 or kill:3+")
+    return Fault(point, action, float(seconds or 0.0), int(arrival[1]), bool(arrival[2]))
 
 
 class Faults:
-    """Counts how often each point of this process is reached; kills, freezes or delays where planned. Thread-safe."""
+    """Counts how often each point of this process is reached, and carries out the planned faults. Thread-safe."""
 
     def __init__(self, plan: tuple[Fault, ...], log_path: str | None) -> None:
+        """log_path: the file to which a line is appended before each fault acts, or None."""
         self._plan, self._log_path = plan, log_path
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def act(self, point: str) -> float:
-        """Counts an arrival at `point`; kills, freezes, or returns the seconds to wait for, as is due; else 0.0.
+        """Counts an arrival at `point`, and carries out the first planned fault that is due there.
 
-        Raises DeviceError or SystemExit where that is due.
+        "kill" and "stop" send a signal to this process. "fail" raises DeviceError, "exit" SystemExit. Otherwise it
+        returns the seconds that the caller must wait: 0.0 if no fault is due.
         """
         with self._lock:
             self._counts[point] += 1
             count = self._counts[point]
         for fault in self._plan:
-            if fault.point == point and (count == fault.nth or (fault.onward and count > fault.nth)):
+            if fault.point == point and (count == fault.nth or (fault.repeats and count > fault.nth)):
                 break
         else:
             return 0.0
@@ -117,7 +127,7 @@ def from_environment() -> Faults | None:
     text = os.environ.get("AGORA_FAULTS", "")
     try:
         return Faults(parse(text), os.environ.get("AGORA_FAULTS_LOG")) if text else None
-    except ValueError as error:
+    except InputError as error:
         raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
 
 
@@ -125,18 +135,24 @@ _active: Faults | None = None
 
 
 def activate(faults: Faults | None) -> None:
-    """Sets the plan that `reach` and `reach_blocking` follow in this process; None: they do nothing."""
+    """Sets the faults that `reach` and `reach_blocking` carry out in this process; with None they do nothing."""
     global _active
     _active = faults
 
 
 async def reach(point: str) -> None:
-    """Called by coroutines at `point`: a fault that is due there kills or freezes the process, or delays this task."""
+    """Carries out a fault that is due at `point`; coroutines call it there. A delay makes only this task wait.
+
+    Raises DeviceError or SystemExit as Faults.act does.
+    """
     if _active is not None and (wait_s := _active.act(point)):
         await asyncio.sleep(wait_s)
 
 
 def reach_blocking(point: str) -> None:
-    """Called by other threads at `point`: a fault that is due kills or freezes the process, or delays the thread."""
+    """Carries out a fault that is due at `point`; threads other than the event loop's call it. A delay blocks them.
+
+    Raises DeviceError or SystemExit as Faults.act does.
+    """
     if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)

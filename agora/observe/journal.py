@@ -26,7 +26,7 @@ KEPT_FILES = 3
 
 
 class Journal:
-    """A reporter's sink that appends to the journal; rotates the file at `max_file_bytes`, keeps KEPT_FILES files."""
+    """A reporter's sink that appends events to the journal's file; rotates it at `max_file_bytes`, keeps KEPT_FILES."""
 
     def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self.path = directory / FILE_NAME
@@ -34,7 +34,7 @@ class Journal:
         self._open()
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Appends the event as a line; rotates the file first when the line would exceed its limit. Raises OSError."""
+        """Appends the event as a line; rotates the file first if the line would exceed its limit. Raises OSError."""
         line = encode(event, at_unix)
         if self._size and self._size + len(line) > self._max_file_bytes:
             self._rotate()
@@ -64,22 +64,35 @@ def rotated(path: Path, number: int) -> Path:
 
 
 def encode(event: Event, at_unix: float) -> bytes:
-    """Returns the event's JSON line, with its time. Numbers that are not finite become null, since JSON has none."""
+    """Returns the event's JSON line as bytes, with its newline: to_json's fields, and its time as "at_unix".
+
+    Numbers that are not finite become null, since JSON has none, also in tuples.
+    """
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-    return (json.dumps(finite, separators=(",", ":")) + "\n").encode()
+    finite = {name: _finite_or_none(value) for name, value in fields.items()}
+    return (json.dumps(finite, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
+def _finite_or_none(value: Any) -> Any:
+    """Returns an event's value with None for each number in it that is not finite; tuples are copied."""
+    if isinstance(value, tuple):
+        return tuple(map(_finite_or_none, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass
 class Follower:
-    """Reads the journal of any process: all its files at first, then on from where it stopped, through rotations."""
+    """Reads the journal in a directory, written by any process: all of its files first, later only what is new.
+
+    It follows the journal through rotations.
+    """
 
     directory: Path
     _inode: int = 0
     _offset: int = 0
 
     def news(self) -> list[dict[str, Any]]:
-        """Returns the whole lines that were written since the last call; those that are no JSON object are left out."""
+        """Returns the JSON objects of the complete lines written since the last call; other lines are left out."""
         values: list[Any] = []
         for file in self._unread():
             with file.open("rb") as handle:
@@ -95,7 +108,7 @@ class Follower:
         return [value for value in values if isinstance(value, dict)]
 
     def _unread(self) -> list[Path]:
-        """Returns the file that was read last, wherever rotation has moved it, and every newer one, oldest first."""
+        """Returns the file that was read last, under its present name, and every newer file, the oldest first."""
         files: list[Path] = []
         for number in range(KEPT_FILES):
             candidate = rotated(self.directory / FILE_NAME, number)
@@ -108,7 +121,10 @@ class Follower:
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """Returns the event as a JSON object: its fields, and its name as "event". Raises TypeError for an unlisted one."""
+    """Returns the event's fields by name, and its name as "event".
+
+    Raises TypeError for one that EVENTS does not list.
+    """
     name = type(event).__name__
     if EVENTS.get(name) is not type(event):
         raise TypeError(f"{name} is not in the closed list of agora.observe.events")
@@ -116,7 +132,10 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(fields: Mapping[str, Any]) -> Event | None:
-    """Returns the event that `to_json` wrote; None for a name or fields that this version does not know."""
+    """Returns the event with these fields, as `to_json` returned them or read back from JSON.
+
+    Unknown fields are ignored. Returns None for an unknown event, or if a field is missing.
+    """
     cls = EVENTS.get(str(fields.get("event")))
     if cls is None:
         return None

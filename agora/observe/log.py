@@ -20,7 +20,7 @@ REPEAT_SECONDS = 10.0
 
 
 def goes_to_journald(stream: TextIO) -> bool:
-    """Whether systemd's journal reads the stream: then JOURNAL_STREAM names the stream's device and inode."""
+    """Returns whether systemd's journal reads the stream: whether JOURNAL_STREAM has the stream's device and inode."""
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -31,8 +31,8 @@ def goes_to_journald(stream: TextIO) -> bool:
 class EventLog:
     """A reporter's sink that writes each event of `level` or above to a stream, standard error by default.
 
-    People get `12:00:01 sentence`: one that is repeated within 10 s is written once (info events always), and the next
-    one says how many there were. journald gets every event, as `<priority>{json}`.
+    People get `12:00:01 sentence`. A sentence that is repeated within 10 s is left out, unless its level is info; the
+    next one that is written says how many there were. journald gets every event, as `<priority>{json}`.
     """
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
@@ -43,7 +43,7 @@ class EventLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event, unless its level is too low or its sentence repeats one, not info, of the last 10 s."""
+        """Writes the event, unless its level is too low, or it repeats a sentence of the last 10 s and is not info."""
         if LEVELS.index(event.level) < self._floor:
             return
         if self._is_for_journald:

@@ -1,4 +1,4 @@
-"""Passes each event to every sink, from any thread and without ever failing, and counts it.
+"""Passes each event from any thread to every sink, and counts it. It never fails.
 
 Knows: sinks, counters. Must not know: files, formats, the network.
 """
@@ -18,14 +18,17 @@ from agora.observe.events import Event
 
 
 class Sink(Protocol):
-    """Interface of what a Reporter passes events to, in the order in which they were reported, until its end."""
+    """Interface of what a Reporter passes events to, in the order in which they were reported."""
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Takes one event, quickly, since a lock is held. at_unix: the wall clock when it was reported, in seconds."""
+        """Takes one event, quickly, since a lock is held. at_unix: wall clock, in seconds, when it was reported.
+
+        Raises OSError if it cannot be written; the reporter then drops this sink.
+        """
 
 
 class Reporter:
-    """Counts the events of all rooms of a daemon and passes each to every sink; drops a sink that fails."""
+    """Counts the events of a daemon and passes each to every sink; drops a sink that raises OSError. Thread-safe."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
@@ -67,21 +70,21 @@ SIGNS_OF_PROGRESS = (
 
 @dataclass
 class Counters:
-    """Running totals of the events; numbers of microbatches unless said otherwise."""
+    """Running totals of a daemon's events. Without another comment, a field counts microbatches."""
 
     occurred: Counter[str] = field(default_factory=Counter)  # all events, by name
-    started: Counter[str] = field(default_factory=Counter)  # this peer's own, by purpose; so are the next two
+    started: Counter[str] = field(default_factory=Counter)  # those that this peer originated, by purpose; so next two
     completed: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0  # of the completed ones that train
+    tokens: int = 0  # of the completed microbatches with purpose "train"
     counted: Counter[int] = field(default_factory=Counter)  # by stage: those whose gradient was added
     counted_tokens: int = 0
     first_counted_unix: float | None = None
     steps: dict[int, int] = field(default_factory=dict)  # by stage: the newest optimizer step
-    stage_loss: float | None = None  # the newest that the last stage reported
+    stage_loss: float | None = None  # the newest mean loss per token that the last stage reported
     last_sign_unix: float = 0.0  # when the last of SIGNS_OF_PROGRESS came
-    offences: Counter[str] = field(default_factory=Counter)
-    samples: events.SamplesCounted | None = None  # the newest
+    offences: Counter[str] = field(default_factory=Counter)  # offences of other peers, by kind
+    samples: events.SamplesCounted | None = None  # the newest event of this kind
 
     def take(self, event: Event, at_unix: float) -> None:
         """Adds one event to the totals that it concerns, and notes its time if it is one of SIGNS_OF_PROGRESS."""
@@ -109,7 +112,7 @@ class Counters:
                 self.samples = event
 
     def summary(self) -> dict[str, Any]:
-        """Returns most counters as JSON values; stage numbers become strings, as JSON requires of keys."""
+        """Returns most counters as a dict of JSON values; stage numbers become strings, as JSON requires of keys."""
         started, completed, dropped = (counts["train"] for counts in (self.started, self.completed, self.dropped))
         return {
             "microbatches": {

@@ -1,7 +1,7 @@
-"""Fetches tensors of the base model from several peers at once, piece by piece; sources may die, hang or send lies.
+"""Fetches tensors of the base model from several peers at once, in pieces; sources may die, hang or send false data.
 
-Knows: what to ask which peer for, and the store that pieces go into. Must not know: how calls travel, who the peers
-are, which stages need the tensors.
+Knows: which piece to ask of which peer, and the store that pieces go into. Must not know: how calls travel, who the
+peers are, which stages need the tensors.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from agora.state.tensor_store import TensorStore
 from agora.state.transfer import milliseconds_until
 from agora.swarm.conduct import Offence, ReportOffence
 
-INDEX_S: Final = 30.0  # for a source to say what it has
-AGAIN_S: Final = 5.0  # after which a source is asked anew what it has, where it had nothing that is missing
-REVIVE_S: Final = 30.0  # after which a source that has failed FAILURES times in a row is tried again
-LOOK_S: Final = 2.0  # between two looks for new sources
-PATIENCE_S: Final = 60.0  # without an open call for a piece, and without a Busy answer, before the fetch fails
-BUSY_PATIENCE_S: Final = 1800.0  # without a piece, after which Busy answers do not count
-LONELY_S: Final = 15.0  # the same, while there is no other peer at all
+INDEX_S: Final = 30.0  # seconds a source may take to say which tensors it has
+AGAIN_S: Final = 5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
+REVIVE_S: Final = 30.0  # seconds until a source that has failed FAILURES times in a row is tried again
+LOOK_S: Final = 2.0  # seconds between two looks for new sources
+PATIENCE_S: Final = 60.0  # seconds without an open call for a piece or a Busy answer, after which the fetch fails
+BUSY_PATIENCE_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
+LONELY_S: Final = 15.0  # takes the place of PATIENCE_S while there is no other peer at all
 
 ListSources = Callable[[], Sequence[PeerId]]
 """Returns the peers that may be asked now, the likeliest first."""
@@ -49,7 +49,7 @@ class FalseBaseError(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class PieceKey:
-    """One piece that is fetched: of the tensor of this number."""
+    """Names one piece to fetch. number: of its tensor in the tensor list. piece: its number within the tensor."""
 
     number: int
     piece: int
@@ -57,9 +57,10 @@ class PieceKey:
 
 @dataclass(slots=True)
 class _BaseSource(ChunkSource[int | None]):
-    """A peer that is asked; its calls are by the pieces' places in the schedule, None: what it has.
+    """A peer that tensors are fetched from.
 
-    held: the numbers of the tensors that it has, None until it has said so. is_excluded: it is asked for nothing more.
+    calls: the key is the piece's index in BaseFetch.schedule, or None for the call that asks which tensors the peer
+    has. held: the numbers of the tensors that it has, None until it has said so. is_excluded: it is not asked any more.
     """
 
     held: frozenset[int] | None = None
@@ -69,8 +70,9 @@ class _BaseSource(ChunkSource[int | None]):
 class BaseFetch:
     """Fetches first the tensor list, then tensors, each piece checked by its hash before it is written to the store.
 
-    A source that has none of what is missing is asked again later what it has: it may be fetching, too. A liar is asked
-    no more. The fetch fails when nobody has had anything to give for PATIENCE_S. What has arrived stays in the store.
+    A source that has none of the missing tensors is asked again later: it may be fetching them, too. A source that sent
+    false data is not asked again. The fetch fails when no source could give anything for PATIENCE_S. Pieces that have
+    arrived stay in the store.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class BaseFetch:
         report_offence: ReportOffence,
         on_tensor: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """on_tensor: called with the number of each tensor that has become whole in the store."""
+        """list_hash: the SHA-256 of the tensor list. on_tensor: called with the number of each tensor completed."""
         self.on_piece: Callable[[], None] = lambda: None
-        """Called when a piece has been written."""
+        """Called after each piece that was written to the store; the owner may set it."""
         self.tensor_list: TensorList | None = None
         self.bytes_from: Counter[PeerId] = Counter()
-        """Bytes of tensors that each peer has given."""
+        """How many bytes of tensors each peer has given."""
         self.schedule = ChunkSchedule(0)
         self._caller = caller
         self._list_hash = list_hash
@@ -98,24 +100,27 @@ class BaseFetch:
         self._sources: dict[PeerId, _BaseSource] = {}
         self._pieces: Sequence[PieceKey] = ()
         self._listed: Mapping[int, ListedTensor] = {}
-        self._missing: Counter[int] = Counter()  # of each tensor, how many pieces are not in the store
+        self._missing: Counter[int] = Counter()  # tensor number -> how many of its pieces are not in the store
         self._next_look = 0.0
         self._finishing: dict[int, asyncio.Task[None]] = {}  # tensors of which every piece is written, by number
-        self._last_arrival = 0.0  # of a piece
-        self._last_hope = 0.0  # when a piece last came or was on its way, or somebody was Busy
+        self._last_arrival = 0.0  # loop time at which the newest piece arrived
+        self._last_hope = 0.0  # loop time at which a piece last arrived or was being fetched, or a source was Busy
 
     async def fetch_list(self, known: TensorList | None) -> TensorList:
-        """Returns the list, `known` or fetched. Raises BaseModelError when nobody gives it, or it is malformed."""
+        """Returns the tensor list: `known` if that is given, or the one fetched from a peer.
+
+        Raises BaseModelError when no peer gives it, or when it is malformed.
+        """
         self.tensor_list = known
         await self._run(lambda: self.tensor_list is not None)
         assert self.tensor_list is not None
         return self.tensor_list
 
     async def fetch(self, missing: Mapping[int, Sequence[int]]) -> None:
-        """Fetches pieces of tensors into the store, where the tensors were begun. After fetch_list.
+        """Fetches pieces into the store and returns when every tensor is complete there.
 
-        missing: the numbers of the pieces by the number of their tensor. Raises BaseModelError when nobody gives one of
-        them, DiskError when one cannot be written.
+        To be called after fetch_list, and after the store has begun these tensors. missing: tensor number -> numbers of
+        its missing pieces. Raises BaseModelError when no peer gives one of them, DiskError when one cannot be written.
         """
         assert self.tensor_list is not None
         self._listed = {number: self.tensor_list.tensors[number] for number in missing}
@@ -127,7 +132,7 @@ class BaseFetch:
         await self._run(lambda: self.schedule.complete and not self._missing)
 
     async def _run(self, is_done: Callable[[], bool]) -> None:
-        """Asks sources until `is_done`; whatever ends it, no call stays open."""
+        """Asks sources until `is_done()`. However it ends, also by an exception, no call stays open."""
         self._last_hope = self._last_arrival = loop_time()
         self._next_look = 0.0
         try:
@@ -139,7 +144,10 @@ class BaseFetch:
             self._take_ended()
 
     async def _advance(self) -> None:
-        """Starts due calls and waits up to TICK_S until one ends. Raises BaseModelError when there is no hope left."""
+        """Starts due calls and waits up to TICK_S until one ends.
+
+        Raises BaseModelError when no piece has come or been on its way for PATIENCE_S (LONELY_S without any source).
+        """
         now = loop_time()
         self._look_for_sources(now)
         self._ask_what_they_have(now)
@@ -157,11 +165,14 @@ class BaseFetch:
         self._take_ended()
 
     def _take_ended(self) -> None:
-        """Removes what has ended: of calls, pieces that they did not bring are missing again. Raises its exceptions."""
+        """Removes the calls and the finishing tensors that have ended, and re-raises the exception of any of them.
+
+        A piece whose call ended without it is missing again. on_tensor is called for each finished tensor.
+        """
         for source in self._sources.values():
             for chunk, task in source.take_ended_calls():
                 if chunk is not None:
-                    self.schedule.record_end(chunk, source.peer)
+                    self.schedule.record_call_end(chunk, source.peer)
                 if not task.cancelled():
                     task.result()
         for number, task in [(number, task) for number, task in self._finishing.items() if task.done()]:
@@ -171,7 +182,7 @@ class BaseFetch:
             self._on_tensor(number)
 
     def _explain_failure(self) -> str:
-        """Returns the error sentence for a fetch that nobody can go on with: the peers' reasons, and what to do."""
+        """Returns the error sentence for a fetch that fails: what is missing, the peers' reasons, and what to do."""
         what = "the list of the base model's tensors"
         if self.tensor_list is not None and self._missing:
             first = self._listed[min(self._missing)].name
@@ -186,7 +197,10 @@ class BaseFetch:
     # --- starting calls
 
     def _look_for_sources(self, now: float) -> None:
-        """Every LOOK_S, takes in peers that have come, and forgets idle ones that have gone."""
+        """Every LOOK_S, adds peers that are newly listed, and removes idle ones that are listed no longer.
+
+        Excluded sources are kept, so that they stay excluded when they are listed again.
+        """
         if now < self._next_look:
             return
         self._next_look = now + LOOK_S
@@ -199,7 +213,11 @@ class BaseFetch:
                 del self._sources[peer]
 
     def _ask_what_they_have(self, now: float) -> None:
-        """Asks idle sources until SOURCES of them, without slow ones, have something that is missing or are asked."""
+        """Asks idle sources which tensors they have, as long as fewer than SOURCES sources are engaged and not slow.
+
+        A source is engaged if it is being asked, or if it has missing tensors and did not fail lately. A source without
+        any missing tensor is to be asked again after AGAIN_S.
+        """
         usable = [source for source in self._sources.values() if not source.is_excluded]
         for source in usable:
             if source.held is not None and not source.calls and not self._has_missing(source):
@@ -211,21 +229,21 @@ class BaseFetch:
             source.calls[None] = (asyncio.create_task(self._fetch_index(source)), now)
 
     def _has_missing(self, source: _BaseSource) -> bool:
-        """Returns whether the source has a tensor of which pieces are missing."""
+        """Returns whether the source has a tensor that is not complete in the store."""
         return source.held is not None and any(number in source.held for number in self._missing)
 
     def _patience_s(self, source: _BaseSource) -> float:
-        """Returns how long a call to the source may last before an idle source is asked as well."""
+        """Returns how many seconds a call to the source may last before an idle source is asked as well."""
         return SLOW_S if source.held is None else max(SLOW_S, 4 * self.schedule.median_s())
 
     def _ask_for_pieces(self, now: float) -> None:
-        """Fills the windows of the sources with calls, one piece each in turn, so that all of them have work."""
+        """Starts calls for pieces until each source's window is full, one call per source in turn."""
         free = [s for s in self._sources.values() if s.held is not None and not s.is_excluded and now >= s.not_before]
         while free:
             free = [source for source in free if self._start_piece(source, now)]
 
     def _start_piece(self, source: _BaseSource, now: float) -> bool:
-        """Starts a call for the source's next piece. Returns False if its window is full or it has none to give."""
+        """Starts a call for the source's next piece. Returns False if its window is full or it has no missing piece."""
         held = source.held
         if held is None or len(source.calls) >= source.window:
             return False
@@ -238,7 +256,7 @@ class BaseFetch:
     # --- calls; each runs as a task of its own
 
     async def _fetch_index(self, source: _BaseSource) -> None:
-        """Asks a source what it has, and for the list if that is not known yet."""
+        """Asks a source which tensors it has, and for the tensor list if that is not known yet. Sets source.held."""
         try:
             reply = await self._call(source, GetBase, INDEX_S)
             tensors = self.tensor_list or await self._fetch_list_of(source, _check_index(reply))
@@ -250,7 +268,10 @@ class BaseFetch:
         source.failures = 0
 
     async def _fetch_list_of(self, source: _BaseSource, size: int) -> TensorList:
-        """Returns the list, of `size` bytes, that a source gives. Raises FalseBaseError if it is not the run's."""
+        """Fetches the tensor list, of `size` bytes, from one source and returns it.
+
+        Raises FalseBaseError if its hash is not the manifest's, BaseModelError if it has that hash and is malformed.
+        """
         data = bytearray()
         for piece in range(count_pieces(size)):
             reply = await self._call(source, partial(GetPiece, LIST, piece), CHUNK_S)
@@ -264,7 +285,10 @@ class BaseFetch:
             raise malformed_list(error) from error
 
     async def _fetch_piece(self, source: _BaseSource, chunk: int) -> None:
-        """Asks a source for a piece, checks it and writes it; a tensor whose last piece this is becomes whole."""
+        """Asks a source for a piece, checks its hash and writes it to the store; the last piece completes its tensor.
+
+        chunk: the piece's index in `schedule`. A failed call is handled by _handle_failure; DiskError is raised.
+        """
         key, started_at = self._pieces[chunk], loop_time()
         listed = self._listed[key.number]
         try:
@@ -289,28 +313,33 @@ class BaseFetch:
         self.on_piece()
 
     def _finish(self, number: int) -> None:
-        """Begins to make a tensor whole of which every piece is written."""
+        """Starts a task that completes a tensor in the store, after all of its pieces were written."""
         self._finishing[number] = asyncio.create_task(asyncio.to_thread(self._store.finish, number))
 
     async def _call(self, source: _BaseSource, make: Callable[[int], GetBase | GetPiece], within_s: float) -> Reply:
-        """Makes a call to the source. make: returns the request, given the milliseconds that it has."""
+        """Calls the source and returns its reply.
+
+        make: takes the milliseconds until the deadline, returns the request.
+        """
         deadline = loop_time() + within_s
         return await self._caller.call(source.peer, make(milliseconds_until(deadline)), deadline=deadline)
 
     # --- failures
 
     def _handle_failure(self, source: _BaseSource, error: AgoraError, key: PieceKey | None = None) -> None:
-        """Lets a source whose call failed pause. key: the piece that it was asked for, None: what it has.
+        """Decides how a source whose call failed is treated from now on.
+
+        key: the piece that it was asked for; None if it was asked which tensors it has.
 
         | error                         | what follows                                                     |
         |-------------------------------|------------------------------------------------------------------|
         | an answer that cannot be true | an offence; the source is asked for nothing more                 |
         | another ProtocolError         | the source is asked for nothing more                             |
         | BaseModelError                | raised: the manifest itself is wrong                             |
-        | Busy                          | it is asked again when it said                                   |
+        | Busy                          | a pause as long as it asks for, within bounds                    |
         | refused to say what it has    | it is asked again after AGAIN_S                                  |
         | refused a tensor              | the source counts as not having it                               |
-        | else                          | a pause, longer each time; from FAILURES in a row on, REVIVE_S   |
+        | any other error               | a pause, longer each time; after FAILURES in a row, REVIVE_S     |
         """
         if isinstance(error, BaseModelError):
             raise error
@@ -334,14 +363,17 @@ class BaseFetch:
 
 
 def _check_index(reply: Reply) -> int:
-    """Returns the size of the list in the answer to GetBase. Raises FalseBaseError for another message."""
+    """Returns the tensor list's size in bytes from the answer to GetBase. Raises FalseBaseError for another message."""
     if not isinstance(reply.message, BaseIndex):
         raise FalseBaseError("bad-message", f"GetBase was answered by {type(reply.message).__name__}.")
     return reply.message.size
 
 
 def _check_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
-    """Returns the tensors that the answer to GetBase says its sender has. Raises FalseBaseError for a false answer."""
+    """Returns the numbers of the tensors that the sender of this answer to GetBase has.
+
+    Raises FalseBaseError for a malformed answer, and for one that states another size of the tensor list.
+    """
     if _check_index(reply) != len(tensors.to_bytes()):
         raise FalseBaseError("bad-message", "The list has another size than a peer says.")
     (bits,) = reply.tensors
@@ -354,7 +386,7 @@ def _check_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
 
 
 def _check_piece(reply: Reply, nbytes: int) -> memoryview:
-    """Returns the bytes in the answer to GetPiece. Raises FalseBaseError unless there are `nbytes`."""
+    """Returns the bytes in the answer to GetPiece. Raises FalseBaseError unless they are `nbytes` many."""
     tensor = reply.tensors[0] if isinstance(reply.message, TensorPiece) and reply.tensors else None
     if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (nbytes,)):
         raise FalseBaseError("bad-tensor", f"A piece is not uint8 [{nbytes}].")

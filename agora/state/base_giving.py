@@ -1,7 +1,7 @@
 """Gives other peers tensors of the base model: answers GetBase and GetPiece for as long as the daemon lives.
 
-A piece is hashed before it is given, so a damaged file costs its asker nothing. Knows: what this machine has, and how
-much it gives at once. Must not know: who asks, how calls travel, which span is held.
+A piece is hashed before it is given, so that a damaged file never sends an asker false bytes. Knows: which tensors this
+machine has, and how many pieces it gives at once. Must not know: who asks, how calls travel, which span is held.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ from agora.observe.events import Report
 from agora.state.base_tensors import BaseTensors
 from agora.threads import run_in_thread
 
-MOST_AT_ONCE: Final = 8  # pieces that are read at the same time; each holds STATE_CHUNK_BYTES
+MOST_AT_ONCE: Final = 8  # pieces that are read at the same time; each takes STATE_CHUNK_BYTES of memory
 RETRY_MS: Final = 500
-LIST_WAIT_S: Final = 5.0  # for which an asker waits while the owner's files are hashed for the list; then it is Busy
+LIST_WAIT_S: Final = 5.0  # seconds an asker waits while files are hashed for the tensor list, before it gets Busy
 LIST_RETRY_MS: Final = 5000
 LIST: Final = -1
-"""The number in GetPiece that stands for the list itself."""
+"""The tensor number in GetPiece that stands for the tensor list itself."""
 
 
 class BaseGiver:
-    """Answers requests for the tensors that `base` has. The owner calls `close` at the daemon's end."""
+    """Answers requests for the tensors in `base`. The owner of this object calls `close` at the daemon's end."""
 
     def __init__(self, base: BaseTensors, report: Report) -> None:
         self._base = base
         self._report = report
         self._opening: asyncio.Task[TensorList | None] | None = None  # finds or makes the list
-        self._reading = 0  # pieces
+        self._reading = 0  # pieces that are being read now
 
     async def close(self) -> None:
-        """Stops waiting for the list, if it is being made."""
+        """Cancels the task that makes the tensor list, if it runs; its thread may go on hashing."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
 
     async def answer(self, request: GetBase | GetPiece) -> Reply:
-        """Returns the answer. Raises Refused for what is not here, Busy, ProtocolError for what no list has."""
+        """Returns the answer: to GetBase which tensors are held here, to GetPiece the bytes of one piece.
+
+        Raises Refused if this peer does not have it, Busy if it should be asked again later, and ProtocolError if the
+        request names a tensor or a piece that does not exist.
+        """
         tensors = self._base.tensor_list or await self._open_list()
         if isinstance(request, GetPiece):
             return await self._give_piece(tensors, request)
@@ -56,7 +60,10 @@ class BaseGiver:
         return Reply(index, [WireTensor("uint8", (len(bits),), memoryview(bits))])
 
     async def _open_list(self) -> TensorList:
-        """Returns the list, which may have to be made first. Raises Busy while that lasts, Refused if it cannot be."""
+        """Returns the tensor list; makes it first if it is not known, and waits up to LIST_WAIT_S for that.
+
+        Raises Busy while it is being made, and Refused if this machine can neither find nor make it.
+        """
         if self._opening is None:
             self._opening = asyncio.create_task(self._find_list(), name="tensor list")
         await asyncio.wait([self._opening], timeout=LIST_WAIT_S)
@@ -72,7 +79,10 @@ class BaseGiver:
         return tensors
 
     async def _find_list(self) -> TensorList | None:
-        """Returns the list, None without one here. Reports and raises BaseModelError for files of another model."""
+        """Returns the tensor list, or None if this machine cannot make it.
+
+        Files of another model are reported as TaskFailed; the BaseModelError is raised.
+        """
         try:
             return await run_in_thread(self._base.open_list)
         except AgoraError as error:
@@ -80,12 +90,15 @@ class BaseGiver:
             raise
 
     async def _give_piece(self, tensors: TensorList, request: GetPiece) -> Reply:
-        """Returns a piece of the list or of a tensor. Raises as `answer` does."""
+        """Returns the answer with one piece of the tensor list or of a tensor. Raises as `answer` does.
+
+        A tensor whose piece cannot be read or has another hash is reported, and not given again.
+        """
         if request.tensor == LIST:
             data = tensors.to_bytes()
             _require_piece(request, len(data))
             begin = request.piece * STATE_CHUNK_BYTES
-            return _piece(data[begin : begin + STATE_CHUNK_BYTES])
+            return _piece_reply(data[begin : begin + STATE_CHUNK_BYTES])
         listed = self._base.listed(request.tensor)
         if listed is None:
             raise ProtocolError("bad-message", f"The list has {len(tensors.tensors)} tensors; ask for one of them.")
@@ -106,15 +119,15 @@ class BaseGiver:
             self._base.drop(request.tensor)
             self._report(events.BaseTensorDamaged(str(place.path), listed.name))
             raise Refused("this peer does not have this tensor any more; ask another")
-        return _piece(data_read)
+        return _piece_reply(data_read)
 
 
 def _require_piece(request: GetPiece, nbytes: int) -> None:
-    """Raises ProtocolError unless so many bytes have the piece."""
+    """Raises ProtocolError if the requested piece lies beyond the end of `nbytes` bytes."""
     if request.piece >= (count := count_pieces(nbytes)):
         raise ProtocolError("bad-message", f"There are {count} pieces; ask for one of them.")
 
 
-def _piece(data: bytes) -> Reply:
-    """Returns the answer to GetPiece."""
+def _piece_reply(data: bytes) -> Reply:
+    """Returns the answer to GetPiece that carries `data`."""
     return Reply(TensorPiece(), [WireTensor("uint8", (len(data),), memoryview(data))])

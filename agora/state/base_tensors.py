@@ -18,13 +18,13 @@ from agora_protocol.tensor_list import ListedTensor, TensorList
 from agora.state.stored_tensors import BaseModelError, TensorBytes, list_tensors, read_tensor_places
 from agora.state.tensor_store import TensorStore
 
-MALFORMED: Final = "the run's founder has to write a new manifest of the model"
+MALFORMED: Final = "whoever wrote the manifest has to write a new one for this model"
 
 
 class BaseTensors:
-    """What this machine has of the base model whose tensor list has the SHA-256 `list_hash`.
+    """Keeps account of the tensors that this machine has of the base model whose tensor list has SHA-256 `list_hash`.
 
-    owner_folder: the folder that the machine's owner named; None: none. file_names: of the weights files, as in the
+    owner_folder: the folder that the machine's owner named, or None. file_names: names of the weights files, from the
     manifest. tensor_list: None until it is known here.
     """
 
@@ -41,7 +41,7 @@ class BaseTensors:
         self._held: dict[int, TensorBytes] = {}
 
     def owned(self) -> dict[str, TensorBytes]:
-        """Returns the listable tensors in the owner's folder, by their headers; reads these once. Blocks.
+        """Returns by name where each listable tensor in the owner's folder lies. Reads the headers once. Blocks.
 
         Raises BaseModelError for a file that is no safetensors file.
         """
@@ -51,16 +51,16 @@ class BaseTensors:
         return self._owned
 
     def _owner_files(self) -> list[Path]:
-        """Returns the weights files that are in the owner's folder."""
+        """Returns the paths of those weights files of the manifest that exist in the owner's folder."""
         if self.owner_folder is None:
             return []
         return [path for name in self.file_names if (path := self.owner_folder / name).is_file()]
 
     def open_list(self) -> TensorList | None:
-        """Returns the tensor list: as kept on the disk, else made by hashing the owner's files, if all are there.
+        """Returns the tensor list from the disk, or made by hashing the owner's files if all are there, or None.
 
-        None without either. Keeps what it makes on the disk, if it has room, and finds out what is held. Blocks, for as
-        long as reading the whole model takes. Raises BaseModelError if the files are not those of the manifest.
+        A list that it makes is written to the disk, if there is room. Any list is adopted (see adopt_list). Blocks for
+        as long as reading the whole model takes. Raises BaseModelError if the files are not those of the manifest.
         """
         try:
             tensors = self.tensor_list or self.store.read_list()
@@ -80,7 +80,10 @@ class BaseTensors:
         return tensors
 
     def adopt_list(self, tensors: TensorList) -> None:
-        """Takes a list whose digest is `list_hash`, and finds out which of its tensors are held. Blocks."""
+        """Sets `tensor_list` and finds out which of its tensors are held; does nothing if it is already set. Blocks.
+
+        The caller has checked that the list's digest is `list_hash`.
+        """
         with self._adopting:
             if self.tensor_list is not None:
                 return
@@ -94,7 +97,7 @@ class BaseTensors:
             self._held, self.tensor_list = held, tensors
 
     def add(self, number: int, place: TensorBytes) -> None:
-        """Records that the tensor of this number is here whole."""
+        """Records that the tensor of this number is complete on this machine, at `place`."""
         self._held[number] = place
 
     def drop(self, number: int) -> None:
@@ -107,11 +110,11 @@ class BaseTensors:
         return frozenset(self._held)
 
     def place_of(self, number: int) -> TensorBytes | None:
-        """Returns where a tensor lies that can be given, else None."""
+        """Returns where the tensor of this number lies on this machine, or None if it is not held."""
         return self._held.get(number)
 
     def listed(self, number: int) -> ListedTensor | None:
-        """Returns the tensor of this number; None beyond the list, or while it is not known."""
+        """Returns the list's entry of this number; None if it lies outside the list, or while no list is known."""
         tensors = self.tensor_list.tensors if self.tensor_list is not None else ()
         return tensors[number] if 0 <= number < len(tensors) else None
 

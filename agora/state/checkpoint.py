@@ -75,10 +75,10 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
-    """Writes `state` as a checkpoint below `folder`.
+    """Writes `state` as a checkpoint below `folder`, and removes the stage's oldest ones.
 
-    Of the stage's checkpoints up to this step, the `keep` newest stay, this one included; the others are removed.
-    Raises DiskError when it cannot write; the earlier checkpoints are then all there, and nothing of this one.
+    Of the stage's checkpoints up to this step, the `keep` newest stay, this one included; those of later steps stay,
+    too. Raises DiskError when it cannot write; all earlier checkpoints are then still there, and nothing of this one.
     """
     place = stage_folder(folder, state.stage)
     try:
@@ -93,7 +93,7 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
     for old in [p for step, p in _list_checkpoints(place) if step <= state.step and p != path][max(keep, 1) - 1 :]:
         removed = fresh_path(old)
         with contextlib.suppress(OSError):  # the next write tries again
-            os.rename(old, removed)  # first, so that nobody ever finds half of it
+            os.rename(old, removed)  # rename before removing, so that nobody ever finds half of a checkpoint
             shutil.rmtree(removed, ignore_errors=True)
     return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total, state.agreed, state.lineage)
 
@@ -111,7 +111,10 @@ def newest_checkpoint(
 
 
 def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
-    """Checks every byte of the checkpoint in `path`, and returns it. Raises CheckpointError if any is wrong."""
+    """Checks every byte of the checkpoint in `path`, and returns its description.
+
+    Raises CheckpointError if it is damaged, unreadable, or of another run or stage.
+    """
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
         raise CheckpointError(f"{path} is of stage {index.stage} of run {index.run}, not of stage {stage} of {run}.")
@@ -156,7 +159,7 @@ def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
-    """Returns the path below `folder` where the checkpoints of a stage are."""
+    """Returns the path of the folder below `folder` for the checkpoints of a stage. Creates nothing."""
     return folder / f"stage-{stage}"
 
 
@@ -164,7 +167,10 @@ def stage_folder(folder: Path, stage: int) -> Path:
 
 
 def _write_files(place: Path, run: str, state: StageState) -> Path:
-    """Writes a checkpoint in a new folder, renames that, and returns the path; an intact one of that name stays."""
+    """Writes a checkpoint to a temporary folder, renames that to its final name, and returns the path.
+
+    An intact checkpoint of that name has the same content: it stays, and the new copy is removed.
+    """
     fresh = fresh_path(place / f"step-{state.step}")
     os.mkdir(fresh, 0o700)
     metadata = {"run": run, "stage": str(state.stage), "step": str(state.step)}
@@ -199,7 +205,7 @@ def _write_files(place: Path, run: str, state: StageState) -> Path:
 
 
 def _remove_leftovers(place: Path) -> None:
-    """Removes the temporary folders that a writer has left which was killed or ran out of space. Raises nothing."""
+    """Removes temporary folders left by a writer that was killed or ran out of space. Raises nothing."""
     with contextlib.suppress(OSError):
         for leftover in place.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -218,7 +224,10 @@ def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
-    """Reads checkpoint.json in the folder `path`. Raises CheckpointError unless the folder's name fits its content."""
+    """Reads checkpoint.json in the folder `path`.
+
+    Raises CheckpointError if it is unreadable or malformed, or if the step or hash in the folder's name does not match.
+    """
     file, match = path / INDEX, _NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path} is not named as a checkpoint is.")
@@ -239,7 +248,7 @@ def _read_index(path: Path) -> _CheckpointIndex:
 
 
 def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Returns the tensors of a safetensors file by name. Raises CheckpointError when it cannot be read as one."""
+    """Returns all tensors of a safetensors file by name. Raises CheckpointError if it is not a readable one."""
     try:
         with safe_open(file, framework="numpy") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping

@@ -31,8 +31,8 @@ class ChunkSchedule:
         self.arrived_chunks: set[int] = set()
         self.refetched = 0  # chunks that had to be asked for again because every call for them failed
         self.duplicated = 0  # calls for a chunk for which another source had an open call
-        self._missing = list(range(count))  # a heap: neither here nor asked for
-        self._open: dict[int, dict[PeerId, float]] = {}  # chunk -> who is asked for it, and since when
+        self._missing = list(range(count))  # a heap of the chunks that have not arrived and have no open call
+        self._open: dict[int, dict[PeerId, float]] = {}  # chunk -> peer that is asked for it -> when its call began
         self._durations: deque[float] = deque(maxlen=REMEMBERED_CHUNKS)
 
     @property
@@ -41,10 +41,10 @@ class ChunkSchedule:
         return len(self.arrived_chunks) == self.count
 
     def take(self, peer: PeerId, now: float, has: Callable[[int], bool] = lambda chunk: True) -> int | None:
-        """Returns the chunk to ask `peer` for and records that the call begins `now`; None when there is none.
+        """Chooses the chunk to ask `peer` for, records that the call begins `now`, and returns the chunk or None.
 
-        has: whether the peer has a chunk. It is the lowest missing chunk of those; without one, the chunk whose latest
-        call to another peer began first, if that call has lasted longer than
+        has(chunk): whether the peer has it. The lowest missing chunk that it has is chosen. Without one, it is the
+        chunk that has waited longest since its latest call began, if that call, to another peer, has lasted longer than
         max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
         """
         if (chunk := self._take_missing(has)) is None:
@@ -73,8 +73,11 @@ class ChunkSchedule:
         self.arrived_chunks.add(chunk)
         return list(asked)
 
-    def record_end(self, chunk: int, peer: PeerId) -> None:
-        """Records that a call to `peer` ended. The chunk is missing again if it has not arrived and no call is open."""
+    def record_call_end(self, chunk: int, peer: PeerId) -> None:
+        """Records that the call to `peer` for `chunk` ended, however it ended.
+
+        The chunk is missing again if it has not arrived and no other call for it is open.
+        """
         asked = self._open.get(chunk, {})
         asked.pop(peer, None)
         if not asked and self._open.pop(chunk, None) is not None and chunk not in self.arrived_chunks:

@@ -29,7 +29,7 @@ from agora.threads import run_in_thread
 
 COLLECT_S: Final = 3500.0
 RETRY_MS: Final = 1000
-SPARE_BYTES: Final = 64 * 2**20  # stay free on the disk
+SPARE_BYTES: Final = 64 * 2**20  # that must stay free on the disk
 
 
 class StageCollector:
@@ -48,7 +48,10 @@ class StageCollector:
         caller: Caller,
         report_offence: ReportOffence,
     ) -> None:
-        """layouts: returns the layout of each stage of the run, in order; called in a thread."""
+        """layouts: returns the layout of each stage of the run, in stage order; it is called in a thread.
+
+        serving: returns the peers that serve a stage, with their claimed steps.
+        """
         self._run = run
         self._folder = folder
         self._layouts = layouts
@@ -62,9 +65,9 @@ class StageCollector:
     async def collect(self, *, average: bool = False) -> list[StageFile]:
         """Writes a weight file for every stage, in place of the last collection, and returns the files in stage order.
 
-        average: writes the moving averages of the weights, if the run keeps them. Leaves no half collection. Raises
-        Busy while another collection runs, Unavailable for a stage that nobody can give, DiskError, and LocalError
-        when the daemon leaves.
+        average: writes the moving averages of the weights instead, if the run keeps them. A failure leaves no half
+        collection; the last one may be removed by then. Raises Busy while another collection runs, Unavailable for a
+        stage that no peer can give, DiskError, and LocalError when the daemon leaves.
         """
         if self._closed:
             raise LocalError("this daemon is leaving; ask another one of the run")
@@ -89,7 +92,7 @@ class StageCollector:
     async def _collect(self, average: bool) -> list[StageFile]:
         """Writes the files of all stages into a new folder, renames it to `folder`, and returns them in stage order.
 
-        average: see `collect`. Raises Unavailable at once when nobody has some stage, or later when nobody gives it,
+        average: see `collect`. Raises Unavailable at once when no peer has some stage, or later when no peer gives it,
         and DiskError when there is too little room or a file cannot be written.
         """
         deadline = loop_time() + COLLECT_S
@@ -101,7 +104,7 @@ class StageCollector:
         need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + SPARE_BYTES
 
         def prepare() -> None:
-            """Removes the last collection and what killed processes left; creates `fresh`."""
+            """Removes the last collection and the temporary folders of killed processes; creates `fresh`."""
             for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
                 shutil.rmtree(old, ignore_errors=True)
             make_folder(fresh, need_bytes)
@@ -119,8 +122,9 @@ class StageCollector:
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
         """Writes one stage's weights as a safetensors file in `folder`; returns that file, with the weights' step.
 
-        The state is copied if the stage is held here, else fetched until the loop time `deadline`; then Unavailable is
-        raised. average: writes the moving average in place of the weights, if the run keeps one.
+        The state is copied if the stage is held here, and fetched otherwise: Unavailable is raised if that fails or
+        lasts beyond the loop time `deadline`. average: writes the weights' moving average instead, if the run keeps
+        one.
         """
         if stage in self._stages.span:
             state = await self._stages.export_state(stage)
@@ -133,9 +137,9 @@ class StageCollector:
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:
-        """Fetches a stage's state from the peers that serve it, and from those that serve it later if all fail.
+        """Fetches a stage's state from the peers that serve it now; if all fail, from peers that have come since.
 
-        Raises Unavailable, with the peers' reasons, when no other is left or the loop time `deadline` has come.
+        Raises Unavailable, with the peers' reasons, when no other peer is left or the loop time `deadline` has come.
         """
         fetch = StateFetch(self._caller, stage, layout, self._report_offence)
         asked: set[PeerId] = set()
@@ -150,6 +154,6 @@ class StageCollector:
 
 
 def _unavailable(stage: int, reasons: Sequence[str]) -> Unavailable:
-    """Returns the error to raise when nobody could give the stage: the reasons, and what to do."""
+    """Returns the error to raise when no peer could give the stage: the reasons, and what to do."""
     advice = f"start a peer with `agora-node join RUN --stages {stage}`, or export from a checkpoint of it"
     return Unavailable(stage, [*(reasons or ["no peer of the swarm serves it"]), advice])

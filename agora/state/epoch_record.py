@@ -1,4 +1,4 @@
-"""Keeps on disk what was done of the epochs when each checkpoint was taken, so that a resumed run goes on from there.
+"""Keeps on disk which samples had been trained on at each checkpoint, so that a resumed run goes on from there.
 
 Knows: steps, states of epochs as integers, one JSON file. Must not know: what the integers mean, rows, checkpoints'
 files.
@@ -16,10 +16,11 @@ from agora.observe.events import DiskTrouble, Report
 from agora.state.files import sync_folder
 
 REMEMBERED: Final = 256
-"""Steps whose states are in memory: a checkpoint of one of them may still be in writing."""
+"""How many steps' states are kept in memory: the checkpoint of such a step may still be being written."""
 KEPT: Final = 4
-"""States in the file, of the newest checkpoints."""
+"""How many states the file has: those of the newest checkpoints."""
 MAX_BYTES: Final = 1 << 24
+"""How many bytes of the file are read; a longer file counts as damaged."""
 
 
 class EpochRecord:
@@ -36,7 +37,7 @@ class EpochRecord:
         self._awaited: set[int] = set()
 
     def remember(self, step: int, state: tuple[int, ...]) -> None:
-        """Remembers the state at a step, until REMEMBERED later ones are; writes it if `write` was called for it."""
+        """Keeps a step's state in memory until REMEMBERED later ones came; writes it if `write(step)` came before."""
         self._remembered[step] = state
         while len(self._remembered) > REMEMBERED:
             self._remembered.popitem(last=False)
@@ -45,15 +46,17 @@ class EpochRecord:
             self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes the state at `step`, of which a checkpoint was written, beside those of earlier ones.
+        """Writes the state at `step` to the file, with those of up to KEPT - 1 earlier steps.
 
-        If it is not remembered yet, it is written once it is.
+        Called when a checkpoint of `step` was written. If the state of `step` is not remembered yet, it is written as
+        soon as `remember` gets it. Blocks.
         """
         state = self._remembered.get(step)
         if state is None:
             self._awaited = {step}
             return
-        earlier = {kept: state for kept, state in self._kept.items() if kept < step}  # later ones are of a lost history
+        # States of later steps come from training that was undone by going back to an older checkpoint.
+        earlier = {kept: state for kept, state in self._kept.items() if kept < step}
         self._kept = dict(sorted({**earlier, step: state}.items())[-KEPT:])
         content = json.dumps({"epochs": [[step, list(state)] for step, state in self._kept.items()]})
         temporary = self._path.with_suffix(".new")
@@ -68,13 +71,13 @@ class EpochRecord:
             self._report(DiskTrouble(str(self._path), error.strerror or str(error)))
 
     def newest(self, step: int) -> tuple[int, ...] | None:
-        """Returns the state of the newest checkpoint that is not after `step`; None if there is none."""
+        """Returns the state that was written for the newest checkpoint up to and including `step`, or None."""
         known = [kept for kept in self._kept if kept <= step]
         return self._kept[max(known)] if known else None
 
 
 def _read(path: Path) -> dict[int, tuple[int, ...]]:
-    """Returns the states in the file by step; {} when it is missing or is not what `write` has written."""
+    """Returns the states in the file, by step; {} when it is missing or malformed."""
     try:
         with path.open("rb") as file:
             content: Any = json.loads(file.read(MAX_BYTES))

@@ -1,6 +1,6 @@
-"""Writes files and folders so that a power cut leaves a whole one or none, and an export never over others' files.
+"""Writes files and folders so that a power cut leaves a whole one or none, and no export replaces foreign files.
 
-Knows: bytes, folders, and export.json, by which a folder is known as an export. Must not know: what the bytes mean. A
+Knows: bytes, folders, and export.json, which marks a folder as an export. Must not know: what the bytes mean. A
 safetensors file is written straight from the arrays, without a second copy in memory, and hashed on the way, so that
 later damage by the disk is noticed.
 """
@@ -38,7 +38,10 @@ class FileDigest:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> FileDigest:
-    """Creates `path` from `pieces`, waits for the disk, returns size and hash. Raises OSError, also if it exists."""
+    """Creates the file `path` from `pieces`, flushes it to disk (fsync), and returns its size and hash.
+
+    mode: its permissions, whatever the umask is. Raises OSError; FileExistsError if `path` exists.
+    """
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -56,14 +59,20 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o6
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> FileDigest:
-    """Creates the safetensors file `path` of float32 tensors as write_file does: waits for the disk, raises OSError."""
+    """Creates the safetensors file `path` with float32 tensors, by name, and flushes it to disk; returns size and hash.
+
+    Raises OSError; FileExistsError if `path` exists (see replace_tensors).
+    """
     header = safetensors_header({name: ("F32", t.shape, t.nbytes) for name, t in tensors.items()}, metadata)
     contents = (np.ascontiguousarray(tensor, "<f4").reshape(-1).data.cast("B") for tensor in tensors.values())
     return write_file(path, itertools.chain[bytes | memoryview]([header], contents))
 
 
 def replace_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> None:
-    """Replaces the safetensors file `path`; readers never find half of it. Raises DiskError; it is then unchanged."""
+    """Writes the safetensors file `path`, in place of an earlier one; readers see the old or the new file as a whole.
+
+    Creates the folder if needed. Raises DiskError; an earlier file is then unchanged.
+    """
     temporary = path.with_suffix(f".{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -78,7 +87,7 @@ def replace_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], meta
 
 
 def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a safetensors file, which its tensors' bytes follow in the same order, without gaps.
+    """Returns the header of a safetensors file, its length included; the tensors' bytes follow in the same order.
 
     tensors: for each name its dtype as the format spells it, its shape and its size in bytes.
     """
@@ -93,7 +102,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], me
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the disk knows which files were created, renamed or removed in `folder` (fsync). Raises OSError."""
+    """Flushes the directory entries of `folder` to disk (fsync), so that new and renamed files last. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -136,8 +145,8 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
 def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
     """Creates and yields a folder beside `place`; the end of the `with` renames it to `place`, an exception removes it.
 
-    A folder at `place` is replaced and removed. An OSError in the block becomes a DiskError; a disk with less than
-    `need_bytes` free raises one at once.
+    A folder at `place` is replaced and removed. An OSError in the block becomes a DiskError. Raises DiskError at once
+    if the disk has less than `need_bytes` free.
     """
     fresh = fresh_path(place)
     try:
@@ -158,7 +167,7 @@ def fresh_path(place: Path) -> Path:
 
 
 def make_folder(folder: Path, need_bytes: int) -> None:
-    """Creates `folder` with its parents. Raises OSError; DiskError if the disk has less than `need_bytes` free."""
+    """Creates `folder` and its parents. Raises OSError if it exists; DiskError if fewer than `need_bytes` are free."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < need_bytes:
@@ -170,7 +179,10 @@ def make_folder(folder: Path, need_bytes: int) -> None:
 
 
 def put_in_place(fresh: Path, place: Path) -> None:
-    """Renames `fresh` to `place`. A folder there is moved aside, then removed, or put back if renaming fails."""
+    """Flushes `fresh` to disk and renames it to `place`; a folder at `place` is removed, or put back on failure.
+
+    Raises OSError.
+    """
     sync_folder(fresh)
     replaced = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
     if place.exists():
@@ -186,6 +198,9 @@ def put_in_place(fresh: Path, place: Path) -> None:
 
 
 def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
-    """Writes export.json into `folder`: the keys of `about`, and each file's size and SHA-256. Raises OSError."""
+    """Creates export.json in `folder`: the entries of `about`, and "files" with each file's size and SHA-256.
+
+    Raises OSError.
+    """
     hashes = {name: asdict(file) for name, file in sorted(files.items())}
     write_file(folder / LIST, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)

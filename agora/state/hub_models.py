@@ -1,4 +1,4 @@
-"""Finds a base model by its id on the Hugging Face Hub: in this machine's cache, or there; and fetches what lacks.
+"""Finds a base model by its id on the Hugging Face Hub, in this machine's cache or there, and fetches missing files.
 
 Only config, tokenizer and safetensors files are fetched: never pickled weights, never code. The cache is that of every
 program that uses the package huggingface_hub, which comes with transformers and is imported when an id is looked up.
@@ -28,9 +28,9 @@ DESCRIPTIONS: Final = (
     "chat_template.jinja",
     INDEX,
 )
-"""The files that are fetched beside the weights, where the model has them."""
+"""The files that are fetched besides the weights, if the model has them."""
 MAX_INDEX_BYTES: Final = 64 * 2**20
-MAX_REASON: Final = 200  # characters
+MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
 _WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 
@@ -49,16 +49,14 @@ class HubId:
 
 @dataclass(frozen=True, slots=True)
 class HubFolder:
-    """The folder in this machine's cache that has a model's files. name: the model, its revision being a commit."""
+    """The folder in this machine's cache that has a model's files. name: the model's id, with a commit as revision."""
 
     folder: Path
     name: HubId
 
 
 def hub_id_of(named: Path) -> HubId | None:
-    """Returns the id that `named` is, of the form ORG/NAME or ORG/NAME@REVISION; None for a folder that exists, and for
-    any other path.
-    """
+    """Returns the id if `named` looks like ORG/NAME or ORG/NAME@REVISION and is no existing folder; None otherwise."""
     match = _ID.fullmatch(str(named))
     if match is None or named.is_dir():
         return None
@@ -66,7 +64,7 @@ def hub_id_of(named: Path) -> HubId | None:
 
 
 def find_or_fetch(wanted: HubId) -> HubFolder:
-    """Returns where the model lies in the cache; asks the Hub only if it is not there as a whole. Blocks.
+    """Returns the model's folder in the cache; fetches missing files from the Hub first, if there are any. Blocks.
 
     Raises BaseModelError as fetch_model does.
     """
@@ -74,35 +72,35 @@ def find_or_fetch(wanted: HubId) -> HubFolder:
 
 
 def find_cached(wanted: HubId) -> HubFolder | None:
-    """Returns where the model lies in the cache, without asking the Hub; None if a file of it is not there.
+    """Returns the model's folder in the cache, without asking the Hub; None if the config or a weights file is missing.
 
     Raises BaseModelError without the package huggingface_hub, and for an index that is malformed.
     """
     hub = _import_hub("huggingface_hub")
     try:
         config = hub.try_to_load_from_cache(wanted.repo, DESCRIPTIONS[0], revision=wanted.revision)
-    except ValueError:  # no name that the Hub would give
+    except ValueError:  # not a valid name on the Hub
         return None
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    if not all((folder / name).is_file() for name in _weights_in(folder)):
+    if not all((folder / name).is_file() for name in _weight_files(folder)):
         return None
     return HubFolder(folder, replace(wanted, revision=folder.name))
 
 
 def fetch_model(wanted: HubId) -> HubFolder:
-    """Fetches what lacks of the model into the cache, of the commit that its revision is now. Blocks.
+    """Fetches the model's missing files into the cache, at the commit that its revision names now. Blocks.
 
-    Where the Hub cannot be reached, a whole copy in the cache is taken. Raises BaseModelError when there is no such
-    model or revision, when it may not be had, when it has no safetensors files, and when the network or disk fails.
+    If the Hub cannot be reached, a complete copy in the cache is used. Raises BaseModelError when there is no such
+    model or revision, when access is denied, when it has no safetensors files, and when the network or disk fails.
     """
     _import_hub("huggingface_hub")
     folder = _download(wanted, list(DESCRIPTIONS))
     found = HubFolder(folder, replace(wanted, revision=folder.name))
     if not (folder / DESCRIPTIONS[0]).is_file():
         raise BaseModelError(f"{wanted} on the Hub has no {DESCRIPTIONS[0]}; choose a model of transformers.")
-    weights = _weights_in(folder)
+    weights = _weight_files(folder)
     _download(found.name, weights)
     missing = [name for name in weights if not (folder / name).is_file()]
     if missing:
@@ -113,10 +111,11 @@ def fetch_model(wanted: HubId) -> HubFolder:
     return found
 
 
-def _weights_in(folder: Path) -> list[str]:
-    """Returns the names of the weights files of a folder: those that its index lists, else the only one.
+def _weight_files(folder: Path) -> list[str]:
+    """Returns the names of a model's weights files; not all of them need exist in `folder`.
 
-    Raises BaseModelError for an index that is too long or malformed, or lists other names than such files have.
+    It is model.safetensors if that exists or there is no index; otherwise those that the index lists, sorted. Raises
+    BaseModelError for an index that is too long or malformed, or lists names that are not those of safetensors files.
     """
     index = folder / INDEX
     if (folder / ONE_FILE).is_file() or not index.is_file():
@@ -133,9 +132,9 @@ def _weights_in(folder: Path) -> list[str]:
 
 
 def _download(wanted: HubId, names: list[str]) -> Path:
-    """Fetches those of the files `names` that the model has and the cache lacks. Returns the cache's folder.
+    """Fetches those of the files `names` that the Hub has and the cache lacks. Returns the model's folder in the cache.
 
-    Raises BaseModelError, one sentence for each reason.
+    Raises BaseModelError, whose sentence says what went wrong and what to do.
     """
     hub, errors = _import_hub("huggingface_hub"), _import_hub("huggingface_hub.errors")
     if not sys.stderr.isatty():
@@ -168,7 +167,7 @@ def _download(wanted: HubId, names: list[str]) -> Path:
 
 
 def _import_hub(module: str) -> Any:
-    """Returns a module of the package huggingface_hub. Raises BaseModelError if it is not installed."""
+    """Imports and returns a module of the package huggingface_hub. Raises BaseModelError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

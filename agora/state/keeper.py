@@ -1,6 +1,6 @@
 """Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers.
 
-Knows: the rest of this package, and by protocols the stages and their holders: the daemon passes in train.Compute and
+Knows: the rest of this package, and as interfaces the stages and their holders: the daemon passes in train.Compute and
 swarm.View. Must not know: how training goes on, who carries calls, or what a checkpoint's files look like.
 """
 
@@ -28,13 +28,13 @@ from agora.state.transfer import StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
-FETCH_S: Final = 1800.0  # for one state
-PATIENCE_S: Final = 300.0  # for which a joining peer without a checkpoint waits for new sources when all have failed
-RETRY_S: Final = 2.0  # between two looks for new sources
+FETCH_S: Final = 1800.0  # seconds that fetching one state may take
+PATIENCE_S: Final = 300.0  # seconds that a joining peer without a checkpoint looks for new sources when all have failed
+RETRY_S: Final = 2.0  # seconds between two looks for new sources
 
 
 class KeptStages(Protocol):
-    """The stages of this peer's span, whose state can be read and replaced while they train."""
+    """Interface of the stages of this peer's span, whose state can be read and replaced while they train."""
 
     @property
     def span(self) -> Span: ...
@@ -42,7 +42,8 @@ class KeptStages(Protocol):
     async def load_state(self, state: StageState) -> None:
         """Replaces the weights, moments and step of `state`'s stage, and drops its gradient sum.
 
-        Running microbatches go on: their gradients count for the new step. After a ProtocolError nothing has changed.
+        Running microbatches go on: their gradients count for the new step. Raises ProtocolError for a state that cannot
+        be loaded; nothing has changed then.
         """
 
     async def export_state(self, stage: int) -> StageState:
@@ -50,13 +51,14 @@ class KeptStages(Protocol):
 
 
 ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
-"""Returns, for a stage, the optimizer steps that each of its peers claims to have taken there."""
+"""Takes a stage; returns, by peer, the number of optimizer steps that each peer holding it claims to have taken."""
 
 
 class StageHolders(NamedTuple):
-    """Says which peers hold a stage and at which step they claim to be. me: this peer, which all may include.
+    """Two functions that say which peers hold a stage and at which step they claim to be; both may include this peer.
 
-    serving: the peers that serve the stage. claimants: also those that are joining and may give a checkpoint.
+    me: this peer. serving: the peers that serve the stage. claimants: also those that are joining and may give a
+    checkpoint.
     """
 
     me: PeerId
@@ -67,8 +69,8 @@ class StageHolders(NamedTuple):
 class StateKeeper:
     """Fills the stages of one span with their state, writes their checkpoints, and gives copies to joining peers.
 
-    The owner calls `find_checkpoints`, then `fill_stages`, then `run` until it cancels it. `answer` serves peers all
-    the while: before a stage is filled, it gives the checkpoint that was found.
+    The owner calls `find_checkpoints`, then `fill_stages`, then `run` in a task that it cancels at the end. `answer`
+    may be called all the time: before a stage is filled, it gives the checkpoint that was found.
     """
 
     def __init__(
@@ -82,7 +84,10 @@ class StateKeeper:
         report_offence: ReportOffence,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
-        """on_written: is called with stage and step when a checkpoint was written."""
+        """folder: the one below which checkpoints lie.
+
+        on_written(stage, step): called after each written checkpoint.
+        """
         self._on_written = on_written
         self._run_id = manifest.run_id
         self._manifest = manifest
@@ -103,10 +108,10 @@ class StateKeeper:
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Finds each stage's newest intact checkpoint on this disk; returns their steps, 0 for a stage without one."""
+        """Finds each stage's newest intact checkpoint on this disk; returns their steps in stage order, 0 for none."""
 
         def find_newest(stage: int) -> Checkpoint | None:
-            """Returns the newest intact checkpoint of the stage, and reports the damaged ones that it skips."""
+            """Returns the newest intact checkpoint of the stage or None, and reports the damaged ones that it skips."""
             return newest_checkpoint(
                 self._folder, self._run_id, stage, lambda error: self._report(events.CheckpointDamaged(str(error)))
             )
@@ -117,7 +122,7 @@ class StateKeeper:
         return tuple(checkpoint.step if checkpoint is not None else 0 for checkpoint in newest)
 
     async def fill_stages(self) -> str:
-        """Fills each stage as `choose_start` decides, and returns a sentence that says from where.
+        """Loads or fetches the state of each stage as rules.choose_start decides; returns in words where each is from.
 
         Raises Unavailable when a stage without an own checkpoint must be fetched and no peer gives it.
         """
@@ -126,7 +131,10 @@ class StateKeeper:
         return "; ".join(sources)
 
     async def _fill_stage(self, stage: int) -> str:
-        """Fills one stage as `choose_start` decides; loads the own checkpoint if fetching fails. Returns the reason."""
+        """Fills one stage as rules.choose_start decides; loads the own checkpoint if fetching fails.
+
+        Returns where its state is from, in words. Raises Unavailable as `fill_stages` does.
+        """
         own = self._found_checkpoints.get(stage)
         decision = rules.choose_start(own.step if own else None, self._offers(stage), rules.LAG_LIMIT)
         if decision.action == "fetch":
@@ -146,7 +154,10 @@ class StateKeeper:
         return decision.reason
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
-        """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
+        """Returns the claimed steps, by peer, of the other peers that serve the stage or join with a checkpoint of it.
+
+        Peers whose claimed step is implausibly high are left out.
+        """
         bound = self._highest_plausible_step(stage)
         claimed = self._holders.claimants(stage)
         return {peer: step for peer, step in claimed.items() if peer != self._holders.me and step <= bound}
@@ -162,10 +173,10 @@ class StateKeeper:
     # --- fetching
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
-        """Fetches a stage's state from replicas of one lineage, and loads it. Returns a sentence about the transfer.
+        """Fetches a stage's state from replicas of one lineage, and loads it. Returns a phrase about the transfer.
 
-        at_least: the lowest step to accept; raised when most peers offer much later ones, see lowest_step_to_fetch.
-        Raises Unavailable when all sources have failed for `patience_s`.
+        at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
+        lowest_step_to_fetch. Raises Unavailable when all sources fail, `patience_s` or more after the beginning.
         """
         started_at = loop_time()
         fetch = StateFetch(
@@ -187,7 +198,7 @@ class StateKeeper:
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
     ) -> StageState:
-        """Runs `fetch`. When all sources fail, waits RETRY_S and runs it with the peers that offer the state then.
+        """Runs `fetch` and returns the state. When all sources fail, waits RETRY_S and tries the peers known by then.
 
         Raises Unavailable when a run fails later than `patience_s` after the first began.
         """
@@ -205,7 +216,7 @@ class StateKeeper:
     # --- giving copies to other peers
 
     async def answer(self, request: GetState | GetChunk) -> Reply:
-        """Returns the answer to a joining peer's request.
+        """Returns the answer to a peer that fetches this peer's state: a snapshot's index, or one chunk.
 
         Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
         chunk of a dropped snapshot, ProtocolError for a chunk that the snapshot does not have.
@@ -218,7 +229,7 @@ class StateKeeper:
         return await self._snapshots.get_state(request)
 
     async def _export(self, stage: int) -> StageState | None:
-        """Returns the state to give to others: a copy of the stage, or its checkpoint until it is filled; else None."""
+        """Returns the state to give to others: a copy of the stage, or before it is filled its checkpoint, or None."""
         if stage in self._filled_stages:
             return await self._stages.export_state(stage)
         own = self._found_checkpoints.get(stage)
@@ -237,7 +248,7 @@ class StateKeeper:
             self._wake.set()
 
     async def run(self) -> None:
-        """Writes the checkpoints that `on_stepped` finds due, and drops idle snapshots, until cancelled."""
+        """Writes the checkpoints that `on_stepped` finds due until cancelled; drops idle snapshots before each."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -251,7 +262,10 @@ class StateKeeper:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
-        """Writes a checkpoint of the stage as it is now, one write at a time; reports it, or the disk's error."""
+        """Writes a checkpoint of the stage as it is now, after any write that is running.
+
+        Reports CheckpointWritten and calls on_written, or reports a DiskError as DiskTrouble.
+        """
         keep, started_at = self._manifest.checkpoint.keep, loop_time()
         try:
             async with self._writing:

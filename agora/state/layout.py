@@ -1,4 +1,4 @@
-"""Lays out a stage's weights and moments in flat arrays, in named tensors, and in chunks of bytes.
+"""Says where each tensor of a stage lies in its flat arrays, and converts between these, named tensors, and chunks.
 
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 Flat = NDArray[np.float32]
 """float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has."""
 
-ALIGNMENT: Final = 16  # elements: tensors start on 64-byte borders, as matrix kernels like it; the gaps remain zero
+ALIGNMENT: Final = 16  # elements: tensors start at multiples of 64 bytes, which matrix kernels prefer; gaps are zero
 VALUE_BYTES: Final = 4
 HASH_BYTES: Final = 32
 AVERAGE: Final = "average"  # the name of the moment that holds the moving average of the weights
@@ -31,11 +31,11 @@ AVERAGE: Final = "average"  # the name of the moment that holds the moving avera
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Everything that a stage has learnt, in flat arrays: its weights, and the moments that `layout` names, by name.
+    """Everything that a stage has learnt, in flat arrays: its weights, and by name the moments that `layout` lists.
 
-    step: the stage's optimizer steps. updates: those that went into the moments. tokens_total: the supervised tokens
-    behind them, 0 when unknown. agreed: the last step whose mean over all replicas is in the state. lineage: a digest
-    of all that the replicas have agreed on up to then, 0 when unknown: see train.lineage.
+    step: the stage's optimizer steps. updates: how many of them went into the moments. tokens_total: the supervised
+    tokens behind the steps, 0 when unknown. agreed: the last step whose mean over all replicas is in the state.
+    lineage: a digest of all that the replicas have agreed on up to then, 0 when unknown: see train.lineage.
     """
 
     stage: int
@@ -55,16 +55,16 @@ class StageState:
 
     @property
     def arrays(self) -> dict[str, Flat]:
-        """The weights and the moments by name, in the order in which a chunk carries them."""
+        """The flat arrays by name, in the order in which a chunk carries them: "weights", then each moment's name."""
         return {"weights": self.weights, **{moment.name: self.moments[moment.name] for moment in self.layout.moments}}
 
 
 @dataclass(frozen=True, slots=True)
 class MomentSpec:
-    """Describes a flat array that the optimizer keeps beside the weights (not its values).
+    """Describes a flat array that the optimizer keeps besides the weights; it does not hold the values.
 
-    name: unique in the stage. ranges: the stage's elements that have a value in the array; they ascend, and the values
-    lie one range after another. is_square: a negative value is an error.
+    name: unique in the stage. ranges: which of the stage's elements have a value in the array; they ascend, and the
+    array has the values of one range after another. is_square: a negative value is an error.
     """
 
     name: str
@@ -87,9 +87,9 @@ class MomentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one named tensor in a stage's flat arrays: `offset` and its size are elements, not bytes.
+    """The place of one named tensor in a stage's flat arrays: `offset` and `elements` count elements, not bytes.
 
-    is_hidden_matrix: as the model's family says it, see agora.model.Stage.
+    is_hidden_matrix: whether the model family marks it as a hidden matrix, see agora.model.Stage.
     """
 
     name: str
@@ -105,9 +105,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places of a stage's named tensors inside `numel` elements, and the moments that its optimizer keeps of them.
+    """The places of a stage's named tensors in a flat array of `numel` elements, and the moments its optimizer keeps.
 
-    Elements that no slot covers are padding: zero.
+    Elements that no slot covers are padding, and are zero.
     """
 
     numel: int
@@ -126,11 +126,11 @@ class Layout:
 
     @property
     def _chunk_elements(self) -> int:
-        """How many of the stage's elements a chunk carries; the last one may carry fewer."""
+        """How many of the stage's elements a chunk carries; the last chunk may carry fewer."""
         return STATE_CHUNK_BYTES // (VALUE_BYTES * (1 + len(self.moments)))
 
     def chunk_places(self, chunk: int) -> list[slice]:
-        """Returns which range of the weights, and of each moment in order, chunk number `chunk` carries."""
+        """Returns the ranges that chunk number `chunk` carries: of the weights, then of each moment's array."""
         start = chunk * self._chunk_elements
         elements = slice(start, min(start + self._chunk_elements, self.numel))
         return [elements, *(moment.places(elements) for moment in self.moments)]
@@ -141,7 +141,10 @@ class Layout:
         return Layout(moment.numel, [replace(slot, offset=moment.places(slot.elements).start) for slot in slots])
 
     def ranges(self, chosen: Callable[[Slot], bool]) -> list[slice]:
-        """Returns the element ranges of the chosen tensors, each with the padding behind it; adjacent ones joined."""
+        """Returns the element ranges of the tensors for which `chosen(slot)` is true, each with the padding after it.
+
+        Adjacent ranges are joined.
+        """
         ranges: list[slice] = []
         for slot, next_slot in pairwise([*self.slots, Slot("", self.numel, ())]):
             if chosen(slot):
@@ -151,7 +154,7 @@ class Layout:
         return ranges
 
     def clear_padding(self, flat: Any) -> None:
-        """Sets the elements of `flat` [numel], an array or a tensor, that belong to no tensor to zero."""
+        """Sets the padding elements of `flat` [numel], a numpy array or a torch tensor, to zero in place."""
         for slot, next_slot in pairwise([*self.slots, Slot("", self.numel, ())]):
             flat[slot.elements.stop : next_slot.offset] = 0.0
 
@@ -160,7 +163,10 @@ class Layout:
         return {slot.name: flat[slot.elements].reshape(slot.shape) for slot in self.slots}
 
     def flat(self, tensors: Mapping[str, NDArray[np.float32]]) -> Flat:
-        """Returns the flat array of `tensors`, the inverse of `named`. Raises ValueError if one is missing or wrong."""
+        """Returns a new flat array [numel] with the values of `tensors`: the inverse of `named`.
+
+        Raises ValueError if a tensor is missing, unknown, or of a wrong shape or dtype.
+        """
         flat = np.zeros(self.numel, np.float32)
         views = self.named(flat)
         if unmatched := sorted(views.keys() ^ tensors.keys()):
@@ -178,7 +184,7 @@ def lay_out(shapes: Iterable[tuple[str, Sequence[int]]], hidden_matrices: Collec
     """Returns a layout that places tensors of these names and shapes one after another: matrices first, then vectors.
 
     Each begins at a multiple of ALIGNMENT elements; numel is rounded up to a multiple of SLICE_BLOCK. hidden_matrices:
-    names of those tensors.
+    the names of the tensors to mark as such. The layout has no moments.
     """
     slots: list[Slot] = []
     end = 0
@@ -195,12 +201,12 @@ def pack_chunk(state: StageState, chunk: int) -> bytearray:
 
 
 def unpack_chunk(data: memoryview, layout: Layout, chunk: int) -> list[Flat]:
-    """Returns the weights, and the values of each moment in order, in the whole chunk `data`, as views of it."""
+    """Returns the parts of chunk number `chunk`, whose bytes are `data`: weights, then each moment, as views of it."""
     sizes = [place.stop - place.start for place in layout.chunk_places(chunk)]
     return np.split(np.frombuffer(data, "<f4"), np.cumsum(sizes)[:-1])
 
 
 def chunk_hashes(state: StageState) -> bytes:
-    """Returns the SHA-256 of each chunk of `state`, one after another. Blocks for about a second per gigabyte."""
+    """Returns the SHA-256 digests of all chunks of `state`, concatenated. Blocks for about a second per gigabyte."""
     chunks = range(state.layout.chunk_count)
     return b"".join(hashlib.sha256(pack_chunk(state, chunk)).digest() for chunk in chunks)

@@ -25,9 +25,9 @@ from agora.state.files import PUBLIC, FileDigest, safetensors_header, write_file
 
 Dtype = Literal["float32", "bf16"]
 ReportBytes = Callable[[int], None]
-"""Called with the number of bytes just done, counted as float32 in the result."""
+"""Called with the number of bytes just checked or written; every value counts as float32, whatever is written."""
 
-SOURCE_BYTES: Final = 4
+SOURCE_BYTES: Final = 4  # of a value in a stage's file
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "bf16": 2}
 FILE_DTYPES: Final[Mapping[Dtype, str]] = {"float32": "F32", "bf16": "BF16"}
 INDEX: Final = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ class ExportError(LocalError):
 class StageFile:
     """A safetensors file that should hold the weights of `stage` at `step`, float32, by their names in the run.
 
-    prefix: what stands before each name in the file, which may hold other tensors without it.
+    prefix: what stands before each of these names in the file; tensors without it are ignored.
     """
 
     stage: int
@@ -58,8 +58,8 @@ class StageFile:
 class ExportedTensor:
     """How one tensor of an exported model is made: from the tensor `source` in a stage's file, by `convert`.
 
-    name, shape: those of the result. source: the tensor's name in a stage's file; source_shape: its shape there.
-    source_shape and convert are None where nothing changes.
+    name, shape: those of the result. source: the tensor's name in the run; source_shape: its shape in a stage's file.
+    source_shape is None if it is `shape`, convert is None if the values stay as they are.
     """
 
     source: str
@@ -70,7 +70,7 @@ class ExportedTensor:
 
     @property
     def numel(self) -> int:
-        """Returns how many elements the exported tensor has."""
+        """How many elements the exported tensor has."""
         return math.prod(self.shape)
 
 
@@ -89,7 +89,7 @@ class TensorBlocks:
 
     @property
     def numel(self) -> int:
-        """Returns how many elements the tensor has."""
+        """How many elements the tensor has."""
         return math.prod(self.shape)
 
 
@@ -107,38 +107,38 @@ class OpenStageFile:
         return header.get_dtype(), tuple(header.get_shape())
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """Reads the tensor."""
+        """Reads the whole tensor from the file and returns it. name: its name in the run, without the prefix."""
         return self.reader.get_tensor(self.prefix + name)  # type: ignore[no-any-return]
 
     def place_of(self, name: str) -> str:
-        """Returns the file and the tensor's name in it, for error sentences."""
+        """Returns "FILE: NAME", where the tensor lies, for error sentences."""
         return f"{self.path}: {self.prefix}{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStages:
-    """The weights of all stages in their open files (`open_stages`). sources: for each exported tensor its file."""
+    """The weights of all stages in open files (see open_stages). sources: the open file of each exported tensor."""
 
     sources: Mapping[ExportedTensor, OpenStageFile]
 
     @property
     def numel(self) -> int:
-        """Returns how many elements the exported tensors have."""
+        """How many elements all exported tensors have together."""
         return sum(tensor.numel for tensor in self.sources)
 
     def read_weights(self) -> dict[str, NDArray[np.float32]]:
-        """Reads the tensors of all stages by their names in the run, as they were trained. `check` comes first."""
+        """Returns the tensors of all stages by their names in the run, as they were trained. Call `check` before."""
         return {tensor.source: file.tensor(tensor.source) for tensor, file in self.sources.items()}
 
     def read_tensor(self, source: str) -> NDArray[np.float32]:
-        """Reads one tensor by its name in the run, as it was trained. `check` comes first. Raises KeyError."""
+        """Returns one tensor by its name in the run, as it was trained. Call `check` before. Raises KeyError."""
         for tensor, file in self.sources.items():
             if tensor.source == source:
                 return file.tensor(source)
         raise KeyError(source)
 
     def check(self, report: ReportBytes = lambda nbytes: None) -> None:
-        """Reads every tensor. Raises ExportError for a wrong type or shape, and for NaN and infinity."""
+        """Reads and checks every tensor. Raises ExportError for a wrong dtype or shape, for NaN and for infinity."""
         for tensor, file in self.sources.items():
             dtype, shape = file.header(tensor.source)
             expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
@@ -150,7 +150,7 @@ class OpenStages:
             report(SOURCE_BYTES * tensor.numel)
 
     def converted(self) -> list[TensorBlocks]:
-        """Returns the exported tensors with their names, shapes and values as Hugging Face has them."""
+        """Returns the exported tensors, to be written with the names, shapes and values that Hugging Face expects."""
         return [
             TensorBlocks(t.name, t.shape, partial(_converted_blocks, t, file), file.place_of(t.source))
             for t, file in self.sources.items()
@@ -158,7 +158,7 @@ class OpenStages:
 
 
 def _converted_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[NDArray[np.float32]]:
-    """Yields the values of an exported tensor in one block."""
+    """Yields the values of an exported tensor, converted, as one block."""
     values = file.tensor(tensor.source)
     yield values if tensor.convert is None else tensor.convert(values)
 
@@ -167,10 +167,10 @@ def _converted_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[N
 def open_stages(
     run: str, files: Sequence[StageFile], tensors: Mapping[int, Sequence[ExportedTensor]]
 ) -> Iterator[OpenStages]:
-    """Opens the files of all stages, and yields the weights in them until the end of the `with`.
+    """Context manager: opens the files of all stages and yields their weights; closes the files at its end.
 
-    tensors: those exported from each stage. Raises ExportError for a file that cannot be read, is of another run, stage
-    or step, or has not exactly the tensors, of those with its prefix, that are exported from it.
+    run: the run's id. tensors: by stage, those to export from it. Raises ExportError for a file that cannot be read, is
+    of another run, stage or step, or whose tensors with the file's prefix are not exactly those to export.
     """
     sources: dict[ExportedTensor, OpenStageFile] = {}
     with contextlib.ExitStack() as stack:
@@ -193,7 +193,7 @@ def open_stages(
 
 
 def check_finite(tensors: Sequence[TensorBlocks], report: ReportBytes) -> None:
-    """Reads every block of `tensors`. Raises ExportError for NaN and infinity."""
+    """Reads every block of `tensors` and reports the bytes of each tensor. Raises ExportError for NaN and infinity."""
     for tensor in tensors:
         if not all(np.isfinite(block).all() for block in tensor.read_blocks()):
             raise ExportError(f"{tensor.origin} has values that are not finite.")
@@ -203,7 +203,10 @@ def check_finite(tensors: Sequence[TensorBlocks], report: ReportBytes) -> None:
 def write_shards(
     folder: Path, tensors: Sequence[TensorBlocks], dtype: Dtype, shard_bytes: int, report: ReportBytes
 ) -> dict[str, FileDigest]:
-    """Writes the tensors as `dtype` in shards of up to `shard_bytes`, and an index; returns each file's digest."""
+    """Writes the tensors as `dtype` into shards of up to `shard_bytes`, and an index, as new files in `folder`.
+
+    Returns each file's digest by its name. Raises OSError.
+    """
     shards = cut_shards(tensors, ITEM_BYTES[dtype], shard_bytes)
     written: dict[str, FileDigest] = {}
     file_of: dict[str, str] = {}
@@ -217,12 +220,12 @@ def write_shards(
 
 
 def write_weights_file(path: Path, tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> FileDigest:
-    """Writes the tensors as `dtype` into the safetensors file `path`, and returns its digest. Raises OSError."""
+    """Writes the tensors as `dtype` into the new safetensors file `path`, and returns its digest. Raises OSError."""
     return write_file(path, _file_pieces(tensors, dtype, report), PUBLIC)
 
 
 def _file_pieces(tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a safetensors file: its header, then the values of each tensor as they are read."""
+    """Yields the bytes of a safetensors file: its header, then each tensor's values in pieces, converted to `dtype`."""
     specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in tensors}
     yield safetensors_header(specs, {"format": "pt"})
     for tensor in tensors:
@@ -235,7 +238,7 @@ def _file_pieces(tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBy
 
 
 def cut_shards(tensors: Sequence[TensorBlocks], item_bytes: int, shard_bytes: int) -> list[list[TensorBlocks]]:
-    """Cuts the tensors, in their order, into shards of at most `shard_bytes`; a larger tensor is a shard alone."""
+    """Groups the tensors, in their order, into shards of at most `shard_bytes`; a larger tensor is a shard alone."""
     shards: list[list[TensorBlocks]] = []
     bytes_left = 0
     for tensor in tensors:
@@ -249,7 +252,7 @@ def cut_shards(tensors: Sequence[TensorBlocks], item_bytes: int, shard_bytes: in
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Returns finite values as the bits of bfloat16, uint16, rounded to nearest, ties to even, as torch does."""
+    """Returns finite float32 values as bfloat16 bits (uint16), rounded to nearest, ties to even, as torch does."""
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return rounded.astype("<u2")

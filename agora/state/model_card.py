@@ -3,10 +3,10 @@
 | kind    | what is exported                                                           |
 |---------|----------------------------------------------------------------------------|
 | model   | a whole model, all of whose parameters were trained                        |
-| adapter | the matrices of LoRA, which peft puts beside their base model              |
-| merged  | the whole base model, with the matrices of LoRA added to its own           |
+| adapter | the LoRA matrices alone; peft adds them to the base model when it loads    |
+| merged  | the whole base model, with the LoRA matrices added to its own              |
 
-Knows: the manifest, the family's own words, the step of each stage. Must not know: weights, files, peers.
+Knows: the manifest, the family's description, the step of each stage. Must not know: weights, files, peers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["model", "adapter", "merged"]
 
 BYTES: Final = "bytes"
 BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
-"""How a model came to be, by whether the run began with a trained model."""
+"""How a model came to be, in words, by whether the run began with a trained model."""
 LIBRARIES: Final[Mapping[Kind, str]] = {"model": "transformers", "adapter": "peft", "merged": "transformers"}
 FOLDER_CODE: Final = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,10 +48,10 @@ PLAIN_PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What only the family can say of a model. kind: such as "A Llama-style decoder"; shape: its sizes, in words.
+    """The model family's part of the card. kind: such as "A Llama-style decoder"; shape: its sizes, in words.
 
-    is_pretrained: whether the run began with a model that others had trained. adapter: if only an adapter was trained,
-    its sizes in words, else "". frozen_as: what the weights beside it were kept as, else "".
+    is_pretrained: whether the run began with a model that others had trained. adapter: the adapter's sizes in words; ""
+    if the whole model was trained. frozen_as: the dtype in which the frozen weights were kept; "" without an adapter.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class ExportInWords:
     """What the card says of the exported weights. parameters: how many. dtype: as transformers calls it.
 
     source: where the stages come from, in words. average: whether they are the moving averages of the trained weights.
-    metrics: what the swarm reported when the stages were collected, by name; {} where nobody was asked.
+    metrics: by name, what the swarm reported when the stages were collected; {} if it was not asked.
     """
 
     parameters: int
@@ -78,9 +78,9 @@ class ExportInWords:
 
 
 def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportInWords) -> str:
-    """Returns the model card, README.md: facts, how to load the model, its limits, and the whole manifest.
+    """Returns the model card, the Markdown text of README.md: facts, how to load the model, limits, the manifest.
 
-    steps: the steps that each stage has taken.
+    steps: by stage, the optimizer steps that it has taken.
     """
     return "\n\n".join(
         [
@@ -101,13 +101,13 @@ def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, 
 
 
 def _front_matter(kind: Kind) -> str:
-    """Returns the YAML block by which sites that host models know what it is."""
+    """Returns the YAML block at the top of the card, which tells sites such as the Hugging Face Hub what it is."""
     tags = "- agora\n- lora" if kind == "adapter" else "- agora"
     return f"---\nlibrary_name: {LIBRARIES[kind]}\npipeline_tag: text-generation\ntags:\n{tags}\n---"
 
 
 def _summary(manifest: Manifest, model: ModelDescription, exported: ExportInWords) -> str:
-    """Returns the card's first paragraph: what is exported, and which run it is of."""
+    """Returns the card's first paragraph: what is exported, and from which run."""
     count, run = f"{exported.parameters:,} parameters", f"the agora run `{manifest.run_id}`"
     match exported.kind:
         case "adapter":
@@ -125,7 +125,7 @@ def _summary(manifest: Manifest, model: ModelDescription, exported: ExportInWord
 
 
 def _lower_first(text: str) -> str:
-    """Returns the text with a small first letter."""
+    """Returns the text with its first letter in lower case."""
     return text[:1].lower() + text[1:]
 
 
@@ -149,12 +149,12 @@ def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int
 
 
 def _cell(text: str) -> str:
-    """Returns the text in one line, without what would end a cell of a Markdown table."""
+    """Returns the text as one cell of a Markdown table: in one line, with | escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def _objective_words(manifest: Manifest) -> str:
-    """Returns what the run learnt of its data."""
+    """Returns the run's objective in words: what it learnt from its data, and for dpo the loss's settings."""
     objective = manifest.objective
     match objective.kind:
         case "sft":
@@ -167,7 +167,7 @@ def _objective_words(manifest: Manifest) -> str:
 
 
 def _data_words(manifest: Manifest) -> str:
-    """Returns which files the run learnt from, and what their columns are called."""
+    """Returns the names of the files the run learnt from, and which of their columns were read as what."""
     data = manifest.data
     if manifest.objective.kind == "lm":
         return ", ".join(data.corpus)
@@ -177,7 +177,8 @@ def _data_words(manifest: Manifest) -> str:
 
 def _loading_code(manifest: Manifest, kind: Kind) -> str:
     """Returns Python code, in Markdown, that loads the model or the adapter and samples text."""
-    no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"  # nor does training
+    # Training adds no special tokens either.
+    no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     is_text = manifest.objective.kind == "lm"
     code = "\n".join(
         [
@@ -193,7 +194,11 @@ def _loading_code(manifest: Manifest, kind: Kind) -> str:
 
 
 def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping[int, int], kind: Kind) -> str:
-    """Returns a Markdown list of the model's limits, some of which depend on the manifest and the steps."""
+    """Returns a Markdown list of the model's limits.
+
+    Which it lists depends on: whether the model is pretrained, the kind of export and the frozen weights' dtype,
+    columns that the boundary codec left out, the byte tokenizer, and stages that are at different steps.
+    """
     model = manifest.model
     pretrained = [
         *_precision_limits(described.frozen_as, kind),
@@ -224,7 +229,7 @@ def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping
 
 
 def _precision_limits(frozen_as: str, kind: Kind) -> list[str]:
-    """Returns what follows for an adapter, or for a merged model, from what the frozen weights were kept as."""
+    """Returns the limits that follow from the dtype of the frozen weights, as lines; [] where there is none."""
     if kind == "adapter":
         return [
             f"- It was trained beside weights kept as {frozen_as}. Beside the same model in another precision its "

@@ -14,15 +14,20 @@ from typing import Final, Literal
 from agora_protocol.ids import PeerId
 
 LAG_LIMIT: Final = 100
-"""A state so many steps behind the newest is not fetched; a claim so far above the replicas' median is implausible."""
+"""How many steps a fetched state may be behind the newest, and a plausible claim above the replicas' median."""
 CLAIM_LAG: Final = 20
-"""Steps by which a fetched state may be behind the lower median of the claims."""
+"""How many steps a fetched state may be behind the lower median of the claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """What a starting stage does to get its state, and why. For `fetch`: the lowest step to accept, and the peers to
-    fetch from, the most advanced first; for `load`, at_least is the checkpoint's step.
+    """How a starting stage gets its state, and why.
+
+    | action               | at_least                     | sources                                          |
+    |----------------------|------------------------------|--------------------------------------------------|
+    | load                 | step of the own checkpoint   | ()                                               |
+    | fetch                | the lowest step to accept    | peers to fetch from, the most advanced one first |
+    | keep initial weights | 0                            | ()                                               |
     """
 
     action: Literal["load", "fetch", "keep initial weights"]
@@ -34,8 +39,8 @@ class StartDecision:
 def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_limit: int) -> StartDecision:
     """Decides where a starting stage's state comes from: its checkpoint, peers, or its seed (table: docs/state.md).
 
-    checkpoint_step: None without an own checkpoint. offers: the plausible step of each peer that can give the state.
-    Peers more than `lag_limit` steps behind the most advanced are no sources.
+    checkpoint_step: None without an own checkpoint. offers: by peer that can give the state, its plausible step. Peers
+    more than `lag_limit` steps behind the most advanced are not used as sources.
     """
     newest = max(offers.values(), default=0)
     if checkpoint_step is not None and checkpoint_step >= newest:
@@ -52,7 +57,7 @@ def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_
 
 
 def most_advanced_first(offers: Mapping[PeerId, int]) -> list[PeerId]:
-    """Returns the peers of `offers` by step, the highest first; peers at the same step sorted by peer id."""
+    """Returns the peers of `offers` (peer -> step), sorted by step, the highest first, then by peer id."""
     return sorted(offers, key=lambda peer: (-offers[peer], peer))
 
 

@@ -1,6 +1,6 @@
-"""Gives copies of this peer's stages to joining peers: made when asked for, kept for a while, shared.
+"""Gives copies of this peer's stages to other peers: made when asked for, kept for a while, shared by several peers.
 
-Knows: GetState and GetChunk, and how many bytes the copies may hold. Must not know: how a copy is made, or who asks.
+Knows: GetState and GetChunk, and how many bytes the copies may take. Must not know: how a copy is made, or who asks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
 
 RETRY_MS: Final = 1000
 FRESH_S: Final = 30.0
-"""A joiner gets no snapshot older than this: it would have to replay the steps since."""
+"""A snapshot is given for at most this many seconds: an older one would leave the joiner too many steps behind."""
 FRESH_FACTOR: Final = 10.0
-"""A joiner gets no snapshot older than its copying time times this."""
+"""A snapshot is given for at most this many times the seconds that copying it took."""
 REMAKE_FACTOR: Final = 2.0
-"""The same of a joiner that needs a later step than the snapshot's."""
+"""Takes the place of FRESH_FACTOR for a joiner that needs a later step than the snapshot's."""
 SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this long
-IN_USE_S: Final = 10.0  # for so long after its last use a snapshot is not dropped to make room for another
-IDLE_S: Final = 60.0  # so long after its last use it is dropped
+IN_USE_S: Final = 10.0  # seconds after its last use during which a snapshot is not dropped to make room for another
+IDLE_S: Final = 60.0  # seconds after its last use at which a snapshot is dropped
 MAX_BYTES: Final = 2**31  # of all snapshots together
 
 
@@ -49,7 +49,7 @@ class Snapshots:
     """Answers GetState and GetChunk: copies a stage when asked, gives one copy to several peers, drops idle ones."""
 
     def __init__(self, export: Callable[[int], Awaitable[StageState | None]], nbytes_of: Callable[[int], int]) -> None:
-        """export: copies a stage; None while there is nothing to give. nbytes_of: the bytes that a copy will have."""
+        """export: returns a copy of a stage's state, or None while there is none. nbytes_of: returns a copy's size."""
         self._export = export
         self._nbytes_of = nbytes_of
         self._kept: dict[bytes, _Snapshot] = {}
@@ -61,9 +61,9 @@ class Snapshots:
         return sum(snapshot.state.layout.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:
-        """Returns name, counts and chunk hashes of a snapshot: the stage's newest if that is fresh, else a new one.
+        """Returns a StateIndex and the chunk hashes of the stage's newest snapshot if that is fresh, or of a new one.
 
-        An index of size 0 while there is nothing to give. Raises Busy when snapshots in use take all room.
+        The index has size 0 while there is nothing to give. Raises Busy when snapshots in use take all room.
         """
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
@@ -76,7 +76,7 @@ class Snapshots:
         return Reply(StateIndex(snapshot.name, *counts, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
-        """Returns a chunk of a snapshot. Raises Refused for a dropped snapshot, ProtocolError for no such chunk."""
+        """Returns one chunk. Raises Refused for a snapshot that was dropped, ProtocolError for a chunk it never had."""
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
             raise Refused("this snapshot is not kept any more; ask for the state again")
@@ -87,15 +87,16 @@ class Snapshots:
         return Reply(Chunk(), [WireTensor("uint8", (len(data),), memoryview(data))])
 
     def drop_idle(self) -> None:
-        """Drops the snapshots that nobody has used for IDLE_S."""
+        """Drops the snapshots that no peer has used for IDLE_S."""
         oldest = loop_time() - IDLE_S
         self._kept = {name: snapshot for name, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        """Returns the stage's newest snapshot if fresh or if no other fits, else a new one; None: nothing to give.
+        """Returns the stage's newest snapshot if it is fresh, otherwise makes one; None if there is nothing to give.
 
-        at_least: the step that the asking peer needs; a snapshot of an earlier one is fresh for a shorter time, see
-        REMAKE_FACTOR. Raises Busy when snapshots in use take all room and the stage has none.
+        at_least: the step that the asking peer needs; a snapshot of an earlier step is fresh for a shorter time, see
+        REMAKE_FACTOR. If there is no room for a new one, returns the newest although it is old; raises Busy without
+        any.
         """
         self.drop_idle()
         started_at = loop_time()
@@ -112,13 +113,17 @@ class Snapshots:
             return None
         hashes = await asyncio.to_thread(chunk_hashes, state)
         name = hashlib.sha256(hashes).digest()
-        snapshot = self._kept[name] = _Snapshot(name, state, hashes)  # one of the same bytes may be of an earlier step
+        # A kept snapshot of the same name has the same bytes, but may be of an earlier step: it is replaced.
+        snapshot = self._kept[name] = _Snapshot(name, state, hashes)
         snapshot.made_at = loop_time()
         snapshot.copying_s = max(snapshot.made_at - started_at, SHORTEST_COPY_S)
         return snapshot
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drops the longest unused snapshots until `nbytes` more fit; returns False when the next to drop is in use."""
+        """Drops the longest unused snapshots until `nbytes` more fit; returns whether they fit.
+
+        Returns False as soon as the next one to drop was used within IN_USE_S.
+        """
         while self._kept and self.nbytes + nbytes > MAX_BYTES:
             longest_unused = min(self._kept.values(), key=lambda s: s.last_used)
             if loop_time() - longest_unused.last_used < IN_USE_S:

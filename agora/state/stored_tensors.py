@@ -51,7 +51,9 @@ class TensorBytes:
 
 
 def read_tensor_places(path: Path) -> dict[str, TensorBytes]:
-    """Returns where each tensor lies in a safetensors file that a tensor list may have; the others are left out.
+    """Reads the header of a safetensors file; returns by name where each tensor lies that a tensor list can have.
+
+    Tensors of other names, dtypes or shapes are left out (see can_be_listed).
 
     Raises BaseModelError when the file cannot be read, or its header is malformed or names bytes beyond its end.
     """
@@ -70,7 +72,7 @@ def read_tensor_places(path: Path) -> dict[str, TensorBytes]:
 
 
 def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: Any) -> TensorBytes | None:
-    """Returns the place of one tensor by its entry in the header; None if no list may have it.
+    """Returns the place of one tensor by its entry in the header; None if no tensor list can have it.
 
     data_start: where the bytes after the header begin. Raises ValueError for offsets that cannot be its own, and
     KeyError or TypeError for an entry of another form.
@@ -86,8 +88,8 @@ def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: A
 def list_tensors(files: Sequence[Path]) -> TensorList:
     """Returns the tensor list of these weights files; reads all their bytes, for the hashes.
 
-    Raises BaseModelError for files that cannot be read or that have one tensor twice, ProtocolError for more tensors
-    than a list may have.
+    Raises BaseModelError for files that cannot be read or that have a tensor twice, ProtocolError for more tensors than
+    a list may have. Blocks for as long as reading the whole model takes.
     """
     places = [place for path in files for place in read_tensor_places(path).values()]
     listed: dict[str, ListedTensor] = {}
@@ -99,7 +101,7 @@ def list_tensors(files: Sequence[Path]) -> TensorList:
 
 
 def _list_tensor(place: TensorBytes) -> ListedTensor:
-    """Returns the tensor with the hash of each of its pieces. Raises BaseModelError."""
+    """Reads the tensor and returns its list entry, with its pieces' hashes. Raises BaseModelError if unreadable."""
     nbytes = size_in_bytes(place.dtype, place.shape)
     hashes = bytearray()
     try:
@@ -113,9 +115,9 @@ def _list_tensor(place: TensorBytes) -> ListedTensor:
 
 
 def is_intact(place: TensorBytes, listed: ListedTensor) -> bool:
-    """Returns whether all bytes of the tensor are those of the list; False too when they cannot be read.
+    """Returns whether all bytes of the tensor match the list's hashes; False also when they cannot be read.
 
-    A file that this process has checked and nobody has changed is not read again.
+    A file that this process has checked, and that has not changed since, is not read again.
     """
     try:
         state = place.path.stat()
@@ -126,12 +128,12 @@ def is_intact(place: TensorBytes, listed: ListedTensor) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def _check_pieces(place: TensorBytes, listed: ListedTensor, size: int, changed_ns: int, inode: int) -> bool:
-    """Returns whether every piece has its hash. The arguments after `listed` tell apart the file at other times."""
+    """Returns whether every piece has its hash. The last three arguments make a changed file be read again."""
     return all(place.read_piece(listed, piece) is not None for piece in range(listed.piece_count))
 
 
 def read_at(path: Path, start: int, size: int) -> bytes:
-    """Returns up to `size` bytes of the file from `start` on; fewer where it ends. Raises OSError."""
+    """Returns `size` bytes of the file from offset `start` on, fewer if the file ends before. Raises OSError."""
     with path.open("rb") as file:
         file.seek(start)
         return file.read(size)

@@ -2,11 +2,11 @@
 
     STORE/tensors.list               the tensor list; STORE's own name is its SHA-256
     STORE/tensors/00034.safetensors  tensor number 34 of the list, whole, alone in its file
-    STORE/tensors/00034.part         the same while it is fetched; pieces that have not come yet are zeros
+    STORE/tensors/00034.part         the same while it is fetched; pieces that have not arrived yet are zeros
     STORE/NAME.safetensors           a link to a weights file of the folder that this machine's owner has named
 
-Because the name says which list is meant, the folder can be checked by whoever finds it, and serves every run that
-begins with this model. Every function blocks. Knows: files, hashes. Must not know: peers, stages, layers.
+Because the folder's name is the list's hash, any process can check its content, and every run that begins with this
+model can use it. Every function blocks. Knows: files, hashes. Must not know: peers, stages, layers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from agora.state.stored_tensors import BaseModelError, TensorBytes, is_intact, r
 
 LIST: Final = "tensors.list"
 SPARE_BYTES: Final = 64 * 2**20
-"""What stays free on the disk."""
+"""How much must stay free on the disk."""
 
 
 class TensorStore:
-    """The fetched tensors below `folder`, whose name is the digest of their list; it need not exist yet."""
+    """The fetched tensors below `folder`, whose name is the SHA-256 of their tensor list; it need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read_list(self) -> TensorList | None:
-        """Returns the list that is kept here; None without one whose SHA-256 is the folder's name.
+        """Returns the tensor list in this folder; None if there is none, or its SHA-256 is not the folder's name.
 
         Raises ProtocolError for a list that is malformed although its hash is right.
         """
@@ -50,12 +50,15 @@ class TensorStore:
         return TensorList.from_bytes(data) if hashlib.sha256(data).hexdigest() == self.folder.name else None
 
     def create(self) -> None:
-        """Makes the folder. Raises DiskError."""
+        """Creates the folder, if it does not exist. Raises DiskError."""
         with self._disk_errors():
             self._tensors.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def keep_list(self, tensors: TensorList) -> None:
-        """Writes the list, whose digest is the folder's name. Raises DiskError."""
+        """Writes the tensor list into the folder. The caller has checked that its digest is the folder's name.
+
+        Raises DiskError.
+        """
         self.create()
         with self._disk_errors():
             fresh = (self.folder / LIST).with_suffix(".new")
@@ -67,7 +70,7 @@ class TensorStore:
     # --- whole tensors
 
     def find(self, number: int, listed: ListedTensor) -> TensorBytes | None:
-        """Returns where the tensor of this number lies; None if it is not here whole. Its values are not read."""
+        """Returns where the tensor of this number lies; None if it is not complete here. Its values are not checked."""
         path = self._tensors / f"{number:05d}.safetensors"
         if not path.is_file():
             return None
@@ -78,16 +81,17 @@ class TensorStore:
         return place if place is not None and place.is_like(listed) else None
 
     def find_intact(self, number: int, listed: ListedTensor) -> TensorBytes | None:
-        """Returns as `find` does, but None too if any of its bytes is not the list's; reads them all."""
+        """Returns the same as `find`, but None also if a piece does not have the list's hash; reads all bytes."""
         place = self.find(number, listed)
         return place if place is not None and is_intact(place, listed) else None
 
-    # --- tensors on their way
+    # --- tensors that are being fetched
 
     def begin(self, number: int, listed: ListedTensor) -> set[int]:
-        """Makes room for the pieces of a tensor. Returns those that an earlier process has left here, and are right.
+        """Creates the .part file of a tensor; returns the numbers of the pieces that it has already.
 
-        Raises DiskError.
+        A .part file of an earlier process is kept, and those of its pieces that have their hash are returned. Raises
+        DiskError.
         """
         header, part = _header_of(listed), self._part(number)
         self.create()
@@ -103,7 +107,10 @@ class TensorStore:
         return set()
 
     def require_room(self, need_bytes: int, what: str) -> None:
-        """Raises DiskError if less than `need_bytes` and SPARE_BYTES are free. what: needs them, for the sentence."""
+        """Raises DiskError if less than `need_bytes` + SPARE_BYTES are free.
+
+        what: the error's subject, what needs them.
+        """
         with self._disk_errors():
             free = shutil.disk_usage(self.folder).free
         if need_bytes + SPARE_BYTES > free:
@@ -113,13 +120,16 @@ class TensorStore:
             )
 
     def write_piece(self, number: int, listed: ListedTensor, piece: int, data: bytes | memoryview) -> None:
-        """Writes a piece that was checked, of a tensor that was begun. Raises DiskError."""
+        """Writes a piece into the .part file, which `begin` has created; its hash was checked. Raises DiskError."""
         with self._disk_errors(), self._part(number).open("r+b") as file:
             file.seek(len(_header_of(listed)) + piece * STATE_CHUNK_BYTES)
             file.write(data)
 
     def finish(self, number: int) -> None:
-        """Makes a tensor of which every piece is written a whole one, also after a power cut. Raises DiskError."""
+        """Flushes a tensor's .part file to disk and renames it to .safetensors; every piece was written before.
+
+        Raises DiskError.
+        """
         part = self._part(number)
         with self._disk_errors():
             with part.open("r+b") as file:
@@ -127,12 +137,13 @@ class TensorStore:
             os.replace(part, part.with_suffix(".safetensors"))
             sync_folder(self._tensors)
 
-    # --- beside them
+    # --- links to the owner's files
 
     def link_files(self, owner_folder: Path | None, names: Sequence[str]) -> None:
-        """Links the weights files that the owner's folder has into this one, in place of former links.
+        """Creates links in this folder to those files of `names` that the owner's folder has; removes former links.
 
-        So readers of this folder find in it all that the machine has of the model. Raises DiskError.
+        So a reader of this folder finds there all that the machine has of the model. owner_folder: None removes links
+        only. Raises DiskError.
         """
         with self._disk_errors():
             for name in names:
@@ -148,12 +159,12 @@ class TensorStore:
         return self.folder / "tensors"
 
     def _part(self, number: int) -> Path:
-        """Returns the path of a tensor that is on its way."""
+        """Returns the path of the file of a tensor that is being fetched."""
         return self._tensors / f"{number:05d}.part"
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Turns an OSError in the block into a DiskError."""
+        """Context manager: turns an OSError in the block into a DiskError that says what to do."""
         try:
             yield
         except OSError as error:
@@ -164,5 +175,5 @@ class TensorStore:
 
 
 def _header_of(listed: ListedTensor) -> bytes:
-    """Returns how the file of a fetched tensor begins."""
+    """Returns the safetensors header of the file of a fetched tensor, which has this one tensor."""
     return safetensors_header({listed.name: (listed.dtype, listed.shape, listed.nbytes)}, {})

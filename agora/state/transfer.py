@@ -1,6 +1,7 @@
 """Fetches a stage's state from several replicas at once, chunk by chunk; sources may die, hang or send false data.
 
-Knows: what to ask which peer for. Must not know: how calls travel, who the replicas are, what becomes of the state.
+Knows: which chunk to ask of which peer. Must not know: how calls travel, who the replicas are, what becomes of the
+state.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from agora.state.chunk_source import (
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState, unpack_chunk
 from agora.swarm.conduct import Offence, ReportOffence
 
-OFFER_S: Final = 30.0  # for a source to make its snapshot
-GATHER_S: Final = 1.0  # after the first offer, before chunks are asked for: time for a newer one to come
-STALL_S: Final = 60.0  # without a chunk from all sources that are fetched from, before other snapshots are chosen
+OFFER_S: Final = 30.0  # seconds a source may take to make its snapshot
+GATHER_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
+STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before other snapshots are chosen
 
 
 class FalseStateError(ProtocolError):
-    """Error: a source's answer cannot be the state asked for, which no network fault causes: it is an offence."""
+    """Error: a source's answer cannot be the state asked for. No network fault causes that: it is an offence."""
 
 
 MixingKey = tuple[int, int, int]
@@ -48,7 +49,7 @@ MixingKey = tuple[int, int, int]
 
 
 def mixing_key(index: StateIndex) -> MixingKey:
-    """Returns the mixing key of a snapshot: with `step` if its lineage is unknown, else with 0.
+    """Returns the mixing key of a snapshot: (agreed, lineage, 0), or (agreed, 0, step) if its lineage is unknown.
 
     Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
     """
@@ -57,22 +58,23 @@ def mixing_key(index: StateIndex) -> MixingKey:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot that a source can give: its name, step and size (`index`), and its chunks' SHA-256, in order."""
+    """A snapshot that a source offers: its name, steps and size (`index`), and its chunks' SHA-256, concatenated."""
 
     index: StateIndex
     hashes: bytes
 
     @property
     def mixing_key(self) -> MixingKey:
-        """See the function of this name."""
+        """The mixing key of the snapshot, see the function of this name."""
         return mixing_key(self.index)
 
 
 @dataclass(slots=True)
 class _Source(ChunkSource[int | None]):
-    """A replica that the state is fetched from; its calls are by chunk, None: the call for the offer.
+    """A replica that the state is fetched from.
 
-    given_up: it is not asked any more; last_error says why.
+    calls: the key is the chunk's number, or None for the call that asks for an offer. given_up: it is not asked any
+    more; last_error says why.
     """
 
     offer: Offer | None = None
@@ -82,12 +84,14 @@ class _Source(ChunkSource[int | None]):
 class StateFetch:
     """Fetches one stage's state from several replicas at once, in chunks, each checked against its source's offer.
 
-    | a source's offer has the mixing key of  | what follows                                                         |
-    |-----------------------------------------|----------------------------------------------------------------------|
-    | chunks that have arrived                | it is fetched                                                        |
-    | the newest offer, as none has the above | it is fetched; chunks of other snapshots are dropped, never mixed in |
-    | else, and is older                      | the source is asked once more: it may have caught up by then         |
-    | else                                    | it waits; when no source is left to fetch from, all are asked anew   |
+    One mixing key is chosen: that of the chunks that have arrived if an offer has it, otherwise that of the newest
+    offer.
+
+    | a source's offer                  | what follows                                                              |
+    |-----------------------------------|---------------------------------------------------------------------------|
+    | has the chosen key                | its chunks are fetched; arrived chunks with another key are dropped       |
+    | has another key and is older      | the source is asked for a new offer: it may have caught up by then        |
+    | has another key and is not older  | the source waits; it is asked again when no chosen source is left         |
 
     A source that fails is asked again or given up. When `run` fails, the chunks that arrived stay for the next `run`.
     """
@@ -101,7 +105,7 @@ class StateFetch:
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """highest_plausible_step: returns the step above which a source's state is not used."""
+        """highest_plausible_step: a function; offers above the step that it returns are not used."""
         self.schedule = ChunkSchedule(layout.chunk_count)
         self._caller = caller
         self._stage = stage
@@ -113,22 +117,22 @@ class StateFetch:
         self._chunk_snapshots: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
         self._sources: list[_Source] = []
         self._deadline = 0.0
-        self._lowest_step = 0  # that is used
+        self._lowest_step = 0  # the lowest step to accept
         self._first_offer_at: float | None = None
         self._chosen: StateIndex | None = None  # chunks of snapshots with its mixing key are asked for
         self._last_arrival = 0.0
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
-        """Fetches what is still missing from `sources`, the best first, and returns the state.
+        """Fetches the chunks that are still missing from `sources`, the best of them first, and returns the state.
 
-        No chunk is of a step below `at_least`, and all are of one agreed step and lineage; the state's step and updates
-        are the lowest of them. Raises Unavailable, with a reason for each source, when none can go on or `deadline`
-        (loop time) has passed.
+        No chunk is of a step below `at_least`, and all have the same mixing key; the state's step and updates are the
+        lowest of the chunks' snapshots. Raises Unavailable, with a reason for each source, when no source is left or
+        `deadline` (loop time) has passed.
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
         self._deadline, self._lowest_step = deadline, at_least
         self._first_offer_at = self._chosen = None
-        self._keep_chunks(lambda index: index.step >= at_least)
+        self._drop_chunks_unless(lambda index: index.step >= at_least)
         try:
             while not self.schedule.complete:
                 await self._advance()
@@ -141,11 +145,11 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
 
     async def _advance(self) -> None:
-        """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable when late or without sources."""
+        """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable as `run` does."""
         now = loop_time()
         is_late = now >= self._deadline
         if not is_late:
-            self._choose_again_if_needed(now)
+            self._reconsider_snapshot(now)
             self._ask_for_offers(now)
             if self._chosen is None:
                 self._choose_snapshots(now)
@@ -164,20 +168,21 @@ class StateFetch:
         self._remove_ended_calls()
 
     def _remove_ended_calls(self) -> None:
-        """Removes ended calls; a chunk that they did not bring is missing again. Raises the exception of a call."""
+        """Removes ended calls; a chunk that did not arrive is missing again. Re-raises the exception of any call."""
         for source in self._sources:
             for chunk, task in source.take_ended_calls():
                 if chunk is not None:
-                    self.schedule.record_end(chunk, source.peer)
+                    self.schedule.record_call_end(chunk, source.peer)
                 if not task.cancelled():
                     task.result()
 
     # --- choosing snapshots
 
     def _choose_snapshots(self, now: float) -> None:
-        """Once the first offers are in, chooses the mixing key to fetch, and drops the chunks with another.
+        """Chooses the snapshots to fetch from, once all pending offers are in or GATHER_S after the first.
 
-        It is that of the chunks that have arrived, if an offer has it, else that of the newest offer.
+        They are those with one mixing key, see the class. Drops the arrived chunks with another key, and the offers
+        that are older, so that their sources are asked again after PAUSE_S.
         """
         offers = [source.offer for source in self._sources if source.offer]
         others_pending = any(None in source.calls for source in self._sources)
@@ -186,7 +191,7 @@ class StateFetch:
         arrived = {mixing_key(index) for index in self._chunk_snapshots.values()}
         chosen = max(offers, key=lambda offer: (offer.mixing_key in arrived, offer.index.agreed, offer.index.step))
         self._chosen, self._last_arrival = chosen.index, now
-        self._keep_chunks(lambda index: mixing_key(index) == chosen.mixing_key)
+        self._drop_chunks_unless(lambda index: mixing_key(index) == chosen.mixing_key)
         chosen_steps = chosen.index.agreed, chosen.index.step
         for source in self._sources:
             if source.offer and not self._is_chosen(source.offer):
@@ -194,10 +199,10 @@ class StateFetch:
                 if (index.agreed, index.step) < chosen_steps:
                     source.offer, source.not_before = None, now + PAUSE_S
 
-    def _choose_again_if_needed(self, now: float) -> None:
-        """Drops the offers of the other sources, so that they are asked anew, when none is left to fetch from.
+    def _reconsider_snapshot(self, now: float) -> None:
+        """Discards the other sources' offers, so that they are asked again, once no chosen source remains.
 
-        Before that, sources are given up if no chunk has come for STALL_S and there are others.
+        First gives up the chosen sources if none of them delivered a chunk for STALL_S and others exist.
         """
         if self._chosen is None:
             return
@@ -216,8 +221,8 @@ class StateFetch:
         """Returns whether chunks of the offered snapshot go into the state."""
         return offer is not None and self._chosen is not None and offer.mixing_key == mixing_key(self._chosen)
 
-    def _keep_chunks(self, fits: Callable[[StateIndex], bool]) -> None:
-        """Drops the chunks that have arrived from snapshots that do not fit; they are missing again."""
+    def _drop_chunks_unless(self, fits: Callable[[StateIndex], bool]) -> None:
+        """Drops the arrived chunks whose snapshot does not satisfy `fits`; they are missing again."""
         for chunk in [chunk for chunk, index in self._chunk_snapshots.items() if not fits(index)]:
             self.schedule.discard(chunk)
             del self._chunk_snapshots[chunk]
@@ -225,7 +230,10 @@ class StateFetch:
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
-        """Asks idle sources for an offer until SOURCES of them, without slow ones, have made one or are asked."""
+        """Asks idle sources for an offer, as long as fewer than SOURCES sources are engaged and not slow.
+
+        A source is engaged if it is being asked for an offer, or has made one and did not fail lately.
+        """
         usable = [source for source in self._sources if not source.given_up]
         engaged = [s for s in usable if None in s.calls or (s.offer and not s.failures)]
         not_slow = sum(1 for s in engaged if not self._is_slow(s, now))
@@ -234,17 +242,20 @@ class StateFetch:
             source.calls[None] = (asyncio.create_task(self._fetch_offer(source)), now)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
-        """Returns whether the source's oldest open call lasts unusually long; an idle source is then asked as well."""
+        """Returns whether the source's oldest open call lasts unusually long; another source is then asked, too."""
         return source.is_slow(now, max(SLOW_S, 4 * self.schedule.median_s()) if source.offer else SLOW_S)
 
     def _ask_for_chunks(self, now: float) -> None:
-        """Fills the windows of the sources that are fetched from with calls."""
+        """Starts calls for chunks until the window of each chosen source is full."""
         free = [source for source in self._sources if self._is_chosen(source.offer) and now >= source.not_before]
         while free:  # one chunk each in turn, so that all of them have work
             free = [source for source in free if self._start_chunk(source, now)]
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
-        """Starts a call for the source's next chunk. Returns False if its window is full or there is no chunk."""
+        """Starts a call for the source's next chunk.
+
+        Returns False if its window is full or no chunk is to be asked for.
+        """
         if source.offer is None or len(source.calls) >= source.window:
             return False
         if (chunk := self.schedule.take(source.peer, now)) is None:
@@ -255,7 +266,10 @@ class StateFetch:
     # --- calls; each runs as a task of its own
 
     async def _fetch_offer(self, source: _Source) -> None:
-        """Asks the source for its newest snapshot; keeps the offer, or at an implausible step gives the source up."""
+        """Asks the source for its newest snapshot and keeps the offer; gives the source up if its step cannot be used.
+
+        That is a step below the lowest to accept, or above the highest plausible one.
+        """
         call_deadline = min(self._deadline, loop_time() + OFFER_S)
         at_least = self._chosen.step if self._chosen else self._lowest_step
         request = GetState(self._stage, at_least, milliseconds_until(call_deadline))
@@ -287,7 +301,7 @@ class StateFetch:
             return
         source.record_chunk(loop_time() - started_at)
         if not self._is_chosen(offer):
-            return  # other snapshots have been chosen meanwhile
+            return  # another mixing key has been chosen meanwhile
         self._chunk_snapshots[chunk], self._last_arrival = offer.index, loop_time()
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
@@ -301,7 +315,7 @@ class StateFetch:
     def _handle_failure(self, source: _Source, error: AgoraError, offer: Offer | None) -> None:
         """Lets a source whose call failed pause, or gives it up, by the table in docs/state.md; reports false states.
 
-        offer: the one that a chunk was asked of; None: the call was for an offer.
+        offer: the one whose chunk was asked for; None if the call asked for an offer.
         """
         if source.given_up:
             return
@@ -318,7 +332,7 @@ class StateFetch:
             self._give_up(source, source.last_error)
 
     def _give_up(self, source: _Source, reason: str) -> None:
-        """Marks the source so that it is asked for nothing more, records `reason`, and cancels its open calls."""
+        """Marks the source so that it is not asked again, sets its last_error to `reason`, and cancels its calls."""
         source.given_up, source.last_error, source.offer = True, reason, None
         source.cancel_calls()
 
@@ -329,7 +343,10 @@ def milliseconds_until(moment: float) -> int:
 
 
 def check_offer(reply: Reply, layout: Layout) -> Offer:
-    """Returns the offer in the answer to GetState. Raises Refused without one, FalseStateError if it cannot be true."""
+    """Checks the answer to GetState and returns the offer in it.
+
+    Raises Refused if the source has nothing to give, FalseStateError if the answer cannot be true.
+    """
     index = reply.message
     if not isinstance(index, StateIndex):
         raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
@@ -347,9 +364,10 @@ def check_offer(reply: Reply, layout: Layout) -> Offer:
 
 
 def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:
-    """Returns the weights and moments in the answer to GetChunk, as `unpack_chunk` does. expected: the chunk's SHA-256.
+    """Checks the answer to GetChunk; returns its weights and moments as unpack_chunk does. expected: its SHA-256.
 
-    Raises FalseStateError when the bytes have another hash or size, or hold values that no optimizer produces.
+    Raises FalseStateError when the bytes have another hash or size, when a value is not finite, or a square is
+    negative.
     """
     nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
     tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None

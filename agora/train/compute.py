@@ -1,6 +1,6 @@
-"""What the pipeline and the replicas see of the device: wire tensors and arrays go in and come out, graphs never do.
+"""The interface to this peer's stages for the pipeline and the replicas: wire tensors and arrays in and out, no graphs.
 
-Knows: the device queue, the codec, what the manifest says of shapes. Must not know: routing, calls, peers.
+Knows: the device queue, the codec, the shapes in the manifest. Must not know: routing, calls, peers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ts = TypeVarTuple("Ts")
 
 @contextmanager
 def _device_errors() -> Iterator[None]:
-    """Translates what torch raises when the device fails into MemoryError_ and DeviceError."""
+    """Context manager: turns torch's out-of-memory errors into MemoryError_, other RuntimeErrors into DeviceError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -51,7 +51,7 @@ def _device_errors() -> Iterator[None]:
 
 
 def _priority_of(purpose: str) -> Priority:
-    """Returns the priority of a forward for this purpose of the message Process."""
+    """Returns the priority of a job for this purpose of the message Process: EVALUATE for "evaluate", or FORWARD."""
     return Priority.EVALUATE if purpose == "evaluate" else Priority.FORWARD
 
 
@@ -59,12 +59,13 @@ class Compute:
     """Runs forwards, backwards, steps and copies of this peer's stages, each as a job of the one device thread.
 
     Its methods raise ProtocolError ("bad-tensor") for a tensor whose dtype, shape or values the run does not allow,
-    NonFinite when this peer's own numbers are not finite, MemoryError_ or DeviceError when the device fails, Busy when
-    the queue is full, and NotMyStage for a stage that is not held here. In each case nothing was added to any gradient.
+    NonFinite when this peer's own results are not finite, MemoryError_ or DeviceError when the device fails, Busy when
+    the queue is full, and NotMyStage for a stage that is not held here. In each case nothing was added to any gradient
+    sum.
     """
 
     def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
-        """Use `create` instead. trainer: its `on_step` puts into `events`."""
+        """Use `create` instead. events: the queue into which the trainer's `on_step` puts."""
         self.span = trainer.span
         self.device = trainer.device
         self.trainer = trainer
@@ -89,11 +90,11 @@ class Compute:
         fault: Callable[[str], None] = lambda point: None,
         base_model: Path | None = None,
     ) -> Compute:
-        """Builds the span's stages with their initial weights.
+        """Starts the device thread, and builds the span's stages on it with their initial weights.
 
-        base_model: the folder with the files of the run's base model, where it has one. slowdown: as for DeviceQueue.
-        Raises DeviceError, MemoryError_, ManifestError, and LocalError for a base model that is not there or not the
-        run's.
+        device: see choose_device. in_flight: the most microbatches that are between forward and backward. slowdown,
+        fault: as for DeviceQueue. base_model: the folder with the files of the run's base model, if it has one. Raises
+        DeviceError, MemoryError_, ManifestError, and LocalError for a base model that is missing or not the run's.
         """
         chosen, events = choose_device(device), StepEvents()
         if chosen.type == "cpu":
@@ -127,9 +128,10 @@ class Compute:
     ) -> WireTensor:
         """Runs stages `first` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
 
-        boundary: what enters `first`, None at stage 0. tokens, purpose: as in the message Process; "train" stashes what
-        the backward needs, until `backward`, `forget`, or another forward of the same microbatch. Raises NotMyStage
-        when `first` is not held here or the span ends with the model, ProtocolError for malformed tensors.
+        boundary: what enters `first`, None at stage 0. tokens, purpose: as in the message Process. With "train", what
+        the backward needs is stashed until `backward`, `forget`, or another forward of the same microbatch. Raises
+        NotMyStage when `first` is not held here or the span has the model's last stage (use `finish`), ProtocolError
+        for malformed tensors.
         """
 
         @_device_errors()
@@ -142,7 +144,7 @@ class Compute:
             return self._codec.encode(output, "forward"), forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
-            """Called with the job's result when the caller was cancelled meanwhile: frees the stashed forward."""
+            """Frees the stashed forward; called with the job's result if the caller was cancelled in the meantime."""
             if unused[1] is not None:
                 self.trainer.stashed.forget(microbatch, first, only=unused[1])
 
@@ -158,11 +160,11 @@ class Compute:
         purpose: str,
         references: Sequence[float] = (),
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss, and to train the backward, as one job.
+        """Runs stages `first` to the model's last, the loss, and for the purpose "train" the backward, as one job.
 
         boundary, tokens, purpose: as for `forward`; references: as in the message Process. The result has the loss, and
-        the gradient by `boundary` when there is one. Raises NotMyStage when `first` or the model's last stage is not
-        held here, ProtocolError for malformed tensors and references.
+        after a backward the gradient with respect to `boundary`. Raises NotMyStage when `first` or the model's last
+        stage is not held here, ProtocolError for malformed tensors and references.
         """
 
         def job() -> SpanResult:
@@ -179,10 +181,11 @@ class Compute:
         return await self._run_and_step(job, priority=_priority_of(purpose))
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
-        """Adds a microbatch's gradients to the sums and counts its tokens in every stage that it went through.
+        """Runs the backward of a microbatch: adds its gradients to the sums, counts its tokens in each of its stages.
 
-        first: the stage that its forward entered. gradient: the loss sum's, by the boundary that `forward` returned.
-        After a ProtocolError another gradient may follow; after any other error the forward is gone.
+        first: the stage that its forward entered. gradient: of the loss sum with respect to the boundary that `forward`
+        returned. The result has the gradient with respect to the boundary that entered. After a ProtocolError, another
+        gradient may be given; after any other error the forward is gone. Raises LocalError when none is stashed.
         """
 
         def job() -> SpanResult:
@@ -199,13 +202,13 @@ class Compute:
         return await self._run_and_step(job)
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
-        """Frees the forward of a microbatch that entered at `first` and gets no backward, if there is one."""
+        """Frees the stashed forward of a microbatch that entered at `first` and gets no backward, if there is one."""
         self.trainer.stashed.forget(microbatch, first)
 
     # --- how far the stages are, from any thread
 
     def progress(self) -> list[StageProgress]:
-        """Returns how far each stage of the span is."""
+        """Returns the progress of each stage of the span, in stage order."""
         return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:
@@ -213,31 +216,37 @@ class Compute:
         return self.trainer.stage(stage).progress.step
 
     def step_events(self) -> AsyncIterator[StepEvent]:
-        """Yields every step and closed share of the span's stages, in order, to one reader, until cancelled."""
+        """Yields an event for every step and closed share of the span's stages, in order.
+
+        For one reader; never ends.
+        """
         return aiter(self._events)
 
     async def watch(self) -> None:
-        """Runs until cancelled. Raises DeviceError when the device or its thread is dead, see DeviceQueue."""
+        """Runs until cancelled. Raises DeviceError when the device or its thread has failed, see DeviceQueue.watch."""
         await self._queue.watch()
 
     def busy_fraction(self) -> float:
-        """Returns the fraction of the time that the device thread was working, 0 to 1."""
+        """Returns the fraction of the time since the start that the device thread was working, 0 to 1."""
         return self._queue.busy_fraction()
 
-    # --- for the replicas, the checkpoints and the export of a stage; all between two microbatches, see StageReplica
+    # --- for the replicas, the checkpoints and the export of a stage; each runs between two jobs of microbatches
 
     def publish_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces what decides when `stage` takes a step by itself. From any thread."""
+        """Replaces the policy that decides when `stage` steps or closes a share by itself. From any thread."""
         self.trainer.stage(stage).policy = policy
 
     def layout(self, stage: int) -> Layout:
-        """Returns where the stage's named tensors lie in its flat weights [numel], a multiple of SLICE_BLOCK."""
+        """Returns where the stage's named tensors lie in its flat weights [numel], and its moments.
+
+        numel is a multiple of SLICE_BLOCK.
+        """
         return self.trainer.stage(stage).layout
 
     async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
-        """Returns a copy of the stage's trainable tensors by full name. Every step due before the call is in it.
+        """Returns a copy of the stage's trainable tensors by full name, on the CPU.
 
-        average: of their moving averages, if the run keeps them.
+        average: copies their moving averages instead, if the run keeps them.
         """
         trained = self.trainer.stage(stage)
         tensors = await self._run_and_step(
@@ -252,25 +261,28 @@ class Compute:
     async def step_anchor(
         self, stage: int, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None
     ) -> None:
-        """Moves anchor and weights in `blocks` by a round's mean difference, see StageReplica."""
+        """Applies a round's mean difference to anchor and weights in `blocks`, see StageReplica.step_anchor."""
         await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Sets a stage's step count to `step`, that of its other replicas, and uses or drops its sum, see TrainedStage.
+        """Sets a stage's step count to `step`, that of its other replicas, see TrainedStage.catch_up.
 
-        A step that is due after that is taken too.
+        A step that is due after that is taken, too.
         """
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
-        """Returns this replica's share of the next step, closed; only `step_with_gradient` takes that step."""
+        """Returns this replica's share of the next step, and closes it if it is open.
+
+        After this, only `step_with_gradient` takes that step.
+        """
         return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
     async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
         """Takes step `number`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
 
-        Drops this replica's closed share of it. Raises LocalError when another step is the next; after a
-        ProtocolError it is still to be taken.
+        Drops this replica's closed share of it. Raises LocalError when another step is the next one, ProtocolError for
+        a gradient that cannot be used; the step can then be taken along another one.
         """
         await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
 
@@ -279,13 +291,16 @@ class Compute:
         return await self._run_and_step(self.trainer.stage(stage).export_state)
 
     async def load_state(self, state: StageState) -> None:
-        """Replaces a stage's weights, moments and step and drops its sum; after a ProtocolError nothing has changed."""
+        """Replaces a stage's weights, moments and step, and drops its gradient sum.
+
+        Raises ProtocolError for a state that does not fit; nothing has changed then.
+        """
         await self._run_and_step(self.trainer.stage(state.stage).load_state, state)
 
     async def _run_and_step(
         self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
     ) -> T:
-        """Returns `function(*args)`, run as one job on the device thread, which then takes all due steps."""
+        """Runs `function(*args)` as one job on the device thread and returns its result; then due steps are taken."""
         guarded = _device_errors()(function)
         return await self._queue.run(priority, guarded, *args, then=self.trainer.take_due_steps)
 
@@ -296,7 +311,8 @@ class Compute:
     ) -> tuple[Tensor, TokenBatch]:
         """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), and the tokens.
 
-        Raises ProtocolError for a boundary at stage 0, none elsewhere, a tensor of another form, and one not finite.
+        Raises ProtocolError for a boundary at stage 0 or none at another stage, for a tensor of a wrong dtype or shape,
+        and for values that are not finite.
         """
         if (boundary is None) != (first == 0):
             raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
@@ -311,13 +327,16 @@ class Compute:
     def _encode_gradient(
         self, microbatch: MicrobatchId, first: int, gradient: Tensor | None, entry: Tensor
     ) -> WireTensor | None:
-        """Encodes the gradient of `entry`, which entered stage `first`; None stays None."""
+        """Encodes the gradient with respect to `entry`, which entered stage `first`; returns None for None."""
         if gradient is None:
             return None
         return self._codec.encode(gradient, "backward", gradient_dither_key(microbatch, first), entry)
 
     def _require_finite(self, tensor: Tensor, microbatch: MicrobatchId, stage: int, what: str) -> None:
-        """Raises ProtocolError, and counts the microbatch as refused, when a received tensor is not finite."""
+        """Raises ProtocolError, and counts the microbatch as refused, when a received tensor is not finite.
+
+        what: "boundary" or "gradient", for the texts.
+        """
         if not all_finite(tensor):
             self.trainer.stage(stage).count_refused(microbatch.hex(), f"the {what} received is not finite")
             raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")

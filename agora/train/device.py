@@ -24,15 +24,16 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 PATIENCE_S = 2.0
-"""An evaluation that has waited this long goes before other jobs, at most every second time."""
+"""An evaluation that has waited for this many seconds goes before other jobs, but never two in a row."""
 
 MAX_FAILURES = 3
-"""After so many jobs in a row in which it has failed, the device counts as dead: most errors of CUDA stay."""
+"""After this many failed jobs in a row, the device counts as dead: most CUDA errors are permanent."""
 WATCH_S = 0.5
+"""Seconds between two looks at the thread and the device."""
 
 
 class Priority(enum.IntEnum):
-    """Order of jobs. A backward frees memory and is awaited by every peer upstream: it comes before new forwards."""
+    """Order of jobs, the lowest first. A backward comes before forwards: it frees memory, and peers wait for it."""
 
     BACKWARD = 0
     FORWARD = 1
@@ -41,7 +42,10 @@ class Priority(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _DeviceJob:
-    """One call for the device thread, and the future of the task that awaits it. See DeviceQueue.run."""
+    """One call for the device thread, and the future of the task that awaits its result. See DeviceQueue.run.
+
+    then: called after it. queued_at: time.monotonic() when it was queued.
+    """
 
     priority: Priority
     call: Callable[[], Any]
@@ -61,11 +65,11 @@ class DeviceQueue:
         fault: Callable[[str], None] = lambda point: None,
         failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Starts the thread. limit: most jobs of one priority that wait. Both functions run on the device thread.
+        """Starts the thread. limit: the most waiting jobs of one priority.
 
-        slowdown: how many times as long each job takes as it would, at least 1; the thread sleeps for the rest.
-
-        fault: is called with "device.job" at the start of each job. failed: is called with the exception of a `then`.
+        slowdown: how many times as long each job lasts as it would, at least 1; the thread sleeps for the rest. fault:
+        called with "device.job" at the start of each job. failed: called with the exception of a `then`. Both are
+        called on the device thread.
         """
         self.slowdown = slowdown
         self._limit = limit
@@ -92,9 +96,10 @@ class DeviceQueue:
     ) -> T:
         """Runs `function(*args)` on the device thread and returns its result.
 
-        then: runs right after the result was handed back, before any other job; for work that nobody waits for. When
-        the caller is cancelled, a queued job never runs; the result of a running one is passed to `abandoned` on the
-        event loop. Raises Busy at once when `limit` jobs of this priority wait, DeviceError when the thread has ended.
+        then: called on the device thread after the result was handed back, before any other job; for work that nobody
+        waits for. When the caller is cancelled, a queued job never runs; the result of a running one is passed to
+        `abandoned` on the event loop. Raises what the function raises, Busy at once when `limit` jobs of this priority
+        wait, DeviceError when the thread has ended.
         """
         job, queue = _DeviceJob(priority, lambda: function(*args), then), self._queues[priority]
         with self._condition:
@@ -106,15 +111,15 @@ class DeviceQueue:
             self._condition.notify()
         future: asyncio.Future[T] = asyncio.wrap_future(job.future)
         try:
-            await asyncio.wait([future])  # unlike the future itself, cancelling this leaves the future alone
+            await asyncio.wait([future])  # cancelling `wait` does not cancel the future
         except asyncio.CancelledError:
 
             def undo(ended: asyncio.Future[T]) -> None:
-                """Called when a job whose caller was cancelled has ended: passes its result, if any, to `abandoned`."""
+                """Passes the result, if any, to `abandoned`; called when a job whose caller was cancelled has ended."""
                 if ended.exception() is None:
                     abandoned(ended.result())
 
-            with self._condition, contextlib.suppress(ValueError):  # ValueError: it runs, or has run
+            with self._condition, contextlib.suppress(ValueError):  # ValueError: the job is running or has ended
                 queue.remove(job)
             future.add_done_callback(undo)
             raise
@@ -132,10 +137,9 @@ class DeviceQueue:
             return (self._busy_s + running) / max(now - self._born, 1e-9)
 
     async def watch(self) -> None:
-        """Looks every WATCH_S at the thread and the device, until cancelled.
+        """Checks the thread and the device every WATCH_S, until cancelled.
 
-        Raises DeviceError once the thread has ended before `close`, and after MAX_FAILURES jobs in a row that raised a
-        DeviceError.
+        Raises DeviceError when the thread has ended, and after MAX_FAILURES jobs in a row that raised a DeviceError.
         """
         while True:
             await asyncio.sleep(WATCH_S)
@@ -151,7 +155,7 @@ class DeviceQueue:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        """The device thread: runs jobs until the queue closes. Whatever ends the thread fails all queued jobs."""
+        """Runs jobs until the queue closes; this is the device thread's function. At its end, queued jobs fail."""
         try:
             while (job := self._next()) is not None:
                 self._perform(job)
@@ -160,7 +164,10 @@ class DeviceQueue:
             self._stop("the compute thread has ended; restart this daemon")
 
     def _next(self) -> _DeviceJob | None:
-        """Waits for a job; removes and returns the next, by Priority, then age (see PATIENCE_S). None at the end."""
+        """Waits for a job; removes and returns the next one, by Priority, then age. None when the queue closes.
+
+        An evaluation that has waited for PATIENCE_S comes first, unless the last job was one.
+        """
         with self._condition:
             self._condition.wait_for(lambda: self._closing or self.waiting())
             if self._closing:
@@ -173,7 +180,10 @@ class DeviceQueue:
             return queue.popleft()
 
     def _perform(self, job: _DeviceJob) -> None:
-        """Runs one job, sets its future to the result or the error, then runs its `then`, whose error `failed` gets."""
+        """Runs one job and sets its future to the result or the error; then calls its `then`.
+
+        An error of `then` is passed to `failed`.
+        """
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
             self._fault("device.job")
@@ -193,7 +203,7 @@ class DeviceQueue:
                 job.future.set_exception(failure)
 
     def _slowed(self, call: Callable[[], T]) -> T:
-        """Returns the result of `call`, after `slowdown` times the time that it takes."""
+        """Calls `call` and returns its result, after `slowdown` times the time that the call took."""
         started = time.monotonic()
         result = call()
         if self.slowdown > 1.0:
@@ -213,7 +223,10 @@ class DeviceQueue:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device for "auto" (CUDA, else the CPU), "cpu", "cuda" or "cuda:N"; DeviceError if there is none."""
+    """Returns the device for "auto" (CUDA if there is one, or the CPU), "cpu", "cuda" or "cuda:N".
+
+    Raises DeviceError for another name, and for a device that torch does not see.
+    """
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -229,7 +242,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Returns whether the device multiplies bf16 in hardware. False for a CPU: few can, and the emulation is slow."""
+    """Returns True only for CUDA devices with bf16 in hardware; False for CPUs, even if they can, and all others."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):

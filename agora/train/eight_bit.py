@@ -1,7 +1,7 @@
-"""AdamW whose moments are kept in 8 bits: bitsandbytes' blockwise update of a range of a stage's flat weights.
+"""AdamW with moments in 8 bits: bitsandbytes' blockwise update of a range of a stage's flat weights.
 
 Source: 8-bit optimizers via block-wise quantisation, arXiv 2110.02861. Knows: bitsandbytes, flat tensors. Must not
-know: layouts, steps that are due, peers.
+know: layouts, when a step is due, peers.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 from agora.model.tuning_packages import import_tuning
 
 BLOCK: Final = 256
-"""Values that share a scale; the only number that bitsandbytes' update takes."""
+"""How many values share a scale; bitsandbytes' update takes no other number."""
 CHUNK: Final = BLOCK << 12
-"""Values updated at a time: on the CPU the update makes float32 copies of their moments."""
+"""How many values are updated at a time: on the CPU the update makes float32 copies of their moments."""
 
 LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
-"""By which a block of zeros is divided."""
+"""The divisor for a block of zeros."""
 
 
 class QuantisedMoment:
-    """A moment of n values as a byte each, an index into 256 levels from -1 or 0 to 1, and a float32 scale per block.
+    """A moment of n values in 8 bits: a code for each, and a float32 scale for each block of BLOCK values.
 
-    Both ends of the levels are exact, so that a block's largest value tells its scale: decoding and encoding again
-    gives the same bytes and scales. So moments can travel as float32 and replicas stay equal to the last bit.
+    A code is an index into 256 levels, from -1 (if signed) or 0 to 1; a value is its level times its block's scale. The
+    levels have exactly -1 and 1, so that a block's largest value gives its scale: decoding and encoding again gives the
+    same codes and scales. So moments can travel as float32 and replicas stay equal to the last bit.
     """
 
     def __init__(self, count: int, device: torch.device, *, is_signed: bool) -> None:
         """Starts with zeros. Raises TuningMissing without bitsandbytes."""
         levels: Tensor = import_tuning("bitsandbytes.functional").create_dynamic_map(signed=is_signed)
         if is_signed:
-            levels[
-                0
-            ] = -1.0  # bitsandbytes' own is -0.993: a scale set by a negative value would shrink at each encoding
+            # bitsandbytes has -0.993 there: the scale of a block whose largest value is negative would shrink each time
+            levels[0] = -1.0
         self.levels = levels.to(device)
         self.codes = torch.full((count,), int((levels == 0).nonzero()), dtype=torch.uint8, device=device)
         self.scales = torch.zeros(-(-count // BLOCK), dtype=torch.float32, device=device)
@@ -51,9 +51,9 @@ class QuantisedMoment:
         return decoded
 
     def encode(self, values: Tensor) -> None:
-        """Replaces the values by the nearest ones of these, float32 [n], that 8 bits can say.
+        """Replaces the moment's values by `values`, float32 [n], each rounded to the nearest level of its block.
 
-        bitsandbytes' own quantisation on the CPU misses the nearest level once in some thousand values.
+        bitsandbytes' own quantisation is not used: on the CPU it misses the nearest level once in some thousand values.
         """
         middles = (self.levels[1:] + self.levels[:-1]) / 2
         for part, scales in chunks(len(values)):
@@ -66,7 +66,7 @@ class QuantisedMoment:
 
 
 class EightBitPart:
-    """The optimizer's state for one range of the flat weights, with moments in 8 bits.
+    """The optimizer's state for one range of the flat weights, with moments in 8 bits; takes AdamW steps for it.
 
     elements: the range. mean, square: the gradient's moments.
     """
@@ -83,7 +83,7 @@ class EightBitPart:
     def step(self, weights: Tensor, gradient: Tensor, rate: float, updates: int) -> None:
         """Changes `weights` and the moments in place by one AdamW step.
 
-        weights, gradient: of this range, float32 [n]. updates: the steps that the moments will have seen, 1 the first.
+        weights, gradient: of this range, float32 [n]. updates: number of this step in the moments' life, 1 the first.
         """
         section, mean, square = self._section, self.mean, self.square
         for part, scales in chunks(len(weights)):
@@ -109,7 +109,7 @@ class EightBitPart:
 
 
 def chunks(count: int) -> Iterator[tuple[slice, slice]]:
-    """Yields the ranges of at most CHUNK of `count` values in order, each with the range of its blocks' scales."""
+    """Yields (range of values, range of their blocks' scales) for consecutive ranges of at most CHUNK values."""
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
         yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))

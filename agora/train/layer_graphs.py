@@ -1,7 +1,8 @@
 """Runs a stage's layers so that autograd keeps one layer's graph at a time, or measures the graphs' bytes.
 
-Both are a RunLayer, which Stage.forward calls for each of its layers. torch.utils.checkpoint is not used: its first
-call imports torch._dynamo, which takes seconds and some 60 MB. Knows: autograd. Must not know: models, peers.
+repeat_in_backward and GraphMeasure.run_layer are each a RunLayer, which Stage.forward calls for each of its layers.
+torch.utils.checkpoint is not used: its first call imports torch._dynamo, which takes seconds and some 60 MB. Knows:
+autograd. Must not know: models, peers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from agora.train.memory import measure_saved_bytes
 
 
 def repeat_in_backward(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Returns compute(hidden); of its graph only `hidden` is kept, and the backward runs `compute` again.
+    """Returns compute(hidden); only `hidden` is kept for the backward, which runs `compute` again.
 
-    Gradients reach `hidden` and the layer's trained parameters, and nothing else that `compute` uses. The repetition
+    Gradients reach `hidden` and the layer's trained parameters, and nothing else that `compute` uses. The second run
     has the same random numbers and the same autocast. Source: gradient checkpointing, arXiv 1604.06174.
     """
     if not torch.is_grad_enabled():
@@ -32,9 +33,10 @@ def repeat_in_backward(layer: nn.Module, compute: Callable[[Tensor], Tensor], hi
 
 @dataclass(frozen=True, slots=True)
 class _Repeated:
-    """A computation with the random state and the autocast that it began with.
+    """A function of a layer's input, with the random state and the autocast of its first run, so it can be repeated.
 
-    random_states: torch's for the CPU, and that of the device if it is another one.
+    random_states: torch's for the CPU, then that of the CUDA device if the input is on one. autocast_dtype: None if
+    autocast was off.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -44,7 +46,7 @@ class _Repeated:
 
     @classmethod
     def of(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _Repeated:
-        """Returns `compute` with what holds now."""
+        """Returns `compute` with the current random state and autocast."""
         device = hidden.device
         states = [torch.get_rng_state()]
         if device.type == "cuda":
@@ -53,7 +55,7 @@ class _Repeated:
         return cls(compute, device, tuple(states), torch.get_autocast_dtype(device.type) if is_cast else None)
 
     def run_again(self, hidden: Tensor) -> Tensor:
-        """Returns compute(hidden) with its graph; torch's random states are afterwards what they were before."""
+        """Returns compute(hidden) with its graph, computed as the first time; torch's random states are restored."""
         cast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         is_cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if is_cuda else []), cast, torch.enable_grad():
@@ -64,18 +66,21 @@ class _Repeated:
 
 
 class _RepeatedLayer(torch.autograd.Function):
-    """A layer that keeps its input, and in the backward computes its output again with a graph of its own."""
+    """Autograd function: a layer that keeps only its input; its backward computes the output again, with a graph."""
 
     @staticmethod
     def forward(context: Any, repeated: _Repeated, hidden: Tensor, *trained: Tensor) -> Tensor:
-        """Returns the layer's output. The parameters are saved so that autograd raises if they change meanwhile."""
+        """Returns the layer's output.
+
+        The parameters are saved so that autograd raises if they change before backward.
+        """
         context.repeated = repeated
         context.save_for_backward(hidden, *trained)
         return repeated.compute(hidden)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients by the input, None if it needs none, and by the parameters."""
+        """Returns the gradients with respect to the input (None if it needs none) and to the parameters."""
         hidden, *trained = context.saved_tensors
         needs_entry = context.needs_input_grad[1]
         entry = hidden.detach().requires_grad_(needs_entry)
@@ -86,9 +91,9 @@ class _RepeatedLayer(torch.autograd.Function):
 
 
 class GraphMeasure:
-    """Runs layers with gradients on and drops each layer's graph before the next one runs. Gradients cannot be had.
+    """Runs layers and measures their graphs; each graph is dropped before the next layer runs, so no backward follows.
 
-    layer_bytes: what the graph of each layer kept alive, in the order of the layers.
+    layer_bytes: how many bytes the graph of each layer kept alive, in the order of the layers.
     """
 
     def __init__(self, not_counted: Set[int]) -> None:

@@ -15,29 +15,35 @@ import torch
 from torch import Tensor
 
 GRAPHS_FRACTION = 0.5
-"""Part of the free memory that graphs may take; the rest is for everything else on this machine."""
+"""The fraction of the available memory that graphs may take; the rest is for everything else on this machine."""
 KEEP_BYTES = 1 << 30
-"""Freed memory up to this much stays with the process, and tensors up to this size are made in it."""
+"""Malloc keeps up to this much freed memory, and takes tensors up to this size from it."""
 CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 62
 LIBC = ctypes.CDLL(None)
 
 
 def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    """Whether the graphs to come and `version_bytes` (a copy of the weights) fit into half of the available bytes."""
+    """Returns whether graphs_to_come * activation_bytes + version_bytes is at most half of the available bytes.
+
+    activation_bytes: of one microbatch's graph. version_bytes: of a copy of the weights that may become necessary.
+    """
     return activation_bytes * graphs_to_come + version_bytes <= GRAPHS_FRACTION * available_bytes
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns the bytes that this process could still allocate on the device: container limits and caches included."""
+    """Returns the bytes that this process can still allocate on the device.
+
+    That is what the GPU, or the host and its container limit, has left, plus freed memory that torch or malloc caches.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return min(int(psutil.virtual_memory().available), _cgroup_left()) + freed_bytes()
+    return min(int(psutil.virtual_memory().available), _cgroup_available_bytes()) + freed_bytes()
 
 
-def _cgroup_left() -> int:
-    """Returns the bytes that the container's limit leaves (cgroup version 2), or UNLIMITED without a limit."""
+def _cgroup_available_bytes() -> int:
+    """Returns the bytes left below the container's memory limit (cgroup version 2), or UNLIMITED without a limit."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
@@ -49,9 +55,9 @@ def _cgroup_left() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory, and threads that start later share one heap. Returns False where it cannot.
+    """Makes malloc keep freed memory, and later threads share one heap, in this process; returns whether it could.
 
-    Otherwise each new graph causes page faults: 3 of 84 ms of a microbatch (1.5 M parameters, AMD EPYC, 2026-11-21).
+    Without it, each new graph causes page faults: 3 of 84 ms of a microbatch (1.5 M parameters, AMD EPYC, 2026-11-21).
     """
     mallopt = getattr(LIBC, "mallopt", None)
     if mallopt is None or not hasattr(LIBC, "gnu_get_libc_version"):
@@ -61,7 +67,7 @@ def keep_freed_memory() -> bool:
 
 
 def freed_bytes() -> int:
-    """Returns the bytes that this process has freed and malloc keeps for it; 0 where malloc does not tell."""
+    """Returns the bytes that this process has freed and malloc keeps; 0 if the C library does not say."""
     mallinfo2 = getattr(LIBC, "mallinfo2", None)
     if mallinfo2 is None:
         return 0
@@ -83,7 +89,7 @@ def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) ->
     sizes: dict[int, int] = {}
 
     def record_size(saved: Tensor) -> Tensor:
-        """Called by autograd for each tensor that the graph saves: records its storage's size; returns it unchanged."""
+        """Records the size of the tensor's storage and returns the tensor; autograd calls it for each saved tensor."""
         storage = saved.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
         return saved

@@ -22,16 +22,16 @@ from agora.train.weight_versions import tensor_in
 
 ITERATIONS: Final = 5
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
-"""The iteration's polynomial. Five of them map singular values from 0.01 to 1 into 0.68 to 1.2 (Jordan et al.)."""
+"""Coefficients of an iteration's polynomial. Five iterations map singular values in 0.01..1 to 0.68..1.2 (Jordan)."""
 UPDATE_RMS: Final = 0.2
-"""Root mean square of an update's elements at rate 1, which is what AdamW's have: one learning rate serves both."""
+"""Root mean square of an update's elements at rate 1, about that of AdamW: so one learning rate serves both."""
 SMALLEST_NORM: Final = 1e-30
 BATCH_ELEMENTS: Final = 1 << 24
-"""Of the matrices that are orthogonalised at once: more of them are no faster, and take several times their memory."""
+"""Most elements per batch of orthogonalised matrices: larger batches are no faster, and take much more memory."""
 MANY_ROWS: Final = 128
-"""From so many rows on, symmetric products of matrices are computed by halves, which is faster."""
+"""For matrices with at least this many rows, computing symmetric products in halves is faster."""
 WIDE: Final = 1.5
-"""Matrices with at least MANY_ROWS and so many times as many columns need fewer operations by way of x x^T."""
+"""Matrices with MANY_ROWS and more than WIDE times as many columns as rows need fewer operations by way of x x^T."""
 
 
 class MuonMatrices:
@@ -47,7 +47,10 @@ class MuonMatrices:
     """
 
     def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor) -> None:
-        """mean: float32 [numel], changed in place at every step, in the elements of hidden matrices only."""
+        """layout: the stage's.
+
+        mean: float32 [numel]; each step changes it in place, in the hidden matrices' elements.
+        """
         self._momentum = section.momentum
         self._weight_decay = section.weight_decay
         self._mean = mean
@@ -75,9 +78,10 @@ class MuonMatrices:
             wide_view(weights, slot).sub_(direction, alpha=rate * UPDATE_RMS * math.sqrt(direction.shape[1]))
 
     def directions(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yields the slot of each hidden matrix and its orthogonalised values in `flat` [numel], as a wide matrix.
+        """Yields (slot, the orthogonalised matrix, transposed if it has more rows than columns) of each hidden matrix.
 
-        Matrices of one shape, transposed or not, are orthogonalised as one batch, of at most BATCH_ELEMENTS.
+        flat: [numel], has the matrices' values; not changed. Matrices of one shape, transposed or not, are
+        orthogonalised in batches of at most BATCH_ELEMENTS elements, or one larger matrix.
         """
         for slots in self._batches:
             matrices = torch.stack([wide_view(flat, slot) for slot in slots])
@@ -91,10 +95,10 @@ def wide_view(flat: Tensor, slot: Slot) -> Tensor:
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns about U V^T of each matrix U S V^T, float32 [n, rows, columns], by Newton-Schulz iterations in `dtype`.
+    """Approximates U V^T of each matrix U S V^T, float32 [n, rows, columns], by Newton-Schulz iterations in `dtype`.
 
-    matrices: float32 [n, rows, columns], rows <= columns. The singular values of the result lie in 0.68 to 1.2, but
-    those of directions that the matrix hardly has (below 1 % of its norm) are smaller; a matrix of zeros stays zero.
+    matrices: float32 [n, rows, columns], rows <= columns. The singular values of the result lie in 0.68 to 1.2, except
+    that those below 1 % of the matrix's norm become smaller ones; a matrix of zeros stays zero.
     """
     norms = torch.linalg.matrix_norm(matrices, keepdim=True)
     x: Tensor = (matrices / norms.clamp_min(SMALLEST_NORM)).to(dtype)
@@ -107,10 +111,10 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b [n, rows, rows], which the caller knows to be symmetric: one corner is copied, not computed.
+    """Returns a @ b [n, rows, rows] for matrices whose product is symmetric, which the caller guarantees.
 
-    The corners on the diagonal are symmetric products themselves, down to MANY_ROWS: in all some 5/8 of the work. In
-    bf16 it is one product, since a GPU prefers a large one to several small ones.
+    One off-diagonal quarter is copied from the other, and the diagonal quarters are computed in the same way, down to
+    MANY_ROWS: about 5/8 of the work. In bf16 it is one product, since a GPU prefers a large one to several small ones.
     """
     rows = a.shape[1]
     if rows < MANY_ROWS or a.dtype != torch.float32:
@@ -131,7 +135,7 @@ def _polynomial(gram: Tensor) -> Tensor:
 
 
 def _factor_from_gram(gram: Tensor) -> Tensor:
-    """Returns Q [n, rows, rows] such that Q x is what the iterations make of x. gram: x x^T.
+    """Returns Q [n, rows, rows] such that Q x is the result of the iterations on x. gram: x x^T.
 
     Each iteration multiplies x by a polynomial of x x^T. All these are symmetric and commute, so they are multiplied
     together first, and x, which has more columns, only once. In bf16 small singular values would be lost in x x^T.

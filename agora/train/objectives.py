@@ -1,7 +1,7 @@
-"""The objectives: what is learnt of a microbatch, as a loss that is summed over it.
+"""The objectives: the loss of a microbatch, summed over it, and the microbatch's weight in its step.
 
 Knows: logits, targets, marks. Must not know: stages, wire tensors, peers, data. A step divides the summed gradients by
-the summed `tokens`, so that these are the weight of a microbatch in its step. Shapes: b rows, s positions, v token ids.
+the summed weights (count_tokens). Shapes: b rows, s positions, v token ids.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agora.model.family import IGNORED, stage_loss
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The tokens of one microbatch, as stages and losses take them.
+    """The tokens of one microbatch, in the form that stages and losses take.
 
-    inputs: ids [b, s]; a negative one, which is an ignored target in runs without marks, is read as 0. targets: the
-    ids that follow them [b, s], IGNORED where not supervised. segments: the number of each input's sequence in its row
-    [b, s], ascending; None: a row is one sequence.
+    inputs: ids [b, s]; a negative one, which is an ignored target in runs without marks, is read as 0. targets: the id
+    that follows each input [b, s], IGNORED if not supervised. segments: the number of each input's sequence in its row
+    [b, s], ascending; None if each row is one sequence.
     """
 
     inputs: Tensor
@@ -36,9 +36,9 @@ class TokenBatch:
 
     @classmethod
     def from_wire(cls, tokens: Tensor, *, has_marks: bool) -> TokenBatch:
-        """Returns the batch of ids [b, s + 1], or with marks [2, b, s + 1]; SPEC.md says what marks mean.
+        """Splits ids [b, s + 1], or with marks [2, b, s + 1] (see "Marks" in SPEC.md), into inputs and targets.
 
-        Raises ProtocolError for a negative id beside marks, and for an unknown mark.
+        Raises ProtocolError, if there are marks, for a negative id and for an unknown mark.
         """
         if not has_marks:
             return cls(tokens[:, :-1], tokens[:, 1:])
@@ -51,13 +51,13 @@ class TokenBatch:
         return cls(ids[:, :-1], targets[:, 1:], segments)
 
     @property
-    def supervised(self) -> int:
+    def supervised_tokens(self) -> int:
         """How many targets are supervised."""
         return int((self.targets >= 0).sum())
 
 
 class MicrobatchLoss(NamedTuple):
-    """The loss of a microbatch: a float32 scalar with its graph, summed so that tokens are its weight.
+    """The loss of a microbatch. loss_sum: a float32 scalar with its graph: the mean loss times Objective.count_tokens.
 
     metrics: sums, see agora.metrics.
     """
@@ -67,22 +67,22 @@ class MicrobatchLoss(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """One way of learning from microbatches."""
+    """Base class: computes the loss of microbatches and their weight in a step."""
 
     def count_tokens(self, batch: TokenBatch) -> int:
-        """Returns the weight of a microbatch in its step: here its supervised tokens."""
-        return batch.supervised
+        """Returns the weight of a microbatch in its step: the number of its supervised tokens, unless overridden."""
+        return batch.supervised_tokens
 
     @abc.abstractmethod
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the loss of logits [b, s, v], any float type.
+        """Returns the loss of logits [b, s, v], any float dtype.
 
-        references: for each row the log-probability of its supervised tokens under the reference, for objectives that
-        compare with one; else empty. Raises ProtocolError for another number of them.
+        references: for each row the log-probability of its supervised tokens under the reference model, for objectives
+        that need one; others ignore it. Raises ProtocolError for another number of them.
         """
 
 
-class NextTokens(Objective):
+class LanguageModeling(Objective):
     """Objective lm: the cross entropy of every target."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
@@ -90,16 +90,16 @@ class NextTokens(Objective):
         return MicrobatchLoss(stage_loss(logits, batch.targets))
 
 
-class Answers(Objective):
-    """Objective sft: the cross entropy of the supervised targets. Its sum: targets that the model predicts right."""
+class SupervisedFineTuning(Objective):
+    """Objective sft: the cross entropy of the supervised targets. Its metric: how many of them are predicted right."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the supervised targets' cross entropies, and how many have the highest logit."""
+        """Returns the sum of the supervised targets' cross entropies, and how many of them have the highest logit."""
         right = (logits.detach().argmax(dim=-1) == batch.targets).sum()
         return MicrobatchLoss(stage_loss(logits, batch.targets), (float(right),))
 
 
-class Preferences(Objective):
+class DirectPreference(Objective):
     """Objective dpo: the rows 2i and 2i + 1 are the chosen and the rejected answer to one prompt.
 
     With p the log-probability of an answer's supervised tokens under the model, q that under the reference, and r =
@@ -110,19 +110,19 @@ class Preferences(Objective):
     | sigmoid         | -(1 - e) log sigmoid(r_c - r_r) - e log sigmoid(r_r - r_c)      | arXiv 2305.18290, eq. 7      |
     | ipo             | ((p_c - q_c) / n_c - (p_r - q_r) / n_r - 1 / (2 beta))^2        | arXiv 2310.12036, eq. 17     |
 
-    with e = label_smoothing and n an answer's supervised tokens. sigmoid sums over an answer's tokens, ipo takes their
-    mean. Every pair weighs the same: the 2 * s places of its rows.
+    with e = label_smoothing, n the number of an answer's supervised tokens, and the indices c for chosen, r for
+    rejected. Every pair has the same weight: the 2 * s places of its rows.
     """
 
     def __init__(self, section: ObjectiveSection) -> None:
         self._section = section
 
     def count_tokens(self, batch: TokenBatch) -> int:
-        """Returns b * s, whatever is supervised: a step is a mean over pairs, not over tokens."""
+        """Returns b * s, however many tokens are supervised: a step is a mean over pairs, not over tokens."""
         return batch.inputs.numel()
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the pairs' losses times 2 * s, and the sums of dpo, see agora.metrics.
+        """Returns the sum of the pairs' losses times 2 * s, and the sums of dpo's metrics, see agora.metrics.
 
         Raises ProtocolError unless there is one reference for each row.
         """
@@ -148,9 +148,9 @@ class Preferences(Objective):
 
 
 def row_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns for each row the sum of its supervised targets' log-probabilities, float32 [b], at most 0.
+    """Returns the sum of the supervised targets' log-probabilities of each row, float32 [b], at most 0.
 
-    logits: [b, s, v]; targets: [b, s], IGNORED where not supervised.
+    logits: [b, s, v]; targets: [b, s], IGNORED if not supervised.
     """
     with torch.autocast(logits.device.type, enabled=False):
         flat = logits.flatten(0, 1).float()
@@ -162,8 +162,8 @@ def objective_of(section: ObjectiveSection) -> Objective:
     """Returns the objective that the manifest's [objective] names."""
     match section.kind:
         case "lm":
-            return NextTokens()
+            return LanguageModeling()
         case "sft":
-            return Answers()
+            return SupervisedFineTuning()
         case "dpo":
-            return Preferences(section)
+            return DirectPreference(section)

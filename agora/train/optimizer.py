@@ -1,8 +1,7 @@
 """The optimizer step over one stage's flat weights: learning rate, clipping, AdamW, NAdam or Muon, moving average.
 
 Knows: the manifest's optimizer section, flat tensors. Must not know: microbatches, versions of weights, peers, clocks.
-Another optimizer that treats every element alike is another function of UPDATES, and its name in the manifest's
-section.
+To add an elementwise optimizer, add a function to UPDATES, and its name to the manifest's section.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MOMENTUM_DECAY = 4e-3
 MEAN, SQUARE = "mean", "square"
 """The names of the gradient's moments; AVERAGE is that of the moving average of the weights."""
 AVERAGE_FROM: Final = 100
-"""Steps without an average of the weights: the loss falls so fast in them that older weights only make it worse."""
+"""The averaging of the weights begins at this step: before, the loss falls so fast that older weights make it worse."""
 
 
 def learning_rate(step: int, optimizer: OptimizerSection) -> float:
@@ -52,10 +51,11 @@ def half_cosine(progress: float) -> float:
 
 
 def average_decay(step: int, optimizer: OptimizerSection) -> float:
-    """Returns how much of the moving average of the weights stays at optimizer step number `step` (0 is the first).
+    """Returns the decay d of the weights' moving average at optimizer step number `step` (0 is the first).
 
-    min(average_decay, n / (n + 9)) for the n steps since AVERAGE_FROM, of which the average covers about the last
-    ninth; 0 before: there the average is the weights.
+    The step makes it d * average + (1 - d) * weights. d = min(optimizer.average_decay, n / (n + 9)) for the n steps
+    since AVERAGE_FROM; until the limit is reached, the average covers about the last ninth of these. Before, d = 0: the
+    average equals the weights.
     """
     steps = max(step + 1 - AVERAGE_FROM, 0)
     return min(optimizer.average_decay, steps / (steps + 9))
@@ -63,7 +63,7 @@ def average_decay(step: int, optimizer: OptimizerSection) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The learning rate of a step that was taken, and the norm of its mean gradient before clipping."""
+    """The learning rate of a step that was taken, and the norm of its mean gradient before clipping, in this stage."""
 
     learning_rate: float
     gradient_norm: float
@@ -80,15 +80,15 @@ class StageOptimizer:
     | adamw8bit      | AdamW           | AdamW             |
 
     layout: the places of tensors and moments. With adamw8bit the moments of all matrices are held in 8 bits. updates:
-    how many steps changed the moments, without those in which this replica had no part. The manifest's `clip` bounds
-    the gradient norm of the whole model, which no peer sees; a stage clips at clip / sqrt(stages), or not at all when
-    it is 0. Weight decay applies to matrices only.
+    how many steps changed the moments here; steps that were only counted do not. The manifest's `clip` is meant for the
+    gradient norm of the whole model, which no peer sees; a stage clips at clip / sqrt(stages), or not at all if it is
+    0. Weight decay applies to matrices only.
     """
 
     def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, weights: Tensor) -> None:
-        """Starts with zero moments, and `weights` [numel], the initial ones, as their average.
+        """Starts with zero moments, and with a copy of `weights` [numel], the initial ones, as their average.
 
-        section: the manifest's [optimizer]; stage_count: stages of the whole model.
+        section: the manifest's [optimizer]. stage_count: how many stages the whole model has.
         """
         self.layout = with_moments(section, layout)
         ranges = eight_bit_ranges(section, layout)
@@ -108,10 +108,11 @@ class StageOptimizer:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """The moments' values by name, float32, flat; those that are held in 8 bits are decoded into new tensors.
+        """The moments' values by name, float32 and flat: "mean", "square", and "average" if the run keeps one.
 
-        The mean of every element, the mean square of those that Muon does not update, and unless the manifest's
-        `average_decay` is 0, the moving average of all weights, which is the held tensor itself.
+        The mean has a value for every element, the square (a mean square) for those that Muon does not update, the
+        moving average of the weights for every element. Moments in 8 bits are decoded into new tensors; the others are
+        the held tensors themselves, and change with the next step.
         """
         if not self._eight_bit:
             return self._held
@@ -128,11 +129,11 @@ class StageOptimizer:
         return found
 
     def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
-        """Takes step `number` (0 the first) along gradient / tokens, clipped, and returns its rate and gradient norm.
+        """Takes step `number` (0 the first) along gradient / tokens, clipped; returns its rate and gradient norm.
 
-        Changes `weights` [numel] and the moments, the weights' average among them, in place. gradient: a sum over
-        `tokens`, or with the default of 1 a mean; overwritten. The norm is that of gradient / tokens before clipping;
-        when it is not finite, nothing changes and None is returned.
+        Changes `weights` [numel] and the moments, the weights' average among them, in place, and overwrites `gradient`.
+        gradient: a sum over `tokens`, or with the default of 1 a mean. The norm is that of gradient / tokens before
+        clipping; when it is not finite, nothing changes and None is returned.
         """
         norm = float(torch.linalg.vector_norm(gradient)) / tokens
         if not math.isfinite(norm):
@@ -145,7 +146,8 @@ class StageOptimizer:
     def update(self, weights: Tensor, gradient: Tensor, number: int) -> float:
         """Takes step `number` along `gradient`, a mean that is already clipped and finite. Returns its learning rate.
 
-        Changes and overwrites what `step` does, and reads no value: weights and gradient may be on the meta device.
+        Changes and overwrites the same tensors as `step`. No control flow depends on a value, so that weights and
+        gradient may be on the meta device.
         """
         rate = learning_rate(number, self.section)
         for part in self._parts:
@@ -164,7 +166,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def load(self, updates: int, moments: Mapping[str, Tensor]) -> None:
-        """Replaces the moments by copies of these, as if the `updates` that made them had been taken here."""
+        """Replaces the moments by copies of these, by name, as if the `updates` steps behind them were taken here."""
         self.updates = updates
         for spec in self._specs:
             for elements in spec.ranges:
@@ -177,20 +179,23 @@ class StageOptimizer:
             part.momentum.fill_(momentum_product(self.section.beta1, updates))
 
     def _places(self, name: str, elements: slice) -> slice:
-        """Returns where the values of these elements lie in the named array of a state."""
+        """Returns where the values of these elements lie in the moment `name` as a state has it, all in float32."""
         return next(moment for moment in self.layout.moments if moment.name == name).places(elements)
 
 
 def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
-    """Returns the layout with what the optimizer keeps: mean, square (none of Muon's matrices), average if there is."""
+    """Returns the layout with the optimizer's arrays as moments, in place of any others.
+
+    They are the mean; the square, without Muon's matrices; and the weights' average, if the section keeps one.
+    """
     everything = [slice(0, layout.numel)]
-    square = MomentSpec(SQUARE, layout.ranges(lambda slot: not has_muon(section, slot)), is_square=True)
+    square = MomentSpec(SQUARE, layout.ranges(lambda slot: not uses_muon(section, slot)), is_square=True)
     average = (MomentSpec(AVERAGE, everything),) if section.average_decay else ()
     return replace(layout, moments=(MomentSpec(MEAN, everything), square, *average))
 
 
-def has_muon(section: OptimizerSection, slot: Slot) -> bool:
-    """Returns whether Muon updates this tensor."""
+def uses_muon(section: OptimizerSection, slot: Slot) -> bool:
+    """Returns whether Muon updates this tensor: whether the optimizer is muon and the tensor a hidden matrix."""
     return section.name == "muon" and slot.is_hidden_matrix
 
 
@@ -200,7 +205,7 @@ def eight_bit_ranges(section: OptimizerSection, layout: Layout) -> list[slice]:
 
 
 def float32_moments(section: OptimizerSection, layout: Layout) -> list[MomentSpec]:
-    """Returns the moments of the layout with the elements of which the optimizer holds a float32 value."""
+    """Returns the layout's moments, each with only those elements whose values the optimizer holds in float32."""
     if section.name != "adamw8bit":
         return list(layout.moments)
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
@@ -208,7 +213,7 @@ def float32_moments(section: OptimizerSection, layout: Layout) -> list[MomentSpe
 
 
 def moment_bytes(section: OptimizerSection, layout: Layout) -> int:
-    """Returns how many bytes the moments of the layout take in memory, the scales of those in 8 bits left out."""
+    """Returns how many bytes the layout's moments take in memory, without the scales of those in 8 bits."""
     in_float32 = sum(moment.numel for moment in float32_moments(section, layout))
     everything = sum(moment.numel for moment in layout.moments)
     return VALUE_BYTES * in_float32 + everything - in_float32
@@ -219,12 +224,12 @@ def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
     if section.name == "adamw8bit":
         return [(part, 0.0) for part in vectors]
-    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not has_muon(section, slot))
+    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not uses_muon(section, slot))
     return [*((part, section.weight_decay) for part in matrices), *((part, 0.0) for part in vectors)]
 
 
 def momentum_product(beta1: float, updates: int) -> float:
-    """Returns the product of NAdam's momenta over `updates` steps, rounded to float32 after each, as torch does.
+    """Returns the product of NAdam's momenta of the first `updates` steps, rounded to float32 after each, as in torch.
 
     The momentum of step t (1 is the first) is beta1 * (1 - 0.5 * 0.96^(t * MOMENTUM_DECAY)).
     """
@@ -255,7 +260,7 @@ class _WeightPart:
     def create(cls, section: OptimizerSection, part: slice, decay: float, mean: Tensor, square: Tensor) -> _WeightPart:
         """Returns the state before the first step. decay: weight decay of this part."""
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
-        # The fused kernel wants its step count on the device; nadam's scalars stay on the CPU, as its class has them.
+        # The fused kernel needs its step count on the device; nadam's scalars stay on the CPU, as in torch's class.
         step = torch.zeros((), device="cpu" if section.name == "nadam" else mean.device)
         return cls(part, mean, square, step, torch.ones(()), {**options, "maximize": False})
 
@@ -274,4 +279,5 @@ def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: fl
 
 
 UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam, "muon": _update_adamw, "adamw8bit": _update_adamw}
-"""The update of one part of the weights, without matrices of Muon or in 8 bits, by the manifest's `optimizer.name`."""
+"""By the manifest's `optimizer.name`, the function that updates one part of the weights in float32. Muon's matrices and
+the matrices of adamw8bit are updated elsewhere."""

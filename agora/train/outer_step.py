@@ -1,9 +1,9 @@
 """The outer optimizer of runs with local steps: an anchor that is equal at all replicas, moved slice by slice.
 
-Knows: flat weights, which blocks a slice has. Must not know: rounds, replicas, how a mean difference comes about.
+Knows: flat weights, which blocks a slice has. Must not know: rounds, replicas, how a mean difference is computed.
 
-A round over a slice brings the mean a of anchor - s over the replicas, the same bytes at all of them, s being a
-replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum):
+A round over a slice gives each replica the mean a of anchor - s over the replicas, the same bytes at all of them; s is
+a replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum):
 
     v = momentum * v + a
     new = anchor - rate * (a + momentum * v)
@@ -39,7 +39,7 @@ def with_outer_moments(layout: Layout) -> Layout:
 
 
 class OuterOptimizer:
-    """Anchor and velocity of one stage, on the CPU: float32 [numel] each, in `moments` by name."""
+    """Holds and moves anchor and velocity of one stage: on the CPU, float32 [numel] each, in `moments` by name."""
 
     def __init__(self, section: AveragingSection, layout: Layout, weights: Tensor) -> None:
         self._rate, self._momentum, self._layout = section.outer_rate, section.outer_momentum, layout
@@ -49,19 +49,20 @@ class OuterOptimizer:
         }
 
     def restart(self, weights: Tensor) -> None:
-        """Makes `weights` [numel], which all replicas have, the anchor, and the velocity 0."""
+        """Sets the anchor to `weights` [numel], which all replicas have, and the velocity to 0."""
         self.moments[ANCHOR].copy_(weights)
         self.moments[VELOCITY].zero_()
 
     def difference(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
-        """Returns anchor - snapshot in `blocks`, float32 [blocks * SLICE_BLOCK]."""
+        """Returns anchor - snapshot in the blocks with these numbers. Both are float32 [blocks * SLICE_BLOCK]."""
         return self._rows(ANCHOR)[blocks].flatten() - snapshot
 
     def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...]) -> Tensor:
-        """Moves anchor and velocity in `blocks` by a round's mean; returns the change of the weights, new - s [n].
+        """Moves anchor and velocity in `blocks` by a round's mean; returns what to add to the weights, new - s [n].
 
-        snapshot, mean: float32 [n]. has_mean: for each part of PART_ELEMENTS; where False, nothing changes. Raises
-        ProtocolError, and changes nothing, when the anchor would not be finite.
+        snapshot, mean: float32 [n]. has_mean: for each part of PART_ELEMENTS, whether the round gave a mean; where it
+        did not, nothing changes and the result is 0. Raises ProtocolError, and changes nothing, for a mean of another
+        shape or dtype, and when the anchor would not be finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no slice of {len(blocks)} blocks")
@@ -75,15 +76,15 @@ class OuterOptimizer:
             raise ProtocolError("bad-tensor", "an anchor would not be finite")
         self._rows(ANCHOR)[blocks] = torch.where(moves, new_anchor, anchor)
         self._rows(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
-        for values in self.moments.values():  # few bits have no level for the 0 of padding
+        for values in self.moments.values():  # a mean that was sent in few bits is not exactly 0 in the padding
             self._layout.clear_padding(values)
         return change
 
     def set_anchor(self, blocks: Tensor, snapshot: Tensor) -> None:
-        """Makes the only replica's weights in `blocks`, `snapshot` [n], the anchor, and the velocity there 0."""
+        """Sets the anchor in `blocks` to `snapshot` [n], the only replica's weights, and the velocity there to 0."""
         self._rows(ANCHOR)[blocks] = snapshot.view(-1, SLICE_BLOCK)
         self._rows(VELOCITY)[blocks] = 0.0
 
     def _rows(self, moment: str) -> Tensor:
-        """Returns a moment as [blocks, SLICE_BLOCK]."""
+        """Returns a view of the named moment, [blocks, SLICE_BLOCK]."""
         return self.moments[moment].view(-1, SLICE_BLOCK)

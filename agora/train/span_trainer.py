@@ -31,11 +31,11 @@ from agora.train.stage_replica import StageReplica
 from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
 
 MEASURE_MEMORY_S = 1.0
-"""The available memory is measured again after this time."""
+"""Seconds for which a measurement of the available memory is used."""
 
 
 MAX_LOSS_SUM = 1e30
-"""A larger sum of losses counts as not finite: the message Processed could not tell it."""
+"""A larger sum of losses counts as not finite: the message Processed cannot carry it."""
 
 
 class NonFinite(LocalError):
@@ -46,11 +46,11 @@ class NonFinite(LocalError):
 
 @dataclass(frozen=True, slots=True)
 class FinishedMicrobatch:
-    """What the model's last stage says of a microbatch.
+    """The result of a microbatch that has passed the model's last stage.
 
-    loss_sum, tokens: the summed loss and its weight in a step. gradient: of loss_sum by the entry [b, s, k], None at
-    stage 0 and when not trained. metrics: sums, see agora.metrics. log_probabilities: of each row's supervised tokens,
-    for the purpose "reference" only, whose loss is 0.
+    loss_sum, tokens: the summed loss, and the microbatch's weight in a step. gradient: of loss_sum with respect to the
+    boundary that entered [b, s, k]; None at stage 0 and when not trained. metrics: sums, see agora.metrics.
+    log_probabilities: of each row's supervised tokens, for the purpose "reference" only, whose loss is 0.
     """
 
     loss_sum: float
@@ -63,7 +63,7 @@ class FinishedMicrobatch:
 class SpanTrainer:
     """Trains the stages of a span. A microbatch may enter at any of them.
 
-    Other steps may be taken between a forward and its backward. The manifest's `schedule.activations` says which
+    Optimizer steps may be taken between a forward and its backward. The manifest's `schedule.activations` says which
     weights the backward then uses:
 
     | activations | kept of a forward      | gradient of the backward                                                  |
@@ -72,8 +72,9 @@ class SpanTrainer:
     | keep        | its entry, its graph   | of the first forward, on its weights; see weight_versions for the limit   |
     | auto        | as keep while the graphs of all microbatches in flight fit into memory, else as recompute          |
 
-    A graph of all layers of the span is made where it is kept, or with auto where one such graph fits into memory. Else
-    autograd keeps one layer's graph at a time, and the backward runs each layer once more, see layer_graphs.
+    A backward that follows its forward at once uses a graph of all layers with "keep", and with "auto" if one such
+    graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the backward runs each layer once
+    more, see layer_graphs.
 
     The gradients of all parameters are computed and checked before any is added: an error never leaves half of them.
     """
@@ -91,8 +92,9 @@ class SpanTrainer:
     ) -> None:
         """Builds the span's stages with their initial weights. Matrix products are in bf16 if the device has it.
 
-        in_flight: most microbatches between forward and backward here; LIMIT_PER_SEAT times that many are refused.
-        base_model: the folder of the base model, see Family.build_stage, which says what it raises.
+        in_flight: the most microbatches that are usually between forward and backward; from LIMIT_PER_SEAT times that
+        many on, forwards are refused. on_step: called with each step event, on the device thread. base_model: the
+        folder of the base model. Raises what Family.build_stage raises.
         """
         self.span = span
         self.device = device
@@ -129,8 +131,9 @@ class SpanTrainer:
     ) -> tuple[Tensor, StashedForward | None]:
         """Runs stages `first` to the span's last. Returns the boundary [b, s, k] that leaves it, without a graph.
 
-        entry: float32 [b, s, k], or token ids [b, s] at stage 0. purpose: as in the message Process. To train, also
-        returns what it stashed for the backward; raises Busy when too many are stashed. Raises NonFinite.
+        entry: float32 [b, s, k], or token ids [b, s] at stage 0. purpose: as in the message Process. With "train", it
+        stashes the forward for the backward and returns it, too; raises Busy when too many are stashed, and NonFinite
+        for a boundary that is not finite.
         """
         if purpose != "train":
             with torch.no_grad():
@@ -156,7 +159,7 @@ class SpanTrainer:
         purpose: str,
         references: Sequence[float] = (),
     ) -> FinishedMicrobatch:
-        """Runs stages `first` to the model's last, the loss, and to train the backward, whose gradients it adds.
+        """Runs stages `first` to the model's last, and the loss. To train, runs the backward, too, and adds gradients.
 
         purpose, references: as in the message Process. Raises NonFinite, and ProtocolError for references that the
         objective does not take; then nothing was added.
@@ -178,16 +181,18 @@ class SpanTrainer:
         return FinishedMicrobatch(loss_sum, tokens, gradient, metrics)
 
     def _reference(self, microbatch: MicrobatchId, first: int, logits: Tensor, batch: TokenBatch) -> FinishedMicrobatch:
-        """Returns the rows' log-probabilities under the reference, whose logits [b, s, v] these are."""
+        """Returns the log-probabilities of the rows' supervised tokens, from the reference's logits [b, s, v]."""
         rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
         self._require_finite(sum(rows), first, microbatch, "the reference's log-probability")
         return FinishedMicrobatch(0.0, self.objective.count_tokens(batch), log_probabilities=rows)
 
     def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
-        """Adds a microbatch's gradients to the sums. Returns that of its entry (None at stage 0), and its forward.
+        """Runs the backward of a stashed forward, and adds its gradients to the sums.
 
-        gradient: float32 [b, s, k], finite, by the boundary that `forward` returned. Raises LocalError when no forward
-        is stashed, NonFinite when a computed gradient is not finite; then nothing was added, and the forward is gone.
+        gradient: of the loss sum with respect to the boundary that `forward` returned, float32 [b, s, k], finite.
+        Returns the gradient with respect to the entry (None at stage 0), and the forward, which is stashed no longer.
+        Raises LocalError when no forward is stashed, NonFinite when a computed gradient is not finite; then nothing was
+        added.
         """
         forward = self.stashed.take(microbatch, first)
         output = forward.output
@@ -199,9 +204,11 @@ class SpanTrainer:
         return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
     def _stages_from(self, first: int) -> list[StageReplica]:
+        """Returns the span's stages from `first` on."""
         return [self.stages[number] for number in range(first, self.span.last + 1)]
 
     def _steps_from(self, first: int) -> tuple[int, ...]:
+        """Returns the steps that the stages from `first` on have taken."""
         return tuple(stage.step for stage in self._stages_from(first))
 
     def _versions_from(self, first: int) -> tuple[WeightVersion, ...]:
@@ -217,10 +224,13 @@ class SpanTrainer:
         purpose: str,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Runs stages `first` to the span's last; returns their output, boundary or logits.
+        """Runs stages `first` to the span's last; returns their output, a boundary or the logits.
 
-        To train on their current weights; to evaluate on those that evaluations use, see TrainedStage.evaluated; as the
-        reference without their adapters.
+        | purpose   | weights                                     |
+        |-----------|---------------------------------------------|
+        | train     | the current ones                            |
+        | evaluate  | those of TrainedStage.evaluated             |
+        | reference | the same, with adapters switched off        |
         """
         if first > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
@@ -234,9 +244,9 @@ class SpanTrainer:
 
     @contextmanager
     def _mode_for(self, module: Stage, purpose: str, microbatch: MicrobatchId, stage: int) -> Iterator[None]:
-        """Returns a context in which `module` computes for `purpose`: dropout only to train, adapters not as reference.
+        """Context manager: sets `module` up for `purpose`: dropout only for "train", no adapters for "reference".
 
-        What a stage drops of a microbatch is decided by their numbers: a second forward drops the same.
+        Dropout's random seed is a hash of microbatch and stage, so that a second forward drops the same values.
         """
         with ExitStack() as stack:
             if purpose == "reference":
@@ -251,7 +261,7 @@ class SpanTrainer:
     def _run_for_training(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
     ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        """Does `_run` for a later backward; returns its output, and the weights of its graph, () if that is dropped."""
+        """Calls `_run` for a later backward; returns the output, and the weights of its graph, () without a graph."""
         if self._activations == "auto" and first not in self.activation_bytes:
             return self._measure_graph(microbatch, first, entry, batch), ()
         versions = self._versions_from(first)
@@ -260,7 +270,10 @@ class SpanTrainer:
             return self._run(microbatch, first, entry, batch, "train"), versions if keeps_graph else ()
 
     def _measure_graph(self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch) -> Tensor:
-        """Does `_run` to train, a layer's graph at a time, and records the bytes of all graphs. Returns its output."""
+        """Calls `_run` with one layer's graph at a time, and records the bytes of all graphs in activation_bytes.
+
+        Returns its output without a graph.
+        """
         versions = self._versions_from(first)
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
@@ -273,7 +286,9 @@ class SpanTrainer:
     def _run_layer_for_gradients(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
     ) -> RunLayer:
-        """Returns how layers run whose backward follows at once: repeated in it if a graph of all is too large."""
+        """Returns the RunLayer for a forward whose backward follows at once: keep_graph if the graph fits into memory,
+        otherwise repeat_in_backward. With "auto", it measures the graph first if that was not done yet.
+        """
         if self._activations == "auto" and first not in self.activation_bytes:
             self._measure_graph(microbatch, first, entry, batch)
         if self._activations == "auto":
@@ -283,7 +298,7 @@ class SpanTrainer:
         return keep_graph if fits else repeat_in_backward
 
     def _keeps_graph(self, first: int) -> bool:
-        """Whether the graph of a microbatch that enters at `first` is kept: with "keep", or "auto" if graphs_fit."""
+        """Returns whether to keep the graph of a forward that enters at `first`: with "keep", or "auto" if all fit."""
         if self._activations != "auto":
             return self._activations == "keep"
         graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)
@@ -293,7 +308,7 @@ class SpanTrainer:
         return memory.graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, available)
 
     def _available_memory(self) -> int:
-        """Returns the device's available bytes, measured again after MEASURE_MEMORY_S."""
+        """Returns the device's available bytes, as measured at most MEASURE_MEMORY_S ago."""
         now = time.monotonic()
         if now - self._measured_at >= MEASURE_MEMORY_S:
             self._available_bytes, self._measured_at = memory.available_bytes(self.device), now
@@ -307,9 +322,11 @@ class SpanTrainer:
         gradient: Tensor | None,
         loss_sum: float = 0.0,
     ) -> Tensor | None:
-        """Adds a microbatch's gradients to the sums and counts it. Returns its entry's gradient, None at stage 0.
+        """Computes a microbatch's gradients, adds them to the sums, and counts the microbatch in its stages.
 
-        gradient: the loss sum's, by `output`; None when `output` is the loss sum. Raises NonFinite, and adds nothing.
+        output: the output of the graph. gradient: of the loss sum with respect to `output`; None if `output` is the
+        loss sum. Returns the gradient with respect to the entry, None at stage 0. Raises NonFinite, and adds nothing
+        then.
         """
         first, stages, name = forward.first, self._stages_from(forward.first), microbatch.hex()
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
@@ -325,7 +342,10 @@ class SpanTrainer:
         return entry_gradient
 
     def _require_finite(self, value: float, first: int, microbatch: MicrobatchId, what: str) -> None:
-        """Raises NonFinite, and counts the microbatch as refused, when `value` is not finite."""
+        """Raises NonFinite, and counts the microbatch as refused at stage `first`, when `value` is not finite.
+
+        what: names the value in the texts.
+        """
         if not math.isfinite(value):
             self.stages[first].count_refused(microbatch.hex(), f"{what} is not finite")
             raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")

@@ -1,6 +1,6 @@
 """A trained stage's exchange with its replicas on other peers: differences to the anchor, and its whole state.
 
-Knows: flat weights and moments, the anchor. Must not know: peers, rounds, how a mean comes about, files.
+Knows: flat weights and moments, the anchor. Must not know: peers, rounds, how a mean is computed, files.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from agora.train.trained_stage import TrainedStage
 Blocks = NDArray[np.int64]
 """Numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once."""
 AveragedSlice = tuple[Tensor, tuple[bool, ...]]
-"""The mean difference of a slice to the anchor, float32 [n], and for each of its parts whether it has one."""
+"""A slice's mean difference to the anchor, float32 [n], and for each of its parts whether the round gave a mean."""
 
 
 class StageReplica(TrainedStage):
     """A trained stage that exchanges weights with its replicas. Used on the device thread, between two microbatches.
 
-    Weights that live graphs need are copied before a change. Values that are not allowed raise ProtocolError
+    Weights that live graphs need are copied before a change. Wrong shapes and values raise ProtocolError
     ("bad-tensor").
     """
 
     def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Returns anchor - weights in `blocks`, and a copy of these weights, float32 [blocks * SLICE_BLOCK], CPU."""
+        """Returns anchor - weights in `blocks`, and these weights; both float32 [blocks * SLICE_BLOCK] on the CPU.
+
+        Both are copies.
+        """
         rows = self.weights.current.flat.view(-1, SLICE_BLOCK)
         snapshot = rows.index_select(0, self._block_numbers(blocks)).flatten().cpu()
         return self._required_outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
     def step_anchor(self, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None) -> None:
-        """Applies the mean of step `step`'s round over `blocks` to anchor and weights; does nothing if it did before.
+        """Applies the mean of step `step`'s round over `blocks` to anchor and weights, and records it in the lineage.
 
-        snapshot: the weights that the round began with. averaged: the mean difference [blocks * SLICE_BLOCK], and for
-        each of its parts whether it has one; None when there is no other replica: the snapshot becomes the anchor.
+        Does nothing if a mean of this or a later step was applied before. snapshot: the weights that the round began
+        with. averaged: the round's result; None if there is no other replica: then the snapshot becomes the anchor.
         """
         if step <= self.progress.agreed:
             return
@@ -61,13 +64,13 @@ class StageReplica(TrainedStage):
 
     @property
     def _required_outer(self) -> OuterOptimizer:
-        """The outer optimizer. Raises LocalError in a run without local steps."""
+        """The outer optimizer. Raises LocalError in a run without local steps, which has none."""
         if self.outer is None:
             raise LocalError(f"stage {self.number} has no anchor: all steps of the run are exact")
         return self.outer
 
     def export_state(self) -> StageState:
-        """Returns a copy of weights and moments after the last step. The gradient sum is not part of it."""
+        """Returns a copy, on the CPU, of the stage's state after the last step. The gradient sum is not part of it."""
         weights = self.weights.current.flat.cpu().numpy().copy()
         moments = {name: moment.cpu().numpy().copy() for name, moment in self.moments.items()}
         optimizer = self.optimizer
@@ -84,9 +87,10 @@ class StageReplica(TrainedStage):
         )
 
     def load_state(self, state: StageState) -> None:
-        """Replaces weights, moments and step by those of `state`, and drops the gradient sum.
+        """Replaces weights, moments, step and lineage by those of `state`, and drops the gradient sum.
 
-        Raises ProtocolError, changing nothing, for an array that `_checked_array` refuses or a negative square.
+        Raises ProtocolError, and changes nothing, for an array that is missing, does not fit or is not finite, and for
+        a negative square.
         """
         layout = self.layout
         weights = self._checked_array("weights", state.weights, layout)
@@ -103,7 +107,10 @@ class StageReplica(TrainedStage):
         self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage)
 
     def _checked_array(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
-        """Returns a state's array on the device, its padding zero. Raises ProtocolError unless it fits `layout`."""
+        """Returns a copy of a state's array on the device, with its padding set to zero.
+
+        name: for the error. Raises ProtocolError unless the array is there, fits `layout` and is finite.
+        """
         fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)
         if array is None or not fits or not np.isfinite(array).all():
             problem = "are missing, have another size than this run's, or are not finite"

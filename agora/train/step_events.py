@@ -13,11 +13,11 @@ from typing import Final
 
 from agora.stepping import StepEvent
 
-MAX_EVENTS: Final = 4096  # step events that wait for their reader at most; the oldest are dropped beyond that
+MAX_EVENTS: Final = 4096  # the most step events that wait for their reader; beyond that the oldest are dropped
 
 
 class StepEvents:
-    """A bounded queue of step events, from any thread to one reader on the event loop on which it was made."""
+    """A bounded queue of step events: any thread may `put`; one reader iterates, on the event loop that made it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -27,7 +27,7 @@ class StepEvents:
     def put(self, event: StepEvent) -> None:
         """Appends an event and wakes the reader; when full, drops the oldest event. From any thread; never blocks."""
         self._events.append(event)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def __aiter__(self) -> AsyncIterator[StepEvent]:

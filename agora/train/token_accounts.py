@@ -13,7 +13,7 @@ from agora_protocol.records import StageAccount
 
 
 class _RecentStep(NamedTuple):
-    """A step along a gradient. own: this peer's tokens; in_mean: of all in the mean gradient, None along its own."""
+    """A step that was taken. own: this peer's tokens in it. in_mean, staleness: see TokenAccounts.add_step."""
 
     own: int
     in_mean: int | None
@@ -21,7 +21,10 @@ class _RecentStep(NamedTuple):
 
 
 class TokenAccounts:
-    """What became of a stage's tokens here since the stage was loaded. computed: those whose gradient was computed."""
+    """Counts what became of a stage's tokens here since the stage was loaded; totals, and sums of the last steps.
+
+    computed: tokens whose gradient was computed; the owner adds to it.
+    """
 
     def __init__(self) -> None:
         self.computed = 0
@@ -31,8 +34,8 @@ class TokenAccounts:
     def add_step(self, own: int, in_mean: int | None, staleness: float) -> None:
         """Adds a step that was taken along a gradient. own: this peer's tokens that went into it.
 
-        in_mean: tokens of all replicas in the mean gradient, None where the step was along this peer's own. staleness:
-        mean age of its gradients in steps.
+        in_mean: tokens of all replicas in the mean gradient; None if the step was along this peer's own gradient.
+        staleness: mean age of this peer's gradients in steps.
         """
         self._counted += own
         self._recent.append(_RecentStep(own, in_mean, staleness))
@@ -42,7 +45,7 @@ class TokenAccounts:
         self._recent.clear()
 
     def account(self, waiting: int) -> StageAccount:
-        """Returns the account. waiting: tokens that are in no step yet."""
+        """Returns the account for the progress record. waiting: tokens that are in no step yet."""
         along_own = [step.own for step in self._recent if step.in_mean is None]
         in_mean = [step.in_mean for step in self._recent if step.in_mean is not None]
         own = sum(step.own for step in self._recent)

@@ -30,19 +30,20 @@ from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
 
 MAX_CLOSED_SHARES = 2
-"""Closed shares that may wait for their means at once, each a gradient in memory; then the open share grows instead."""
+"""Most closed shares that wait for their means, each a gradient in memory; beyond that the open share grows."""
 STALENESS_BINS = 33
 """Staleness 0, 1, ... 31, and one bin for everything older."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage of this peer is. step: optimizer steps taken.
+    """How far a stage of this peer is; an immutable copy of its counts. step: optimizer steps taken.
 
-    open_step: number of the step whose share is open: `step` + closed shares that await their means. tokens_in_share:
-    those counted for it. tokens_counted: those since the start. tokens_total: those of all steps and shares, those
-    before a loaded state included. staleness[i]: microbatches whose gradient was i steps old. account: what became of
-    the tokens counted here. lineages: of the last agreed steps, by number, see train.lineage.
+    open_step: number of the step whose share is open, step + closed shares that wait for their means. tokens_in_share:
+    counted for the open share. tokens_counted: counted since the stage was loaded. tokens_total: in all steps and
+    shares, those of a loaded state included. staleness[i]: microbatches whose gradient was i steps old; the last bin
+    has all older ones. refused_nonfinite: gradients and sums dropped because they were not finite. account: what became
+    of the tokens counted here. lineages: step -> lineage of the last agreed steps, see train.lineage.
     """
 
     stage: int
@@ -69,9 +70,9 @@ class StageProgress:
 
 @dataclass(frozen=True, slots=True)
 class GradientShare:
-    """A replica's share of step number `step` (0 the first): the mean of its own gradients, over its own `tokens`.
+    """A replica's share of step number `step` (0 the first): its own mean gradient, over its own `tokens`.
 
-    values: float32 [numel] on the CPU, finite, not to be changed; zeros when `tokens` is 0.
+    values: float32 [numel] on the CPU, finite, not to be changed; zeros if `tokens` is 0.
     """
 
     step: int
@@ -81,9 +82,9 @@ class GradientShare:
 
 @dataclass(slots=True)
 class SumContents:
-    """What a gradient sum is made of: supervised tokens, the sum of their losses, microbatches.
+    """The totals of a gradient sum: supervised tokens, the sum of their losses, the number of microbatches.
 
-    forward_steps: the sum over the microbatches of the steps that the weights of their forward had taken.
+    forward_steps: for each microbatch the step of the weights of its forward, summed.
     """
 
     tokens: int = 0
@@ -92,19 +93,25 @@ class SumContents:
     forward_steps: int = 0
 
     def staleness(self, step: int) -> float:
-        """Returns the mean age of the gradients in steps when they go into step number `step`; 0 without any."""
+        """Returns the mean age, in steps, of the summed gradients when step number `step` uses them; 0 without any."""
         return step - self.forward_steps / self.microbatches if self.microbatches else 0.0
 
 
 class ClosedShare(NamedTuple):
-    """This replica's share of a step that waits for the mean of all replicas, and what its gradient sum was made of."""
+    """This replica's closed share of a step, held until the mean of all replicas arrives.
+
+    gradient: its mean gradient. contents: the totals of the sum behind it.
+    """
 
     gradient: GradientShare
     contents: SumContents
 
 
 class GradientSum:
-    """The summed gradients of a stage's next step: `flat` is float32 [numel], `tensors` its views, as `layout` says."""
+    """The summed gradients of a stage's next step. flat: float32 [numel].
+
+    tensors: views of it, in the layout's order.
+    """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
@@ -112,14 +119,14 @@ class GradientSum:
         self.contents = SumContents()
 
     def clear(self) -> SumContents:
-        """Sets the sum to zero and returns what it was made of."""
+        """Sets the sum and its totals to zero, and returns the totals that it had."""
         self.flat.zero_()
         contents, self.contents = self.contents, SumContents()
         return contents
 
 
 def stage_layout(manifest: Manifest, stage: int) -> Layout:
-    """Returns where a stage's tensors and moments lie, computed from the manifest; no stage is built."""
+    """Returns the layout of a stage's tensors and moments, computed from the manifest; no stage is built."""
     family, layers = family_of(manifest.model), manifest.layers_of(stage)
     layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
     layout = with_moments(manifest.optimizer, layout)
@@ -129,9 +136,9 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
 class TrainedStage:
     """Sums one stage's gradients and takes its optimizer steps: alone, or along the mean gradient of all replicas.
 
-    step: the steps that the stage has taken in all its replicas. `sum` is that of the open share; closed shares wait
-    for the mean of the replicas. Used on the device thread only; but any thread may read `progress`, and replace
-    `policy`, which decides when the stage steps or closes a share by itself.
+    step: the optimizer steps that the stage has taken, here or by its replicas. sum: the gradients of the open share;
+    closed shares wait for the mean of the replicas. Used on the device thread only, except that any thread may read
+    `progress` and replace `policy`, which decides when the stage steps or closes a share by itself.
     """
 
     def __init__(
@@ -144,7 +151,7 @@ class TrainedStage:
         report: Report,
         on_step: Callable[[StepEvent], None],
     ) -> None:
-        """on_step: is called after each step and each closed share, on the device thread."""
+        """number: of the stage. on_step: called after each step and each closed share, on the device thread."""
         self.number = number
         self.weights = StageWeights(module, device, module.hidden_matrices())
         self.optimizer = StageOptimizer(
@@ -162,7 +169,7 @@ class TrainedStage:
         self.step = 0
         self._lineages = {0: INITIAL_LINEAGE}
         self.tokens_stepped = 0
-        """Supervised tokens of the steps taken so far, those that came with a loaded state included."""
+        """This replica's supervised tokens in the steps taken so far; those of a loaded state are included."""
         self._stashed = stashed
         self._report = report
         self._on_step = on_step
@@ -176,7 +183,7 @@ class TrainedStage:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        """Replaces `progress` by the present counts."""
+        """Replaces `progress` by a new copy of the counts."""
         summed = self.sum.contents.tokens
         waiting = sum(share.contents.tokens for share in self._closed_shares) + summed
         self.progress = StageProgress(
@@ -193,9 +200,11 @@ class TrainedStage:
         )
 
     def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
-        """Counts a microbatch whose gradient was added to the sum; reports GradientLate when it missed its step.
+        """Counts a microbatch whose gradient was added to the sum.
 
-        Its staleness is max(0, open step - step_at_forward): steps whose shares are closed count as taken.
+        name: of the microbatch, for events. loss: the sum over its `tokens`. Its staleness is max(0, open step -
+        step_at_forward): steps whose shares are closed count as taken. In a synchronous run, reports GradientLate if
+        the share of its step is closed already.
         """
         staleness = max(self._open_step - step_at_forward, 0)
         contents = self.sum.contents
@@ -210,7 +219,7 @@ class TrainedStage:
             self._report(GradientLate(self.number, self.step, name, tokens))
 
     def count_refused(self, microbatch: str, reason: str) -> None:
-        """Counts a gradient that is not finite and reports GradientRefused. microbatch: empty for a whole sum."""
+        """Counts a gradient that is not finite and reports GradientRefused. microbatch: "" for a whole sum."""
         self._refused += 1
         self._update_progress()
         self._report(GradientRefused(self.number, microbatch, reason))
@@ -222,27 +231,30 @@ class TrainedStage:
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
-        """The moments of the stage's state by name: those of the optimizer, and of the anchor if there is one."""
+        """The moments of the stage's state by name: the optimizer's, and with local steps anchor and velocity."""
         return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
 
     @property
     def evaluated(self) -> WeightVersion:
         """The weights that evaluations and exports use: the moving average, or without one the current weights.
 
-        The average changes in place at every step; nothing may need a graph on it.
+        The average changes in place at every step, so no graph on it may be kept.
         """
         return self._average or self.weights.current
 
     def writable_weights(self) -> Tensor:
-        """Returns the flat weights [numel] to change in place, a copy if live graphs need them: see StageWeights."""
+        """Returns the flat weights [numel] to change in place; if live graphs need them, a copy becomes current first.
+
+        See StageWeights.make_writable.
+        """
         return self.weights.make_writable(self._stashed)
 
     # --- steps
 
     def step_if_due(self) -> None:
-        """Steps along the sum, or closes the open share, as the policy says, once it has the tokens needed.
+        """Steps along the sum, or closes the open share, as the policy says, if the sum has the tokens needed.
 
-        At most MAX_CLOSED_SHARES are closed at once.
+        While closed shares wait for their means, it does not step along the sum. At most MAX_CLOSED_SHARES are closed.
         """
         tokens, open_step = self.sum.contents.tokens, self._open_step
         if not 0 < tokens >= self.policy.tokens_needed(open_step):
@@ -253,10 +265,11 @@ class TrainedStage:
             self._close_share()
 
     def catch_up(self, step: int) -> None:
-        """Sets the step count to `step`, that of the other replicas. Does nothing if it is there or a share is closed.
+        """Sets the step count to `step`, that of the other replicas, if it is behind and no share is closed.
 
-        When the stage is one step behind, or takes local steps, it first takes one step along its sum, if that has
-        tokens. The steps still missing then change no weights, and clear the sum, whose weights are too old.
+        If the stage is one step behind, or takes local steps, it first takes one step along its sum, if that has
+        tokens. For the steps that are still missing it only counts, and drops the sum, whose gradients are too old;
+        then StepsSkipped is reported if tokens or more than one step were lost.
         """
         if step <= self.step or self._closed_shares:
             return
@@ -272,16 +285,16 @@ class TrainedStage:
             self._count_step(SumContents(), None)
 
     def take_gradient_share(self) -> GradientShare:
-        """Returns this replica's share of the next step, the same until the step is taken; closes it if it is open.
+        """Returns this replica's share of the next step, and closes it if it is open.
 
-        A share that is not finite is refused: it becomes zeros over 0 tokens.
+        Until the step is taken, it returns the same share. A share that is not finite becomes zeros over 0 tokens.
         """
         if not self._closed_shares:
             self._close_share()
         return self._closed_shares[0].gradient
 
     def _close_share(self) -> None:
-        """Moves the mean of the sum into a closed share; the cleared sum is that of the step after."""
+        """Moves the sum's mean into a closed share, clears the sum for the next step, and reports ShareClosed."""
         number = self._open_step
         mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
         contents = self.sum.clear()
@@ -297,8 +310,8 @@ class TrainedStage:
         """Takes step `number`, the next one, along the `mean` gradient [numel] over all replicas' `tokens`.
 
         Drops this replica's closed share of the step; an open one stays, for the step after. With 0 tokens the step is
-        counted only. Raises LocalError when another step is the next; ProtocolError for another shape or a norm that is
-        not finite, and the step can then be taken along another gradient.
+        only counted. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype and
+        for a norm that is not finite; the step can then be taken along another gradient.
         """
         if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
@@ -316,14 +329,18 @@ class TrainedStage:
         self._count_step(contents, result, tokens or None, checksum)
 
     def record_agreed(self, step: int, checksum: int) -> None:
-        """Records that this replica has applied the mean, of this checksum, of local step `step`'s slice."""
+        """Records in the lineage that this replica has applied the mean of local step `step`'s slice.
+
+        checksum: its CRC.
+        """
         self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
         self._update_progress()
 
     def restart_at(self, step: int, tokens: int, agreed: int, lineage: int) -> None:
-        """Drops the sum and closed shares, sets steps, tokens and lineage; reports StepsSkipped if tokens are lost.
+        """Sets step, tokens and lineage to those of a loaded state; drops the gradient sum and the closed shares.
 
-        lineage: of step `agreed`. The caller has replaced weights and moments before.
+        tokens: behind the state's steps. lineage: of step `agreed`. The caller has replaced weights and moments before.
+        Reports StepsSkipped if tokens are lost.
         """
         self._lineages = {agreed: lineage}
         lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._closed_shares)
@@ -336,7 +353,7 @@ class TrainedStage:
         self._update_progress()
 
     def _step_along_sum(self) -> None:
-        """Takes the optimizer step along the sum's mean and clears it. If it is not finite, drops it without a step."""
+        """Takes the optimizer step along the sum's mean and clears the sum; one that is not finite is only dropped."""
         result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.contents.tokens)
         contents = self.sum.clear()
         if result is None:
@@ -349,10 +366,10 @@ class TrainedStage:
     def _count_step(
         self, contents: SumContents, result: StepResult | None, step_tokens: int | None = None, checksum: int = 0
     ) -> None:
-        """Counts a step, reports StepTaken and calls `on_step`. result: None when the weights did not change here.
+        """Counts a step, reports StepTaken and calls `on_step`. result: None if the weights did not change here.
 
-        step_tokens: of all replicas, in the mean gradient of the step; None where it was not taken along such a mean.
-        checksum: tells the gradient of this step from others.
+        contents: this replica's totals in it. step_tokens: of all replicas, in the step's mean gradient; None if it was
+        not taken along such a mean. checksum: of the gradient, for the lineage.
         """
         now, staleness = time.monotonic(), contents.staleness(self.step)
         self.step += 1

@@ -3,7 +3,7 @@
 Knows: flat weights, modules that view them, what is kept of a forward. Must not know: how forwards are computed,
 optimizers, peers, clocks.
 
-A graph that is kept for a backward needs its weights unchanged: StageWeights.make_writable comes before each change.
+A graph that is kept for a backward needs its weights unchanged: call StageWeights.make_writable before each change.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from agora.state.layout import Layout, Slot, lay_out
 from agora.train.objectives import TokenBatch
 
 LIMIT_PER_SEAT = 4
-"""Stashed forwards and queued jobs beyond this many times the announced microbatches in flight are refused."""
+"""Stashed forwards and queued jobs are refused beyond this many times the microbatches in flight that are announced."""
 
 
 def tensor_in(flat: Tensor, slot: Slot) -> Tensor:
-    """Returns the tensor that lies at `slot` inside `flat`, as a view."""
+    """Returns a view of the tensor at `slot` inside `flat`."""
     return flat[slot.elements].view(slot.shape)
 
 
 class WeightVersion:
-    """One version of a stage's weights: `flat`, and a module whose trainable parameters are views of it.
+    """One version of a stage's weights: `flat`, and a module whose trainable `parameters` are views of it.
 
-    They share its version counter: autograd raises when weights that a graph still needs were changed.
+    The views share flat's version counter: autograd raises if weights that a graph still needs were changed.
     """
 
     def __init__(self, flat: Tensor, layout: Layout, template: Stage) -> None:
@@ -48,13 +48,16 @@ class WeightVersion:
 
 
 class StageWeights:
-    """The trainable weights of one stage, float32 [numel] in each version, with its tensors where `layout` says.
+    """The trainable weights of one stage, in one or two versions, each float32 [numel] with tensors as in `layout`.
 
-    Forwards run on `current`. previous: the version before it, None until a change has met a live graph.
+    Forwards run on `current`. previous: the version before it, None until weights had to be changed that a graph needs.
     """
 
     def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
-        """Copies the trainable parameters of `module` into the first version. hidden_matrices: names for the layout."""
+        """Copies the trainable parameters of `module`, which moves to `device`, into the first version.
+
+        hidden_matrices: the names of those to mark in the layout.
+        """
         module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.layout = lay_out(((name, tuple(p.shape)) for name, p in trainable.items()), hidden_matrices)
@@ -65,10 +68,10 @@ class StageWeights:
         self.previous: WeightVersion | None = None
 
     def make_writable(self, stashed: StashedForwards) -> Tensor:
-        """Returns the flat weights [numel] that the caller may now change in place: no live graph needs them.
+        """Returns the flat current weights [numel], which the caller may change in place: no live graph needs them.
 
-        If graphs need the current version, a copy becomes current, in the memory of the version before; graphs that
-        need that one are dropped first, and their backwards run the forward again.
+        If a graph needs the current version, a copy of it becomes current, in the memory of the previous version.
+        Graphs that need the previous version are dropped before; their backwards run the forward again.
         """
         if stashed.with_graph_on(self.current):
             for forward in stashed.with_graph_on(self.previous):
@@ -77,24 +80,24 @@ class StageWeights:
         return self.current.flat
 
     def begin_version(self) -> None:
-        """Makes a copy of the current version current. It reuses the memory of `previous`, which no graph may need."""
+        """Copies the current version and makes the copy current. Overwrites `previous`, which no graph may need."""
         fresh = self.previous or WeightVersion(torch.empty_like(self.current.flat), self.layout, self.current.module)
         fresh.flat.copy_(self.current.flat)
         self.current, self.previous = fresh, self.current
 
     def copy_tensors(self, version: WeightVersion | None = None) -> dict[str, Tensor]:
-        """Returns the weights by name, copied to the CPU: those of `version`, or with None the current ones."""
+        """Returns copies of the tensors by name, on the CPU: those of `version`, or with None the current ones."""
         flat = (version or self.current).flat
         return {slot.name: tensor_in(flat, slot).detach().cpu().clone() for slot in self.layout.slots}
 
 
 @dataclass(slots=True)
 class StashedForward:
-    """What the backward of one microbatch needs: its entry, and when it is kept, the graph from there to `output`.
+    """What the backward of one microbatch needs: its entry, and the graph from there to `output` if that is kept.
 
     entry: float32 boundary [b, s, k] that entered stage `first`, or at stage 0 the token ids. tokens: the weight of the
-    microbatch in its step. steps: the step at which each stage from `first` on was then. device_s: seconds that the
-    forward took. output: None when the backward has to run the forward again. versions: the graph's weights.
+    microbatch in its step. steps: for each stage from `first` on, its step at the forward. device_s: seconds that the
+    forward took. output: None if the backward has to run the forward again. versions: the graph's weights, or ().
     """
 
     first: int
@@ -110,8 +113,8 @@ class StashedForward:
 class StashedForwards:
     """Keeps the forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
 
-    A microbatch may enter a span at two stages, when its caller gave up and asked another peer. `forget` may be called
-    from any thread, the others on the device thread.
+    A microbatch may enter a span at two stages, if its caller gave up and asked another peer. `forget` may be called
+    from any thread, the other methods on the device thread only.
     """
 
     def __init__(self, limit: int) -> None:
@@ -120,11 +123,11 @@ class StashedForwards:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Number of forwards kept, with their graph or without."""
+        """Returns the number of forwards kept, with their graph or without."""
         return len(self._forwards)
 
     def require_room(self, microbatch: MicrobatchId, first: int) -> None:
-        """Raises Busy when one more forward would exceed the limit; never for one that replaces an earlier one."""
+        """Raises Busy if one more forward would exceed the limit; never for one that replaces an earlier one."""
         if len(self._forwards) >= self._limit and (microbatch, first) not in self._forwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
@@ -142,15 +145,18 @@ class StashedForwards:
         return forward
 
     def forget(self, microbatch: MicrobatchId, first: int, only: StashedForward | None = None) -> None:
-        """Frees the forward of a microbatch that entered at `first`, if it is there; `only`: if it is this one."""
+        """Removes the forward of a microbatch that entered at `first`, if it is kept. From any thread.
+
+        only: removes nothing if another forward than this one is kept.
+        """
         with self._lock:
             if only is None or self._forwards.get((microbatch, first)) is only:
                 self._forwards.pop((microbatch, first), None)
 
     def graph_count(self) -> int:
-        """Number of stashed forwards whose graph is kept."""
+        """Returns the number of stashed forwards whose graph is kept."""
         return sum(forward.output is not None for forward in list(self._forwards.values()))
 
     def with_graph_on(self, version: WeightVersion | None) -> list[StashedForward]:
-        """The forwards whose graph needs this version of a stage's weights."""
+        """Returns the stashed forwards whose graph needs this version of a stage's weights; [] for None."""
         return [forward for forward in list(self._forwards.values()) if version in forward.versions]

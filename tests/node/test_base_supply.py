@@ -215,7 +215,9 @@ def test_a_list_without_what_the_config_needs_is_the_founders_mistake(tmp_path: 
     async def work() -> None:
         swarm = Swarm(tmp_path, run_of(whole, tensors_hash=hash_, weights=[["model.safetensors", "0" * 64]]))
         swarm.add("giver", other)
-        with pytest.raises(BaseModelError, match=r"has no model.layers.0.* of the shape .*; the run's founder has to"):
+        with pytest.raises(
+            BaseModelError, match=r"has no model.layers.0.* of the shape .*; whoever wrote the manifest has to"
+        ):
             await swarm.add("joiner").provide(Span(0, 0))
 
     asyncio.run(work())

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agora_protocol.errors import InputError
 
 from agora.observe import faults
 
@@ -34,17 +35,26 @@ def test_without_a_plan_a_point_does_nothing() -> None:
         ("hop.accepted:explode:1", "known are kill, hang, stop, fail, exit, sleep"),
         ("hop.accepted:sleep=soon:1", "malformed number"),
         ("hop.accepted:kill:often", "malformed number"),
+        ("hop.accepted:kill:0", "malformed number"),
+        ("hop.accepted:kill:-3", "malformed number"),
+        ("hop.accepted:kill:2++", "malformed number"),
+        ("hop.accepted:kill=9", "malformed number"),
+        ("hop.accepted:kill=", "malformed number"),
+        ("hop.accepted:kill:", "malformed number"),
+        ("device.job:sleep", "malformed number"),
+        ("device.job:sleep=nan", "malformed number"),
+        ("device.job:sleep=-1", "malformed number"),
     ],
 )
 def test_a_malformed_plan_says_what_is_wrong(text: str, wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong):
+    with pytest.raises(InputError, match=wrong):
         faults.parse(text)
 
 
 def test_a_plan_reads_as_written() -> None:
     first, second, third = faults.parse("hop.accepted:kill:3, device.job:sleep=0.5:2+,hop.forwarded:hang")
-    assert (first.nth, first.onward, first.action) == (3, False, "kill")
-    assert (second.seconds, second.nth, second.onward) == (0.5, 2, True)
+    assert (first.nth, first.repeats, first.action) == (3, False, "kill")
+    assert (second.seconds, second.nth, second.repeats) == (0.5, 2, True)
     assert (third.action, third.nth) == ("hang", 1)
 
 

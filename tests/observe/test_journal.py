@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -70,6 +71,8 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
 def test_numbers_that_json_lacks_become_null() -> None:
     line = journal.encode(events.StepTaken(0, 1, 8, float("nan"), float("inf")), 1.0)
     assert b'"loss":null' in line and b'"seconds":null' in line and b"NaN" not in line
+    done = journal.encode(events.EvaluationDone(2.0, 8, 0.5, metrics=(float("nan"), 0.5, float("-inf"))), 1.0)
+    assert json.loads(done)["metrics"] == [None, 0.5, None] and b"NaN" not in done and b"Infinity" not in done
 
 
 LIMITED = """

@@ -32,7 +32,7 @@ def test_whatever_happens_nothing_is_lost_or_asked_too_often(count, events) -> N
         assert {(chunk, other) for other in needless} == {pair for pair in asked if pair[0] == chunk}
         for other in needless:
             asked.discard((chunk, other))
-            schedule.record_end(chunk, other)  # its call is cancelled
+            schedule.record_call_end(chunk, other)  # its call is cancelled
 
     for number, what in events:
         mine = next(((c, p) for c, p in sorted(asked) if p == PEERS[number]), None)
@@ -46,7 +46,7 @@ def test_whatever_happens_nothing_is_lost_or_asked_too_often(count, events) -> N
             arrive(*mine)
         elif mine and what == "fail":
             asked.discard(mine)
-            schedule.record_end(*mine)
+            schedule.record_call_end(*mine)
     for chunk, peer in sorted(asked):
         if (chunk, peer) in asked:
             arrive(chunk, peer)
@@ -84,8 +84,8 @@ def test_before_a_first_chunk_patience_is_longer_and_never_too_short() -> None:
 def test_what_failed_is_asked_again_first_and_counted() -> None:
     schedule = ChunkSchedule(5)
     assert [schedule.take(A, 0.0) for _ in range(3)] == [0, 1, 2]
-    schedule.record_end(1, A)
-    schedule.record_end(2, A)
+    schedule.record_call_end(1, A)
+    schedule.record_call_end(2, A)
     assert schedule.refetched == 2
     assert [schedule.take(B, 0.0) for _ in range(4)] == [1, 2, 3, 4]
 

@@ -44,12 +44,12 @@ def test_a_mark_says_which_targets_are_learnt_and_where_sequences_begin() -> Non
     assert batch.segments.tolist() == [[1, 1, 1, 2, 2, 2], [1] * 6, [1, 1, 2, 2, 3, 3], [1] * 6]
     assert (batch.targets >= 0).nonzero().tolist() == [[0, 0], [0, 5], [2, 2], [3, 3], [3, 4]]
     assert torch.equal(batch.targets[0, [0, 5]], tokens[0, 0, [1, 6]])
-    assert torch.equal(batch.inputs, tokens[0, :, :-1]) and batch.supervised == 5
+    assert torch.equal(batch.inputs, tokens[0, :, :-1]) and batch.supervised_tokens == 5
 
 
 def test_without_marks_every_target_is_learnt_but_the_negative_ones() -> None:
     batch = TokenBatch.from_wire(torch.tensor([[3, 4, IGNORED, 5]]), has_marks=False)
-    assert batch.segments is None and batch.supervised == 2
+    assert batch.segments is None and batch.supervised_tokens == 2
     assert batch.inputs.tolist() == [[3, 4, IGNORED]] and batch.targets.tolist() == [[4, IGNORED, 5]]
 
 
