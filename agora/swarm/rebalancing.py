@@ -7,7 +7,6 @@ peer judges for itself at random moments; the rules that keep many from moving a
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from dataclasses import dataclass
 
@@ -17,10 +16,10 @@ from agora.swarm.placement import Ability, Placement, StageDemands
 from agora.swarm.stage_supply import ENOUGH_HOLDERS, StageSupply, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
 
-LEAST_GAIN = 1.1
+LEAST_GAIN = 1.05
 """A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
 
-It bounds what is lost: from random starts the swarm's rate ended at 0.80 of an even one with 1.25, at 0.92 with 1.1.
+It bounds what is lost: of 10 replicas where 11 could be, a tenth is.
 """
 LEAST_REPLICAS = 3
 """A stage that a peer gives up has at least so many peers that serve it: a move never takes one of the last two."""
@@ -30,9 +29,9 @@ MOVE_S = 60.0
 """Seconds that a move takes beside fetching: to finish what is in hand, to write checkpoints, to load."""
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
 OUT_OF_TURN = 0.05
-"""A peer whose turn it is not goes with this probability, times those needed, divided by those that could go."""
+"""Where k peers before this one should move, it judges as if they could not with this probability, times k / n."""
 MOST_FOLLOWERS = 32
-"""Of the others that would move too, so many are reckoned with."""
+"""Of the others that would move too, so many are reckoned with, before this peer and after it."""
 
 
 def next_look_s(rng: random.Random) -> float:
@@ -43,25 +42,23 @@ def next_look_s(rng: random.Random) -> float:
 def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement | None:
     """Returns the span to which this peer should move, and why; None: it stays.
 
-    Of the peers that could be spared where k have to move, the first k go, in the order of a hash of peer and slowest
-    stage: they stay the first as long as others have not seen their moves, so that no more than k go. In case that none
-    of them can, each other one goes with a small probability, see OUT_OF_TURN; the first number drawn from `rng`
-    decides that. Peers that are leaving may be on their way, and are taken from k.
+    The peers that could be spared take turns, in the order of a hash of peer and slowest stage: this one judges what
+    the stages would be after the moves of those before it. So peers that judge the same view at once go to different
+    stages, and no more of them go than help. In case that those before it cannot move, it leaves them out with a small
+    probability, see OUT_OF_TURN; the number drawn from `rng` decides that.
     """
     draw, own = rng.random(), view.peers.get(me)
     if own is None or own.state != "serving" or own.span.last >= demands.stage_count:
         return None
     judgement = _Judgement(view, own, demands, ability)
-    needed = judgement.count_needed_moves()
-    if needed <= 0:
+    if not judgement.is_uneven():
         return None
     others = judgement.other_spare_peers()
-    turn = judgement.turn_of(me)
-    ahead = sum(judgement.turn_of(peer) < turn for peer in others)
-    if ahead >= needed and draw * (1 + len(others)) >= OUT_OF_TURN * needed:
-        return None
-    spans = [span for span in spans_that_fit(ability.longest) if span != own.span and judgement.may_hold(span)]
-    return judgement.judge(spans, rng) if spans else None
+    moved = judgement.let_go_first(others)
+    if (placement := judgement.judge()) is not None:
+        return placement
+    is_out_of_turn = draw * (1 + len(others)) < OUT_OF_TURN * moved
+    return _Judgement(view, own, demands, ability).judge() if is_out_of_turn else None
 
 
 @dataclass(slots=True)
@@ -83,32 +80,41 @@ class _Judgement:
         self._supply = StageSupply(view, demands, ability.speed)
         self._speed = self._supply.believed_speed(ability.speed or own.capacity * self._supply.work_of(own.span))
         self._own_rate = self._supply.rate_of(own)
+        self._was_thin = bool(self._supply.thin_stages)
         self._serving = [len(view.replicas(stage)) for stage in range(demands.stage_count)]
 
     # --- who may move
 
-    def count_needed_moves(self) -> int:
-        """Returns how many peers would have to move to fill the thin stages, or else to even out the rates."""
+    def is_uneven(self) -> bool:
+        """Returns whether a stage is thin, or the rates, if they could be evened out freely, would rise by enough.
+
+        While the view has a thin stage only that counts: rates are evened out when it is filled and can give its state.
+        """
         supply = self._supply
-        leaving = sum(peer.state == "leaving" for peer in self._view.peers.values())
-        if supply.thin_stages:
-            lacking = sum(ENOUGH_HOLDERS - supply.holders[stage] for stage in supply.thin_stages)
-        elif LEAST_GAIN * supply.rate >= supply.even_rate:
-            return 0
-        else:
-            wanted = supply.even_rate / LEAST_GAIN
-            missing = sum(max(0.0, wanted - rate) for rate in supply.rates)
-            lacking = math.ceil(missing / (self._own_rate * len(self._own.span)))
-        return lacking - leaving
+        return bool(supply.thin_stages) or (not self._was_thin and LEAST_GAIN * supply.rate < supply.even_rate)
 
-    def other_spare_peers(self) -> list[PeerId]:
+    def other_spare_peers(self) -> list[PeerView]:
         """Returns the other serving peers that could give up their stages without making any worse."""
-        return [peer.peer for peer in self._view.peers.values() if peer is not self._own and self._is_spare(peer)]
+        return [peer for peer in self._view.peers.values() if peer is not self._own and self._is_spare(peer)]
 
-    def turn_of(self, peer: PeerId) -> bytes:
-        """Returns the hash by which peers take turns to help the slowest stage; no report of a peer changes it."""
-        rates = self._supply.rates
-        return hashlib.sha256(f"agora move 1\0{rates.index(min(rates))}\0{peer}".encode()).digest()
+    def let_go_first(self, others: list[PeerView]) -> int:
+        """Moves those of `others` whose turn comes before this peer's to where they help most; returns how many moved.
+
+        Peers that are leaving may be on their way, and count as moved. Turns are by a hash of the peer and the slowest
+        stage: nothing that a peer reports changes them. After MOST_FOLLOWERS nothing is left for this peer to do.
+        """
+        slowest = self._supply.rates.index(min(self._supply.rates))
+        turns = {peer.peer: _turn(peer.peer, slowest) for peer in [*others, self._own]}
+        for peer in self._view.peers.values():
+            if peer.state == "leaving" and peer.span.last < self._supply.stage_count:
+                self._settle(peer)
+        moved = 0
+        for peer in sorted(others, key=lambda other: turns[other.peer]):
+            if turns[peer.peer] > turns[self._own.peer] or not self.is_uneven() or moved >= MOST_FOLLOWERS:
+                break
+            if self._is_spare(peer):  # still, after those before it have moved
+                moved += self._follow(peer)
+        return moved
 
     def _is_spare(self, peer: PeerView) -> bool:
         """Returns whether the swarm would be no worse without the peer: see LEAST_REPLICAS, and its rate stays."""
@@ -131,21 +137,25 @@ class _Judgement:
         """
         fills_empty = any(self._supply.holders[stage] == 0 for stage in span.stages)
         for stage in self._own.span.stages:
-            if stage not in span and self._serving[stage] < LEAST_REPLICAS:
+            stay = min(self._serving[stage], self._supply.holders[stage])  # of those that serve, after others' moves
+            if stage not in span and stay < LEAST_REPLICAS:
                 return False
-            if stage in span and self._serving[stage] < ENOUGH_HOLDERS and not fills_empty:
+            if stage in span and stay < ENOUGH_HOLDERS and not fills_empty:
                 return False
         return True
 
     # --- whether it pays
 
-    def judge(self, spans: list[Span], rng: random.Random) -> Placement | None:
-        """Returns the best of `spans` if moving there is better than staying, by enough, and repays what it costs."""
+    def judge(self) -> Placement | None:
+        """Returns the best span to hold if moving there is better than staying, by enough, and repays what it costs."""
+        spans = [s for s in spans_that_fit(self._ability.longest) if s != self._own.span and self.may_hold(s)]
+        if not spans or not self.is_uneven():
+            return None
         supply, own = self._supply, self._own
         most = max(len(span) for span in spans)
         thinness, levels, now = supply.thinness(most), supply.levels(), supply.rate
         supply.remove(own.span, self._own_rate)
-        span = rng.choice(supply.best_spans(spans, self._speed, self._ability.bandwidth))
+        span = _of_equals(supply.best_spans(spans, self._speed, self._ability.bandwidth), own.peer)
         supply.add(span, supply.rate_at(span, self._speed, self._ability.bandwidth))
         fills = supply.thinness(most) < thinness
         if not fills and (supply.thinness(most) > thinness or supply.levels() <= levels):
@@ -175,12 +185,16 @@ class _Judgement:
 
     def _follow(self, peer: PeerView) -> bool:
         """Moves another peer in `supply` to where it helps most. Returns whether that differs from where it was."""
+        self._supply.remove(peer.span, self._supply.rate_of(peer))
+        return self._settle(peer) != peer.span
+
+    def _settle(self, peer: PeerView) -> Span:
+        """Adds a peer that is not in `supply` where it helps most, with the length of its span; returns where."""
         supply = self._supply
-        supply.remove(peer.span, supply.rate_of(peer))
         spans, speed = spans_of_length(len(peer.span), supply.stage_count), supply.speed_of(peer)
-        span = supply.best_spans(spans, speed, peer.bandwidth)[0]
+        span = _of_equals(supply.best_spans(spans, speed, peer.bandwidth), peer.peer)
         supply.add(span, supply.rate_at(span, speed, peer.bandwidth))
-        return span != peer.span
+        return span
 
     def _is_repaid(self, span: Span, rates: _Rates, fills: bool) -> bool:
         """Returns whether the time won within HORIZON_S is longer than MOVE_S and fetching the new stages' state take.
@@ -192,3 +206,14 @@ class _Judgement:
         seconds = fetched / self._ability.bandwidth if self._ability.bandwidth > 0 else 0.0
         won = HORIZON_S if fills else HORIZON_S * (1.0 - rates.now / rates.then)
         return seconds + MOVE_S < won
+
+
+def _turn(peer: PeerId, slowest: int) -> bytes:
+    """Returns the hash by which peers take turns to help the slowest stage."""
+    return hashlib.sha256(f"agora move 1\0{slowest}\0{peer}".encode()).digest()
+
+
+def _of_equals(spans: list[Span], peer: PeerId) -> Span:
+    """Returns the one of equally good spans that a hash picks for a peer, so that others know where it goes."""
+    digest = hashlib.sha256(f"agora move to 1\0{peer}".encode()).digest()
+    return spans[int.from_bytes(digest[:4], "big") % len(spans)]
