@@ -153,7 +153,7 @@ class Host:
         return tuple(address for address in found if address_problem(address) is None)
 
     async def connected_peers(self) -> frozenset[PeerId]:
-        """Returns the peers to which p2pd has a connection now, whatever for. Raises ConnectionBroken when it is gone."""
+        """Returns the peers to which p2pd has any connection now. Raises ConnectionBroken when p2pd is gone."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), ANSWER_S)
         return frozenset(PeerId(str(PeerID(found.id))) for found in response.peers)
 
