@@ -152,6 +152,11 @@ class Host:
         found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _parse_multiaddr(raw))]
         return tuple(address for address in found if address_problem(address) is None)
 
+    async def connected_peers(self) -> frozenset[PeerId]:
+        """Returns the peers to which p2pd has any connection now. Raises ConnectionBroken when p2pd is gone."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), ANSWER_S)
+        return frozenset(PeerId(str(PeerID(found.id))) for found in response.peers)
+
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
         """Connects to the other peers at these addresses at once, and returns how many answered.
 

@@ -339,7 +339,7 @@ class PeerSeen(Event):
 
 
 class PeerGone(Event):
-    """Event: a peer left the view, since its claim ended: it was withdrawn or not renewed."""
+    """Event: a peer left the view: its claim was withdrawn or not renewed, or it can no longer be reached."""
 
     peer: str
     reason: str

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.identity import Identity
-from agora_protocol.ids import RunId, Span
+from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 
 from agora.clock import loop_time
@@ -32,7 +32,7 @@ from agora.swarm.placement import (
     pinned_span,
 )
 from agora.swarm.stage_supply import equal_demands
-from agora.swarm.view import StageSample, View, merge
+from agora.swarm.view import PeerView, StageSample, View, merge
 
 SETTLE_S = 1.0
 """How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
@@ -67,12 +67,14 @@ class Membership:
         report: Report,
         *,
         progress: Callable[[], Progress | None] = lambda: None,
+        is_lost: Callable[[PeerView], bool] = lambda peer: False,
         on_change: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
+        is_lost: returns whether a peer counts as gone although its claim has not ended; such peers are in no view.
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         """
         self._me = identity.peer
@@ -80,6 +82,7 @@ class Membership:
         self._identity = identity
         self._report = report
         self._progress = progress
+        self._is_lost = is_lost
         self._on_change = on_change
         self._rng = rng or random.Random()
         self._unix = unix
@@ -219,6 +222,10 @@ class Membership:
         found = await self._reader.read(span)
         self._merge(found, self._reader.samples(span))
 
+    def forget_lost(self) -> None:
+        """Takes the peers out of the view that are lost by now."""
+        self._merge([])
+
     def _jittered(self, seconds: float) -> float:
         """Returns `seconds` made longer or shorter at random, by a fifth at most, so that peers do not act in step."""
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
@@ -234,8 +241,10 @@ class Membership:
         former, view, now_unix = self.view, self.view, self._unix()
         for batch in (*found, own):
             view = merge(view, batch.records, now_unix, batch.linger_s)
+        lost = {peer for peer, seen in view.peers.items() if peer != self._me and self._is_lost(seen)}
+        view = view.without(*lost)
         self.view = view if samples is None else replace(view, samples=samples)
-        changed = changes(former, self.view)
+        changed = changes(former, self.view, lost)
         for event in changed:
             self._report(event)
         if changed:
@@ -243,14 +252,19 @@ class Membership:
             self._on_change()
 
 
-def changes(former: View, view: View) -> list[events.Event]:
-    """Returns PeerSeen for each peer that came or changed span, state, incarnation or addresses, PeerGone if gone."""
+def changes(former: View, view: View, lost: Collection[PeerId] = ()) -> list[events.Event]:
+    """Returns PeerSeen for each peer that came or changed span, state, incarnation or addresses, PeerGone if gone.
+
+    lost: those that are gone although their claims have not ended.
+    """
     changed: list[events.Event] = []
     for peer, seen in view.peers.items():
         known = former.peers.get(peer)
         claimed = (seen.span, seen.state, seen.incarnation, seen.addresses)
         if known is None or (known.span, known.state, known.incarnation, known.addresses) != claimed:
             changed.append(events.PeerSeen(peer, seen.span.first, seen.span.last, seen.state))
-    reason = "its claim ended, or it is in no shard that is read now" if view.samples else "its claim ended"
-    changed += [events.PeerGone(peer, reason) for peer in former.peers.keys() - view.peers.keys()]
+    usual = "its claim ended, or it is in no shard that is read now" if view.samples else "its claim ended"
+    for peer in former.peers.keys() - view.peers.keys():
+        reason = "its connection broke, and it cannot be dialled" if peer in lost else usual
+        changed.append(events.PeerGone(peer, reason))
     return changed

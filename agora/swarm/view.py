@@ -100,9 +100,11 @@ class View:
         """Returns the seconds within which each peer of a sampled stage is read again; 0 where all peers are read."""
         return self.samples[stage].period_s if stage in self.samples else 0.0
 
-    def without(self, peer: PeerId) -> View:
-        """Returns a new view without `peer`."""
-        return View({other: seen for other, seen in self.peers.items() if other != peer}, self.samples)
+    def without(self, *peers: PeerId) -> View:
+        """Returns a view without `peers`: this one itself if none are named."""
+        if not peers:
+            return self
+        return View({other: seen for other, seen in self.peers.items() if other not in peers}, self.samples)
 
     def _scaled(self, stage: int, count: int) -> int:
         """Returns about how many peers of a stage are as `count` of those in the view are."""

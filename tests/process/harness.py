@@ -43,11 +43,21 @@ class Swarm(LocalSwarm):
         super().__init__(directory, manifest.to_toml(), corpus=directory.parent / "corpus", launch=Forked)
 
     def start(  # type: ignore[override]
-        self, name: str, stages: str = "auto", *, faults: str = "", run: str = "", flags: Sequence[str] = ()
+        self,
+        name: str,
+        stages: str = "auto",
+        *,
+        faults: str = "",
+        slowdown: float = 1.0,
+        run: str = "",
+        flags: Sequence[str] = (),
     ) -> Daemon:
-        """Starts a daemon for these stages. faults: as AGORA_FAULTS has them; `fired` tells which have acted."""
+        """Starts a daemon for these stages, whose device is so many times slower.
+
+        faults: as AGORA_FAULTS has them; `fired` tells which have acted.
+        """
         injected = {"AGORA_FAULTS": faults, "AGORA_FAULTS_LOG": str(self.directory / name / "faults.log")}
-        environment = injected if faults else None
+        environment = {"AGORA_SLOWDOWN": str(slowdown), **(injected if faults else {})}
         return super().start(name, run=run, flags=["--stages", stages, *flags], environment=environment)
 
     def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_S) -> T:

@@ -71,6 +71,7 @@ class Peer:
         self.events: list = []
         self.directory = Directory(store)
         self.progress: Progress | None = None
+        self.lost: set[tuple[str, int]] = set()
         self.changed_at: list[float] = []
         self.membership = Membership(
             MembershipConfig(RUN, stages, incarnation=7),
@@ -78,6 +79,7 @@ class Peer:
             self.identity,
             self.events.append,
             progress=lambda: self.progress,
+            is_lost=lambda seen: (seen.peer, seen.incarnation) in self.lost,
             on_change=lambda: self.changed_at.append(asyncio.get_running_loop().time()),
             rng=random.Random(seed),
             unix=unix,
@@ -194,6 +196,34 @@ def test_a_peer_that_loads_longer_gives_way_to_one_that_serves_already() -> None
         assert placement is not None and placement.span != span
         assert slow.membership.claim.span == placement.span and slow.membership.claim.state == "joining"
         await quick.stop()
+
+    run(work())
+
+
+def test_a_lost_peer_leaves_the_view_at_once_and_comes_back_with_its_next_claim() -> None:
+    async def work() -> None:
+        store = Store()
+        a, b = Peer(store, 2, 1), Peer(store, 2, 2)
+        for peer in (a, b):
+            await peer.join()
+            await peer.serve()
+        await asyncio.sleep(3.0)
+        stage = b.membership.claim.span.first
+        a.lost = {(b.identity.peer, b.membership.claim.incarnation), (a.identity.peer, a.membership.claim.incarnation)}
+        changes = len(a.changed_at)
+        a.membership.forget_lost()
+        assert list(a.membership.view.peers) == [a.identity.peer], "it never loses itself"
+        assert len(a.changed_at) == changes + 1, "whoever waits for a peer looks again"
+        (gone,) = [event for event in a.events if isinstance(event, PeerGone)]
+        assert gone.peer == b.identity.peer and "cannot be dialled" in gone.reason
+        await asyncio.sleep(10.0)
+        assert not a.membership.view.replicas(stage), "its claim is still in the directory"
+        await b.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (1, 1)), Span(stage, stage))
+        await b.membership.announce("serving")
+        await asyncio.sleep(5.0)
+        assert [p.peer for p in a.membership.view.replicas(stage)] == [b.identity.peer]
+        await a.stop()
+        await b.stop()
 
     run(work())
 

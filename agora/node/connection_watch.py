@@ -1,0 +1,52 @@
+"""A task of the local peer: notices within seconds that a peer was killed, by its broken connection and a failed dial.
+
+Knows: when to look, whom to ask. Must not know: what makes a peer count as gone (swarm/lost_peers.py), what becomes of
+its stages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+from agora_protocol.errors import AgoraError
+
+from agora.clock import loop_time
+from agora.net.host import Host
+from agora.net.network_errors import ConnectionBroken
+from agora.swarm.lost_peers import LostPeers
+from agora.swarm.view import PeerView, View
+
+LOOK_S: Final = 1.0
+"""Seconds between two looks at who is connected."""
+DIAL_S: Final = 4.0
+"""Seconds after which a dial has failed."""
+
+
+async def watch_connections(
+    host: Host, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
+) -> None:
+    """Every second, until cancelled, dials the peers of the view whose connection broke, and records who is lost.
+
+    on_lost: called after each peer that is lost.
+    """
+    while True:
+        await asyncio.sleep(LOOK_S)
+        with contextlib.suppress(ConnectionBroken):  # p2pd is gone: others notice
+            connected = await host.connected_peers()
+            due = lost.look(loop_time(), connected, view_of())
+            failed = await asyncio.gather(*(_is_unreachable(host, peer) for peer in due))
+            for peer in (peer for peer, has_failed in zip(due, failed, strict=True) if has_failed):
+                if lost.record_failed_dial(loop_time(), peer.peer, peer.incarnation):
+                    on_lost()
+
+
+async def _is_unreachable(host: Host, peer: PeerView) -> bool:
+    """Dials a peer; returns whether that fails. A dial that crosses with its own shows that it is there."""
+    try:
+        await host.reach(peer.peer, peer.addresses, DIAL_S)
+    except AgoraError as error:
+        return isinstance(error, ConnectionBroken)
+    return False
