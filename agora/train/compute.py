@@ -226,7 +226,7 @@ class Compute:
 
     # --- for the replicas, the checkpoints and the export of a stage; all between two microbatches, see StageReplica
 
-    def publish_policy(self, stage: int, policy: StepPolicy) -> None:
+    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         """Replaces what decides when `stage` takes a step by itself. From any thread."""
         self.trainer.stage(stage).policy = policy
 
