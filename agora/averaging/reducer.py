@@ -169,7 +169,7 @@ class PartReducer:
         return mean.message, list(mean.encoded.tensors if mean.encoded else ())
 
     async def contribute_own(self, message: Contribute, tensors: Sequence[WireTensor], deadline: float) -> PartMean:
-        """Contributes this peer's own values to a part it owns; returns the mean. Raises as answer_contribution does."""
+        """Contributes this peer's own values to a part it owns; returns the mean. Raises like answer_contribution."""
         return await self._average_with(self.config.me, message, tensors, deadline)
 
     async def _average_with(

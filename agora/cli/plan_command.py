@@ -22,7 +22,7 @@ from agora.plan.advice import Gain, explain_bottleneck, gain_of_one_more
 from agora.plan.assignment import Assignment, Plan
 from agora.plan.cost import RunCost
 from agora.plan.cost_of_run import run_cost
-from agora.plan.drawing import picture_lines, picture_svg, table_lines
+from agora.plan.drawing import picture_lines, picture_svg, plan_table
 from agora.plan.machine import Machine
 from agora.plan.peers_file import PeersFile, read_peers
 from agora.plan.search import make_plan
@@ -125,7 +125,7 @@ def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
         f"{planned.name}: {_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
         f"activations: {cost.activations}",
         "",
-        *table_lines(cost, plan),
+        *plan_table(cost, plan),
         "",
         *picture_lines(cost, plan, sign=sign),
         "",
