@@ -25,7 +25,10 @@ MIN_NORM, MAX_NORM = 1e-15, 1e15
 
 @dataclass(frozen=True, slots=True)
 class PartMean:
-    """The mean of a part, float32 [n], and its owner's message about it. encoded: what `values` were decoded from."""
+    """The mean of a part, float32 [n], and its owner's message about it; immutable.
+
+    encoded: the bytes that `values` were decoded from; None before the mean is encoded.
+    """
 
     values: Tensor
     message: Averaged
@@ -40,17 +43,18 @@ def aggregate(
     center: Tensor | None,
     cap: bool,
 ) -> PartMean | None:
-    """Returns the mean or centered clip of `contributions`, float32 [n] each, finite.
+    """Returns the weighted mean, or the centered clip, of `contributions`, float32 [n] each and finite.
 
-    Those of weight 0 count as contributors only. cap: whether to lower the weights first, see `capped`. center: where a
-    clip begins; None for the median of each coordinate. Returns None when every weight is 0 or the result not finite.
+    A contribution of weight 0 adds no values; the message counts it as a contributor. cap: whether to lower the weights
+    first, see cap_weights. center: the start value of a clip; None means the median of each coordinate. Returns None
+    when every weight is 0 or the result is not finite.
     """
     weighted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not weighted:
         return None
     values = [value for value, _ in weighted]
     tokens = [weight for _, weight in weighted]
-    limited = capped(tokens) if cap else tokens
+    limited = cap_weights(tokens) if cap else tokens
     fractions = [weight / sum(limited) for weight in limited]
     mean = _mean(values, fractions) if aggregation == "mean" else _clip(values, fractions, center)
     if not all_finite(mean):
@@ -58,8 +62,8 @@ def aggregate(
     return PartMean(mean, Averaged(len(values), len(contributions), sum(tokens), counted=True, wire="float32"))
 
 
-def capped(weights: Sequence[float]) -> list[float]:
-    """Returns the weights, all above 0, with the largest lowered until none is more than 2/n of the returned sum."""
+def cap_weights(weights: Sequence[float]) -> list[float]:
+    """Returns the n `weights`, all above 0, in their order, the largest lowered until none exceeds 2/n of the sum."""
     ordered = sorted(weights, reverse=True)
     for lowered, largest_kept in enumerate(ordered):
         cap = 2.0 * sum(ordered[lowered:]) / (len(ordered) - 2 * lowered)
@@ -69,7 +73,10 @@ def capped(weights: Sequence[float]) -> list[float]:
 
 
 def magnitude(values: Tensor) -> float:
-    """Returns the root mean square over all elements. Of a sample that a peer knows, it could cheat on the others."""
+    """Returns the root mean square of `values`, 0 if empty.
+
+    All elements count: with a sample of them, a peer that knows the sample could send anything in the others.
+    """
     return _norm(values) / math.sqrt(max(1, len(values)))
 
 
@@ -88,10 +95,10 @@ def _mean(values: Sequence[Tensor], fractions: Sequence[float]) -> Tensor:
 
 
 def _clip(values: Sequence[Tensor], fractions: Sequence[float], center: Tensor | None) -> Tensor:
-    """Returns the centered clip: CLIP_ROUNDS times v += sum of fraction * (x - v) * min(1, tau / |x - v|).
+    """Returns the centered clip of `values`: CLIP_ROUNDS times v += sum of fraction * (x - v) * min(1, tau / |x - v|).
 
-    v begins at `center`, None: at the median of each coordinate. tau: the lower median of the |x - v| that are not 0,
-    so that half of the contributors cannot choose it.
+    v begins at `center`, or, if that is None, at the median of each coordinate. tau is the lower median of the |x - v|
+    that are not 0, so that half of the contributors cannot choose it.
     """
     clipped = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
     for _ in range(CLIP_ROUNDS):

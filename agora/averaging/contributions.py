@@ -33,9 +33,11 @@ class WeightedValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a member sends to the owner of a part: `values`, float32 [n], as `encoded`. weight: tokens behind them.
+    """What a member sends to the owner of a part; immutable.
 
-    own: the replica's values alone, without residual and late gradient. late_tokens: those of the latter in `weight`.
+    values: float32 [n], before encoding. weight: tokens behind them. encoded: the same values as bytes. own: this
+    replica's values and tokens of this round, without residual and late gradient. late_tokens: the part of `weight`
+    that belongs to the late gradient.
     """
 
     values: Tensor
@@ -46,7 +48,10 @@ class Contribution:
 
 
 class Contributions:
-    """Builds the contributions of one peer, and keeps residuals and late gradients for the next of the same region."""
+    """Builds the contributions of one peer; keeps, by region, what is added to the region's next contribution.
+
+    That is the residual, which the last encoding lost, and the late gradient, which came too late for its own mean.
+    """
 
     def __init__(self, config: RoundConfig) -> None:
         self._config = config
@@ -54,7 +59,10 @@ class Contributions:
         self._late_gradients: dict[Region, WeightedValues] = {}
 
     def build(self, part: Part, values: Tensor, weight: float, wire: WireName) -> Contribution:
-        """Returns the contribution of `values`, float32 [n], behind `weight` tokens, encoded as `wire`."""
+        """Returns the contribution of `values`, float32 [n], computed over `weight` tokens, encoded as `wire`.
+
+        Adds the region's late gradient, by tokens, and its residual where `wire` has 2 to 4 bits.
+        """
         own, region = WeightedValues(values, weight), self._config.region(part)
         late = self._late_gradients.get(region)
         if late is not None and weight + late.tokens > 0:
@@ -66,13 +74,16 @@ class Contributions:
         return Contribution(values, weight, encoded, own, late.tokens if late else 0.0)
 
     def record_outcome(self, part: Part, sent: Contribution, counted: bool | None) -> float:
-        """Records whether the part's mean contains the contribution, None: unknown. Returns the tokens lost by that.
+        """Records whether the part's mean contains the contribution (`counted`; None if unknown). Returns lost tokens.
 
-        | counted | the next contribution gets | lost |
+        Lost tokens are those that no later mean can contain.
+
+        | counted | added to the region's next contribution | lost tokens |
         |---|---|---|
         | True | the residual | 0 |
-        | False, a gradient | the replica's own values, as late gradient | the tokens of the last late gradient |
-        | else | nothing new | 0 |
+        | False, of a gradient | the replica's own values, as late gradient | those of the last late gradient |
+        | False, of a slice | nothing new | 0 |
+        | None | nothing new | 0 |
         """
         region = self._config.region(part)
         self._late_gradients.pop(region, None)
@@ -84,7 +95,7 @@ class Contributions:
         return 0.0
 
     def carry_over(self, part: Part, values: Tensor, weight: float) -> None:
-        """Adds `values` behind `weight` tokens, of a part that got no mean, to the region's next contribution."""
+        """Keeps the values of a part that got no mean, over `weight` tokens, for the region's next contribution."""
         self._late_gradients[self._config.region(part)] = WeightedValues(values, weight)
 
     def drop_stage(self, stage: int) -> None:

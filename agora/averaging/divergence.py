@@ -1,6 +1,7 @@
 """Finds out whether replicas that should be equal have diverged, and which of them are right. Pure.
 
-Knows: lineages by step (train.lineage), what others reported of theirs. Must not know: weights, calls, time.
+Knows: this replica's lineages by step (train.lineage), and those that others reported. Must not know: weights, calls,
+time.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from agora.averaging.replica_progress import KnownReplicas
 
 
 def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
-    """Returns the replicas whose state is right where this one's is not; () when it is right or nothing is comparable.
+    """Returns the sorted ids of the replicas whose state is right where this one's is not.
 
-    lineages: this replica's, by agreed step. Replicas with one lineage at one step are a group. The largest group is
-    right; of groups of one size, that with the least id. A replica at a later step than this one counts as equal to it.
+    Returns () when this replica is right, or when no lineage can be compared. lineages: this replica's, by agreed step.
+    Replicas with the same lineage at the same step form a group. The largest group is right; among groups of equal
+    size, the one that has the least id. A replica at a later step than this one counts as equal to it.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)

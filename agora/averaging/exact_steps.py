@@ -1,6 +1,7 @@
 """Takes exact steps, along the mean gradient of all replicas: by a round, by a replay, or by fetching a state.
 
-Knows: rounds of gradients, who keeps the mean of a step. Must not know: when a step is due (next_action), the view.
+Knows: rounds of gradients, which replicas keep the mean of a step. Must not know: when a step is due (next_action), the
+view.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from agora.observe import events
 
 FETCH_AGAIN_S: Final = 1.0
 FETCH_TRIES: Final = 3
-"""After so many failed fetches of a step that nobody has taken, the peer with the least id takes it."""
+"""Failed fetches of a state after which, if nobody has taken the step, the peer with the least id takes it."""
 
 
 class ExactStepGroup(RoundGroup, Protocol):
-    """The replicas that take exact steps together, as this peer sees them; ReplicaGroup has the methods."""
+    """Protocol: the replicas that take exact steps together, as this peer sees them; implemented by ReplicaGroup."""
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Records an exact step of the stage: one that all replicas take along the same mean gradient, no part failed.
+        """Records that the stage took a step along one mean gradient with no failed part, as all its replicas do.
 
-        tokens: over which the mean was taken, those of all replicas.
+        tokens: number of tokens, of all replicas, that the mean was taken over.
         """
 
-    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Replaces the stage's state by a source's of at least `at_least` steps. Raises Unavailable without one."""
+    async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
+        """Replaces the stage's state by a source's of at least `at_least` steps; raises Unavailable if none has one."""
 
 
 class ExactSteps:
-    """Takes exact steps of the stages of a span; every method returns when the step is taken or given up."""
+    """Takes exact steps of the stages of a span; every public method returns when the step is taken or given up."""
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class ExactSteps:
         | there is no other replica | step along the own gradient | the same |
         | no other replica keeps it | step along 0, see _fill_failed_parts | see _fetch_until_taken |
 
-        If the gradient cannot be stepped along, or is 0 everywhere, an asynchronous run counts the step only.
+        Returns without a step if the open step is another one by now. In an asynchronous run a gradient that is refused
+        (ProtocolError), or that is 0 everywhere, only counts the step and leaves the weights as they are.
         """
         share = await self._stages.take_gradient_share(stage)
         if share.step != step:
@@ -95,9 +97,14 @@ class ExactSteps:
     async def _fill_failed_parts(self, first_part: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
         """Puts a mean into each failed part of `result`, and returns the fraction of all parts whose mean is not 0.
 
-        The mean is that which another replica keeps; else 0, which is kept for others; without another replica, the own
-        `values`, over `tokens`. Where the mean is 0, the own values are carried over to the next step. If some have
-        another mean than 0, replicas find that out by their lineages.
+        | another replica | the mean |
+        |---|---|
+        | keeps the part's mean | that one |
+        | exists, but none keeps it | 0, which is kept here for others |
+        | does not exist | this replica's own `values` |
+
+        Where the mean is 0, the own values, over `tokens`, are carried over to the next step. If other replicas used
+        another mean than 0, they all find that out by their lineages.
         """
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
         await recall_repeatedly(self._reducer, self._group, first_part, result)
@@ -116,7 +123,7 @@ class ExactSteps:
         return 1 - zeros / len(cuts)
 
     async def replay(self, stage: int, step: int) -> None:
-        """Takes step `step` along the mean gradient that others keep of it; if nobody does, fetches their state.
+        """Takes step `step` along its mean gradient, which is asked of the others; fetches their state if they lack it.
 
         The tokens that this replica has counted stay in its open share, for a later step.
         """
@@ -135,10 +142,11 @@ class ExactSteps:
     ) -> None:
         """Fetches a state of at least `at_least` steps from `sources`, by default from all live others.
 
-        If nobody gives it, waits FETCH_AGAIN_S, and in an asynchronous run takes over the step number `reached`.
+        If no source gives one, reports TaskFailed and waits FETCH_AGAIN_S; in an asynchronous run it then takes over
+        the step number `reached` by ReplicatedStages.catch_up.
         """
         try:
-            await self._group.fetch(stage, sorted(sources or self._group.live_others(stage)), at_least)
+            await self._group.fetch_state(stage, sorted(sources or self._group.live_others(stage)), at_least)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
             await asyncio.sleep(FETCH_AGAIN_S)
@@ -146,16 +154,16 @@ class ExactSteps:
                 await self._stages.catch_up(stage, reached)
 
     async def _fetch_until_taken(self, stage: int, at_least: int) -> bool:
-        """Fetches the state of a replica that has taken `at_least` steps, trying again; returns whether one gave it.
+        """Fetches the state of a replica that has taken `at_least` steps, again and again; returns whether one gave it.
 
-        False when all others are silent or have left, or when none has taken the step after FETCH_TRIES and this peer
-        has the least id: then it takes the step, and the others fetch its state.
+        Returns False when no other member is left, or when FETCH_TRIES have failed and this peer has the least id: then
+        the caller takes the step, and the others fetch this peer's state.
         """
         tries = 0
         while others := sorted(self._group.members(stage).keys() - {self._me}):
             tries += 1
             try:
-                await self._group.fetch(stage, others, at_least)
+                await self._group.fetch_state(stage, others, at_least)
                 return True
             except Unavailable as error:
                 self._report(events.TaskFailed("fetch state", str(error)))

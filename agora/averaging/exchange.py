@@ -1,6 +1,6 @@
-"""Turns a replica's values into contributions, contributions into means, and keeps what their encoding loses.
+"""Turns a replica's values into contributions and contributions into means, and keeps the residuals of encoding.
 
-Knows: the run's averaging configuration, parts and their values. Must not know: owners by id, calls, deadlines.
+Knows: the run's averaging configuration, parts and their values. Must not know: calls, deadlines.
 
 An owner encodes a mean once, and everybody, the owner included, uses what these bytes decode to. So all replicas apply
 the same bits, whoever sent them the mean, and whenever.
@@ -29,16 +29,16 @@ from agora.averaging.partition import Members, choose_owners, ownership_epoch, s
 from agora.averaging.plausibility import MagnitudeBound
 
 MAX_WEIGHT_ROUNDS: Final = 64
-"""A contribution is refused that weighs more than the tokens of so many rounds."""
+"""A contribution is refused if its weight exceeds the tokens of this number of rounds."""
 INT8_ROUNDS: Final = 20
-"""The first so many gradients of a run are sent as int8 where later ones take 2 to 4 bits: they change the most."""
+"""Number of initial gradients of a run that are sent as int8 where later ones take 2 to 4 bits: they vary the most."""
 
 
 class Part(NamedTuple):
-    """Names a part of a round.
+    """The name of one part of a round.
 
-    stage: whose replicas hold the round. what: "gradient" or "slice". number: of the round, among those of the stage
-    and `what`. part: index within the round.
+    stage: the stage whose replicas hold the round. what: "gradient" or "slice". number: counts the rounds of this stage
+    and kind. part: index within the round.
     """
 
     stage: int
@@ -53,7 +53,10 @@ class Part(NamedTuple):
 
 
 class Region(NamedTuple):
-    """The elements of a stage that a part averages, the same in many rounds. slice_number: 0 of gradients."""
+    """Names the elements of a stage that a part averages; many rounds average the same region.
+
+    slice_number: which slice of the stage; 0 for gradients, whose parts are of the whole stage.
+    """
 
     stage: int
     what: str
@@ -63,10 +66,11 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundConfig:
-    """What the manifest says about rounds, and this peer's id.
+    """What the manifest says about rounds, and this peer's id (`me`). Immutable.
 
-    max_weight: tokens above which a contribution is refused. synchronous: means are exact: weights are not capped,
-    nothing is clipped or judged. slices: the number of slices of a stage.
+    round_s: seconds that a round may take. max_weight: tokens above which a contribution is refused. synchronous:
+    whether means are exact, so that weights are not capped, nothing is clipped and no mean is rejected as implausible.
+    slices: the number of slices of a stage.
     """
 
     me: PeerId
@@ -81,7 +85,7 @@ class RoundConfig:
 
     @classmethod
     def of(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
-        """Returns the configuration of a run; in a synchronous one both formats are float32."""
+        """Returns the configuration of a run; in a synchronous run gradients and slices are sent as float32."""
         averaging, synchronous = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
         slices = slice_count(averaging.fraction)
         max_weight = MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * averaging.every * slices
@@ -91,7 +95,7 @@ class RoundConfig:
         return cls(me, signed.run_id, averaging.aggregation, averaging.round_s, max_weight, synchronous, *wires, slices)
 
     def region(self, part: Part) -> Region:
-        """Returns the elements that the part averages."""
+        """Returns the name of the region, the elements of the stage, that the part averages."""
         return Region(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
 
     def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
@@ -99,43 +103,43 @@ class RoundConfig:
         epoch = ownership_epoch(part.what, part.number, self.slices)
         return choose_owners(self.run, part.stage, part.what, epoch, part.part, members)
 
-    def dither(self, part: Part) -> str:
-        """Returns the part's label for `dither_fractions`, the same at all members."""
+    def dither_label(self, part: Part) -> str:
+        """Returns the part's label for dither_fractions: the same string at all members, another for every part."""
         return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
 
     def encode_part(self, part: Part, values: Tensor, wire: WireName) -> EncodedPart:
-        """Encodes `values` of `part` with the codec `wire` and the part's dither, the same for members and owners."""
-        return EncodedPart(wire, PartCodec(wire).encode(values, self.dither(part)))
+        """Returns `values`, float32 [n], of `part` encoded as `wire`; members and owners use the same dither."""
+        return EncodedPart(wire, PartCodec(wire).encode(values, self.dither_label(part)))
 
     def decode_part(self, part: Part, encoded: EncodedPart, numel: int) -> Tensor:
-        """Decodes what `encode_part` returned for `part`: float32 [numel], the same bits at every receiver.
+        """Returns the values that encode_part encoded for `part`: float32 [numel], the same bits at every receiver.
 
         Raises ProtocolError when the tensors are not those of `numel` values in the codec that `encoded` names.
         """
-        return PartCodec(encoded.wire).decode(encoded.tensors, numel, self.dither(part))
+        return PartCodec(encoded.wire).decode(encoded.tensors, numel, self.dither_label(part))
 
 
 class Exchange:
-    """Encodes what one peer sends in rounds, as member and as owner, decodes and judges what it gets.
+    """Encodes what one peer sends in rounds, as member and as owner; decodes means, and checks their magnitudes.
 
     In 2 to 4 bits members and owners use error feedback: each adds the residual of its last encoding of a region to the
-    next one.
+    next one. It sends nothing itself.
     """
 
     def __init__(self, config: RoundConfig) -> None:
         self.gradient_wire = config.gradient_wire
-        """The format in which this peer sends gradients: the manifest's, or fewer bits, as its uplink allows."""
+        """Format in which this peer sends gradients: the manifest's, or one of fewer bits if the uplink is too slow."""
         self.contributions = Contributions(config)
         self._config = config
         self._owner_residuals: dict[Region, Tensor] = {}
         self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(MagnitudeBound)
 
     def contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
-        """Returns what a member sends of `values`, float32 [n], behind `weight` tokens, see Contributions."""
+        """Returns a member's encoded contribution of `values`, float32 [n], over `weight` tokens; see Contributions."""
         return self.contributions.build(part, values, weight, self.wire_of(part))
 
     def wire_of(self, part: Part) -> WireName:
-        """Returns the format in which this peer sends a part's values."""
+        """Returns the format in which this peer now sends the part's values; early gradients of few bits go as int8."""
         if part.what == "slice":
             return self._config.slice_wire
         is_early = self.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
@@ -150,10 +154,11 @@ class Exchange:
     def average(
         self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
     ) -> PartMean | None:
-        """Returns the owner's mean of contributions, encoded: by the run's aggregation, with capped weights.
+        """Returns the owner's mean of the contributions `values`, float32 [n] each, by the run's aggregation, encoded.
 
-        In 2 to 4 bits y = mean + e is encoded, and the residual e becomes y - decode(encode(y)). center: where a clip
-        begins. Returns None without any weight, or when the mean is not finite.
+        weights: tokens of each contribution; the largest are capped in asynchronous runs. center: the start value of a
+        clip. In 2 to 4 bits, y = mean + e is encoded, and the residual e becomes y - decode(encode(y)). Returns None
+        when every weight is 0 or the mean is not finite.
         """
         if self._config.synchronous:
             mean = aggregate(values, weights, "mean", center=None, cap=False)
@@ -172,19 +177,22 @@ class Exchange:
         return PartMean(decoded, replace(mean.message, wire=wire), encoded)
 
     def zero_mean(self, part: Part, numel: int) -> PartMean:
-        """Returns a mean of 0 [numel], for a part whose mean no replica has."""
+        """Returns an encoded mean of zeros, float32 [numel], of 0 contributors: for a part whose mean nobody has."""
         wire = self.wire_of(part)
         encoded = self._config.encode_part(part, torch.zeros(numel), wire)
         message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=wire)
         return PartMean(self._config.decode_part(part, encoded, numel), message, encoded)
 
     def decode_mean(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> PartMean:
-        """Returns the mean that an owner sent as `tensors`. Raises ProtocolError for tensors of another form."""
+        """Returns the mean, float32 [numel], that an owner sent as `tensors` with `message`.
+
+        Raises ProtocolError for tensors of another form than `message.wire` says.
+        """
         encoded = EncodedPart(cast("WireName", message.wire), tensors)
         return PartMean(self._config.decode_part(part, encoded, numel), message, encoded)
 
     def check_magnitude(self, part: Part, own: Tensor, mean: Tensor) -> None:
-        """Raises PeerFailed for an implausibly large mean, else moves its region's bound; see MagnitudeBound.
+        """Raises PeerFailed if `mean` is implausibly large; otherwise updates the bound of its region, MagnitudeBound.
 
         own: this replica's values of the part. In a synchronous run every mean is accepted.
         """

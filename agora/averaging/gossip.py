@@ -1,6 +1,6 @@
-"""Exchanges with the other replicas of each stage how far everybody is: step gossip.
+"""Step gossip: exchanges with the other replicas of each stage how many steps and tokens every replica has.
 
-Knows: GossipSteps and GossipedSteps, when to send them to whom, what was heard. Must not know: how a step is taken.
+Knows: GossipSteps and GossipedSteps, when to send them and to whom, what was heard. Must not know: how a step is taken.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from agora.clock import loop_time
 
 INTERVAL_S: Final = 0.25
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
-"""Seconds between two ticks in synchronous runs, where everybody waits for the step."""
+"""Seconds between two ticks in synchronous runs, where every replica waits for the step."""
 HEARTBEAT_S: Final = 1.5
-"""Seconds after which a replica without news reports again, so that it does not count as silent."""
+"""Seconds after which a replica reports again although nothing has changed, so that it does not count as silent."""
 CALL_S: Final = 3.0
 
 
 @dataclass(slots=True)
 class _StageGossip:
-    """What is known of one stage's replicas; the counts that this peer has last sent them, and when."""
+    """What is known of one stage's other replicas; the counts that this peer last sent them, and the loop time then."""
 
     known: KnownReplicas = field(default_factory=dict)
     sent: ReplicaCounts | None = None
@@ -38,9 +38,9 @@ class _StageGossip:
 
 
 class GossipListing(Protocol):
-    """What this peer sees of others. listed: the replicas of a stage in its view, with or without itself.
+    """Protocol: which replicas this peer sees. listed: ids of a stage's replicas in its view, with or without itself.
 
-    is_connected: whether it has any connection; without one, broken connections say nothing about the others.
+    is_connected: whether this peer has any connection; without one, broken connections say nothing about the others.
     """
 
     def listed(self, stage: int) -> Collection[PeerId]: ...
@@ -48,10 +48,10 @@ class GossipListing(Protocol):
 
 
 class StepGossip:
-    """Exchanges progress with the other replicas of each stage of the span, and keeps what it hears as `known`.
+    """Exchanges progress with the other replicas of each stage of the span; `known` returns what it has heard.
 
-    `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. A replica to which a call fails
-    is suspected, see replica_progress.
+    `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. When a call to a replica fails,
+    that replica is suspected, see replica_progress.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class StepGossip:
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
-        """counts: returns for each stage how far this peer is; never blocks.
-        on_change: is called with a stage, on the loop, at every tick and whenever something was heard.
+        """counts: returns this peer's ReplicaCounts by stage; never blocks.
+        on_change: is called with a stage, on the loop, at every tick and after every received message about the stage.
         """
         self._me = me
         self._span = span
@@ -102,8 +102,8 @@ class StepGossip:
     def tick(self) -> None:
         """Sends each stage's progress if it has changed or a heartbeat is due, and calls `on_change` for every stage.
 
-        A suspected replica is sent it at every tick, until it answers or is silent; one to which a call about the stage
-        is still open, at a later tick.
+        Starts one task for each call, and does not wait. A suspected replica is called at every tick until it answers
+        or counts as silent. A replica to which a call about the stage is still open is called at a later tick.
         """
         now, counts = loop_time(), self._counts()
         for stage, state in self._stages.items():
@@ -130,11 +130,11 @@ class StepGossip:
         return GossipedSteps(self._compose(message.stage, own))
 
     def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
-        """Returns the entries to send about a stage. own: this peer's counts."""
+        """Returns the entries to send about a stage: this peer's `own` counts, then the last known ones of others."""
         return replica_progress.compose_gossip(self.known(stage), self._me, own, self.listed_others(stage), loop_time())
 
     async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
-        """Sends one request and merges the answer; a call that fails is recorded: the peer is suspected."""
+        """Sends one request and merges the answer; when the call fails, records that, so that the peer is suspected."""
         state = self._stages[stage]
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)

@@ -1,6 +1,6 @@
 """Chooses in how many bits a replica sends gradients, from what its uplink carries in a step. Pure.
 
-Knows: rates, sizes, durations. Must not know: how they were measured, what is sent.
+Knows: rates, sizes, durations. Must not know: how they were measured, gradients, calls.
 
 Each of n replicas sends (n - 1) / n of its gradient to owners, and its 1 / n of the mean to n - 1 members: in all
 2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
@@ -22,11 +22,14 @@ BYTES: Final[dict[WireName, float]] = {
     "bf16": 2.0,
     "float32": 4.0,
 }
-"""Bytes of a value in each format, the fewest first."""
+"""Bytes of one value in each format; the smallest format first."""
 
 
 class GradientWire(NamedTuple):
-    """The format in which a replica sends gradients, and why. is_limited: the uplink is too slow for the manifest's."""
+    """The format in which a replica sends gradients, and the reason in words. Immutable.
+
+    is_limited: whether the uplink is too slow for the manifest's format.
+    """
 
     name: WireName
     reason: str
@@ -36,12 +39,12 @@ class GradientWire(NamedTuple):
 def choose_gradient_wire(
     manifest_wire: WireName, numel: int, replicas: int, uplink: float | None, step_s: float | None, fraction: float
 ) -> GradientWire:
-    """Returns the format with the most bits, at most those of `manifest_wire`, that fits into a step; else the fewest.
+    """Returns the largest format, up to `manifest_wire`, whose bytes can be sent in a step; if none can, the smallest.
 
-    It fits if its bytes <= fraction * uplink * step_s; with n `replicas`, 2 * (n - 1) / n * numel values are sent in a
-    step. numel: elements of the stages held. uplink: measured bytes per second, None while nothing waits for it.
-    step_s: the average duration of a step, None before the first. fraction: how much of the uplink gradients may use.
-    Without uplink or step_s, or for one replica, the manifest's format is returned.
+    A format fits if its bytes <= fraction * uplink * step_s; with n `replicas`, 2 * (n - 1) / n * numel values are sent
+    in a step. numel: elements of the stages held. uplink: measured bytes per second, None while nothing waits for it.
+    step_s: average duration of a step in seconds, None before the first. fraction: share of the uplink that gradients
+    may use. Without uplink or step_s, or for one replica, `manifest_wire` is returned.
     """
     if uplink is None or step_s is None or replicas < 2:
         return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")

@@ -1,7 +1,7 @@
-"""Keeps this peer's stages together with their replicas elsewhere: carries out what `next_action` decides.
+"""Keeps this peer's stages in step with their replicas at other peers: carries out what `next_action` decides.
 
 Knows: step gossip, rounds, stages (through ReplicatedStages). Must not know: networks, optimizers, files, the view.
-docs/averaging.md tells what the rounds are for, and what follows when one fails.
+docs/averaging.md says what the rounds are for, and what follows when one fails.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from agora_protocol.errors import AgoraError, ProtocolError, Refused
 from agora_protocol.ids import PeerId
@@ -29,7 +29,7 @@ from agora.averaging.partition import Members, Slices, cut_into_parts
 from agora.averaging.quota import StepMeter, StepSize
 from agora.averaging.reducer import PartReducer
 from agora.averaging.replica_progress import ReplicaCounts
-from agora.averaging.replicated_stages import ReplicatedStages, StateFetcher
+from agora.averaging.replicated_stages import ReplicaListing, ReplicatedStages, StateFetcher
 from agora.averaging.rounds import Round, RoundResult
 from agora.averaging.slice_rounds import SliceRounds
 from agora.calls import Caller
@@ -39,7 +39,8 @@ from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
 MAX_ROUNDS_APART: Final = 2
-"""An owner refuses parts of rounds further from its own: by number of rounds; of slices, by number of all slices."""
+"""An owner refuses a part whose round is further from its own: this many rounds of gradients, or this many times all
+slices of the stage."""
 MAX_REPORT_LAG: Final = 2
 """Steps by which a replica's last report may lag behind the step of a slice round in which it takes part."""
 ROUND_STEPS: Final = 2.0
@@ -49,25 +50,11 @@ LEADING_STEP_INTERVAL_S: Final = 5.0
 """Seconds between two measurements, in a synchronous run, of how far the other stages are."""
 
 
-class ReplicaListing(Protocol):
-    """What this peer's view says. listed: the stage's replicas, with bandwidths in bytes per second, 0 when unknown."""
-
-    def listed(self, stage: int) -> Mapping[PeerId, float]: ...
-    def uplink(self) -> float | None:
-        """Returns the measured rate of this peer's uplink in bytes per second, None while nothing waits for it."""
-
-    def is_connected(self) -> bool:
-        """Returns whether this peer has a connection to any other peer of the run now."""
-
-    def steps_of_run(self) -> Collection[Collection[int]]:
-        """Returns, for each stage of the run, the steps that its replicas have taken."""
-
-
 @dataclass(slots=True)
-class _StageTasks:
-    """What runs for a stage. task: an exact step, a fetch or a catch-up. reason: of the last action.
+class _StageState:
+    """What the group keeps for one stage. task: the last exact step, fetch or catch-up. reason: of the last action.
 
-    behind_at: the step at which the stage fell behind the run's leading stage, and when.
+    behind_at: the step at which the stage fell behind the run's leading stage, and the loop time then.
     """
 
     slices: Slices
@@ -81,7 +68,7 @@ class _StageTasks:
 class ReplicaGroup:
     """Gossips with the replicas of each own stage, and starts the steps, slice rounds and fetches that are due.
 
-    The daemon calls `run` until it cancels it, and the `on_...` methods, all on the loop.
+    The daemon runs `run` until it cancels it, and calls the `on_...` methods; everything happens on the event loop.
     """
 
     def __init__(
@@ -95,7 +82,7 @@ class ReplicaGroup:
         report: events.Report,
         report_offence: ReportOffence,
     ) -> None:
-        """report_offence: is called for a replica that contributes what none may."""
+        """report_offence: is called for a replica whose contribution breaks the protocol."""
         self._averaging = averaging = signed.manifest.averaging
         self._config = config = ActionConfig.of(signed.manifest)
         self._me = me
@@ -115,46 +102,46 @@ class ReplicaGroup:
         )
         self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
-        self._tasks: dict[int, _StageTasks] = {}
+        self._stage_states: dict[int, _StageState] = {}
         microbatch_tokens, target = signed.manifest.quota_tokens, config.target_tokens
         for stage in stages.span.stages:
             slices = Slices(stages.layout(stage).numel, averaging.fraction, signed.manifest.seed)
             rounds = SliceRounds(stage, slices, averaging.every, stages, self.reducer, self, report)
-            self._tasks[stage] = _StageTasks(slices, rounds, StepMeter(microbatch_tokens, StepSize(target)))
-            stages.publish_policy(stage, StepPolicy(config.target_tokens, config.exact_steps))
+            self._stage_states[stage] = _StageState(slices, rounds, StepMeter(microbatch_tokens, StepSize(target)))
+            stages.set_step_policy(stage, StepPolicy(config.target_tokens, config.exact_steps))
 
     async def run(self) -> None:
-        """Gossips, steps and averages until cancelled; then cancels everything that is running."""
+        """Gossips, steps and averages until cancelled; then cancels all that is running and waits for its end."""
         watching = asyncio.create_task(self._watch_other_stages())
         try:
             await self.gossip.run()
         finally:
-            tasks = [watching, *(state.task for state in self._tasks.values() if state.task is not None)]
+            tasks = [watching, *(state.task for state in self._stage_states.values() if state.task is not None)]
             for task in tasks:
                 task.cancel()
-            stops = [state.slice_rounds.stop() for state in self._tasks.values()]
+            stops = [state.slice_rounds.stop() for state in self._stage_states.values()]
             await asyncio.gather(*tasks, *stops, return_exceptions=True)
             await self.reducer.close()
 
     async def leave(self, within_s: float) -> None:
-        """Starts no step, fetch or slice round any more, and waits `within_s` seconds for those that run, then cancels.
+        """Starts nothing more; waits up to `within_s` seconds for running steps and fetches, then cancels them.
 
-        A state exported afterwards is final.
+        Does not wait for slice rounds. A state exported afterwards is final.
         """
         self._leaving = True
-        running = [state.task for state in self._tasks.values() if state.task is not None]
+        running = [state.task for state in self._stage_states.values() if state.task is not None]
         if running:
             _, unfinished = await asyncio.wait(running, timeout=within_s)
             for task in unfinished:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
 
-    # --- what other replicas and other rooms ask
+    # --- what other replicas and other packages ask
 
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Answers another replica's contribution; a ProtocolError is reported as that peer's offence, and raised."""
+        """Answers as PartReducer.answer_contribution does; a ProtocolError is reported as an offence of `peer` too."""
         try:
             return await self.reducer.answer_contribution(peer, message, tensors, deadline)
         except ProtocolError as error:
@@ -164,7 +151,10 @@ class ReplicaGroup:
             raise
 
     def missing_tokens(self, stage: int) -> int:
-        """Returns the tokens that this replica and the live others together still lack for this replica's next step."""
+        """Returns how many tokens all live replicas must still count for the open step.
+
+        Returns 0 while a share that was closed here awaits its mean.
+        """
         own = self._counts()[stage]
         if own.open_step > own.step:
             return 0
@@ -173,15 +163,15 @@ class ReplicaGroup:
         return max(0, self._config.target_tokens - own.tokens - replica_progress.count_tokens(live, own.open_step))
 
     def reason(self, stage: int) -> str:
-        """Returns, in words, the reason that `next_action` last gave for what the stage does or waits for."""
-        return self._tasks[stage].reason
+        """Returns the sentence by which `next_action` last explained what the stage does or waits for."""
+        return self._stage_states[stage].reason
 
     # --- what the reducer asks, see ReducerView
 
     def members(self, stage: int) -> Members:
-        """Returns the members of a stage's rounds, this peer included, with their bandwidths.
+        """Returns the members of a stage's rounds, this peer included, with bandwidths as in `Members`.
 
-        Lagging replicas are no members of exact steps in asynchronous runs: they replay the step.
+        In asynchronous runs lagging replicas are no members of the rounds of exact steps: they replay those steps.
         """
         listed, known, step = self._listing.listed(stage), self.gossip.known(stage), self._stages.step_of(stage)
         others = replica_progress.round_members(known, self.gossip.listed_others(stage), loop_time())
@@ -193,14 +183,17 @@ class ReplicaGroup:
         return {peer: None if peer in new else listed.get(peer, 0.0) for peer in {*others, self._me}}
 
     def round_s(self, stage: int) -> float:
-        """Returns the seconds that a round may take: `averaging.round_s`, in asynchronous runs less: ROUND_STEPS."""
-        step_s, manifest_s = self._tasks[stage].meter.step_s.value, self._averaging.round_s
+        """Returns the seconds that a round may take: `averaging.round_s`, in asynchronous runs at most ROUND_STEPS."""
+        step_s, manifest_s = self._stage_states[stage].meter.step_s.value, self._averaging.round_s
         if self._config.synchronous or step_s is None:
             return manifest_s
         return min(manifest_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
 
     def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
-        """Returns the unreachable ones of `peers`; in asynchronous runs also those lagging behind the part's round."""
+        """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
+
+        In asynchronous runs also those that lag behind the part's round, or have not reported themselves yet.
+        """
         known = self.gossip.known(part.stage)
         not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
         if not self._config.synchronous:
@@ -209,8 +202,11 @@ class ReplicaGroup:
         return not_awaited
 
     def numel_of(self, part: Part) -> int:
-        """Returns a part's number of elements. Raises Refused if its round is far off, ProtocolError if unknown."""
-        state, is_gradient = self._tasks.get(part.stage), part.what == "gradient"
+        """Returns a part's number of elements.
+
+        Raises ProtocolError if there is no such part, Refused if its round is too far from this peer's own.
+        """
+        state, is_gradient = self._stage_states.get(part.stage), part.what == "gradient"
         of_step = part.number if is_gradient else part.number * self._averaging.every - 1
         if state is None or self._config.is_exact(of_step) != is_gradient:
             raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} {part.number} here")
@@ -227,24 +223,27 @@ class ReplicaGroup:
     # --- what exact steps and slice rounds ask, see RoundGroup and ExactStepGroup
 
     def live_others(self, stage: int) -> set[PeerId]:
-        """Returns the other replicas of a stage that are listed and live."""
+        """Returns the ids of the stage's other replicas that are both listed and live."""
         known, listed = self.gossip.known(stage), self.gossip.listed_others(stage)
         return set(replica_progress.live_replicas(known, listed, loop_time()))
 
     async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
-        """Takes part in one round, with the present members, which ends `round_s` from now at the latest."""
+        """Takes part in one round with the present members; returns its result within `round_s`, see Round."""
         deadline = loop_time() + self.round_s(stage)
         members = self.members(stage)
         return await Round(self.reducer, self._report, stage, what, number, weight, members, deadline).run(values)
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Corrects the size of the stage's next step, after one that all replicas took along one mean of `tokens`."""
-        meter = self._tasks[stage].meter
+        """Corrects the planned size of the stage's next step after an exact step, whose mean was over `tokens`."""
+        meter = self._stage_states[stage].meter
         meter.size = meter.size.after_step(tokens)
 
-    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Fetches and raises as StateFetcher does; stops slice rounds before, and drops the stage's residuals after."""
-        await self._tasks[stage].slice_rounds.stop()
+    async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
+        """Stops the stage's slice rounds, fetches its state as StateFetcher.fetch does, then drops its residuals.
+
+        Raises Unavailable when no source has such a state; the residuals are then kept.
+        """
+        await self._stage_states[stage].slice_rounds.stop()
         fetched = await self._state.fetch(stage, sources, at_least)
         self.reducer.exchange.drop_stage(stage)
         return fetched
@@ -252,34 +251,34 @@ class ReplicaGroup:
     # --- deciding
 
     def on_share_closed(self, stage: int) -> None:
-        """Gossips that this replica's share of a step is closed, and starts the round of its mean."""
-        self._tasks[stage].meter.on_share_closed(loop_time())
+        """Called after the device thread closed a share: gossips that at once, and starts what is due, as the round."""
+        self._stage_states[stage].meter.on_share_closed(loop_time())
         self.gossip.tick()
 
     def on_microbatch_left(self, stage: int, in_hand: int) -> None:
-        """Starts what is due after a microbatch has left this peer. in_hand: microbatches still in work here."""
+        """Called when a microbatch has left; starts what is due then. in_hand: microbatches still in work here."""
         self._in_hand = in_hand
-        if self._holds_origins(stage) and self._counts()[stage].tokens >= self._tasks[stage].meter.quota_now:
+        if self._holds_origins(stage) and self._counts()[stage].tokens >= self._stage_states[stage].meter.quota_now:
             self._decide_and_start(stage)
 
     def awaits_mean(self, stage: int) -> bool:
-        """Returns whether origins wait for the mean of a share closed here, see StepMeter.should_hold_origins."""
+        """Returns whether origins wait now because a share closed here lacks its mean; see StepMeter."""
         own = self._counts()[stage]
         return own.open_step > own.step and self._holds_origins(stage)
 
     def tokens_before_mean(self, stage: int) -> int | None:
-        """Returns quota - tokens of this replica's open share, or -tokens if its last share still awaits its mean.
+        """Returns how many tokens origins may still open before they must wait for a mean; None if they need not wait.
 
-        None where origins do not wait for means.
+        It is quota - tokens of this replica's open share, or -tokens while its last share awaits its mean.
         """
         own = self._counts()[stage]
         if not self._holds_origins(stage):
             return None
-        return -own.tokens if own.open_step > own.step else self._tasks[stage].meter.quota_now - own.tokens
+        return -own.tokens if own.open_step > own.step else self._stage_states[stage].meter.quota_now - own.tokens
 
     def on_stepped(self, stage: int, step: int, tokens: int) -> None:
-        """Gossips that the stage has taken `step` steps, and starts what is due. tokens: this replica's in the last."""
-        state = self._tasks[stage]
+        """Called when the stage has taken `step` steps: gossips that. tokens: this replica's tokens in the last one."""
+        state = self._stage_states[stage]
         state.meter.on_stepped(loop_time())
         if self._counts()[stage].open_step > step:
             state.meter.on_share_closed(loop_time())
@@ -290,18 +289,18 @@ class ReplicaGroup:
         self.gossip.tick()
 
     def _holds_origins(self, stage: int) -> bool:
-        """Returns whether origins wait for the mean of the next step: it is exact, and there are others."""
-        meter = self._tasks[stage].meter
+        """Returns whether origins wait for means now: an asynchronous run's steps are exact and means come soon."""
+        meter = self._stage_states[stage].meter
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return False
         return meter.quota_now > 0 and meter.should_hold_origins(loop_time())
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients after a step of a stage, and reports a change. Not in synchronous runs."""
+        """Chooses the format of gradients after an exact step, and reports a change. Not in synchronous runs."""
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return
-        numel, members = sum(self._stages.layout(own).numel for own in self._tasks), len(self.members(stage))
-        uplink, step_s = self._listing.uplink(), self._tasks[stage].meter.step_s.value
+        numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))
+        uplink, step_s = self._listing.uplink(), self._stage_states[stage].meter.step_s.value
         section, exchange = self._averaging, self.reducer.exchange
         chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
         if chosen.name != exchange.gradient_wire:
@@ -309,15 +308,15 @@ class ReplicaGroup:
         self.gradient_wire, exchange.gradient_wire = chosen, chosen.name
 
     def _decide_and_start(self, stage: int) -> None:
-        """Publishes a new StepPolicy for the device thread, and starts the action that `next_action` decides on."""
-        now, state, own = loop_time(), self._tasks[stage], self._counts()[stage]
+        """Sets a new StepPolicy for the device thread, and starts the action that `next_action` chooses for `stage`."""
+        now, state, own = loop_time(), self._stage_states[stage], self._counts()[stage]
         others = OtherReplicas(self.gossip.known(stage), self.gossip.listed_others(stage), self._leading_step)
         replicas, live = next_action.counting_replicas(now, others)
         state.meter.measure(now, own.tokens_counted)
-        quota = state.meter.update_quota(self._me, {peer: last.direct.rate.value for peer, last in live.items()})
+        quota = state.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
         waits = self._holds_origins(stage)
         policy = next_action.step_policy(own.open_step, replicas, live, quota, self._config, by_device=not waits)
-        self._stages.publish_policy(stage, policy)
+        self._stages.set_step_policy(stage, policy)
         behind_at, is_running = state.behind_at, state.task is not None and not state.task.done()
         takes_slices = not self._config.is_exact(own.step - 1)
         own_stage = OwnStage(
@@ -353,14 +352,14 @@ class ReplicaGroup:
                 state.task = self._start(fetch)
 
     async def _watch_other_stages(self) -> None:
-        """Notes, in a synchronous run, how far the run's furthest stage is, and since when each stage is behind it.
+        """In a synchronous run, records again and again how far the run's leading stage is, and who is behind it.
 
-        Stages that begin from checkpoints of different steps would else wait for one another for ever.
+        Otherwise stages that begin from checkpoints of different steps would wait for one another forever.
         """
         while self._config.synchronous:
             await asyncio.sleep(LEADING_STEP_INTERVAL_S)
             self._leading_step = replica_progress.leading_step(self._listing.steps_of_run())
-            for stage, state in self._tasks.items():
+            for stage, state in self._stage_states.items():
                 step = self._stages.step_of(stage)
                 if step >= self._leading_step:
                     state.behind_at = None
@@ -368,7 +367,7 @@ class ReplicaGroup:
                     state.behind_at = (step, loop_time())
 
     def _counts(self) -> Mapping[int, ReplicaCounts]:
-        """Returns for each stage how far this peer is."""
+        """Returns this peer's counts by stage."""
         starts = self._start_steps
         return {
             p.stage: ReplicaCounts(
@@ -378,14 +377,14 @@ class ReplicaGroup:
         }
 
     def _lineages(self, stage: int) -> Mapping[int, int]:
-        """Returns the lineages of a stage by the steps last agreed on."""
+        """Returns the lineages of a stage by the step at which each was agreed on, for the last steps."""
         return next(progress.lineages for progress in self._stages.progress() if progress.stage == stage)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a task and returns it; if it fails, TaskFailed is reported."""
+        """Starts `work` as a task and returns that; reports TaskFailed if it ends with an error."""
 
         def report_failure(task: asyncio.Task[None]) -> None:
-            """Called when the task has ended: reports the error it ended by as TaskFailed; cancelling is none."""
+            """Reports the error with which the task ended, if any; cancelling is no error."""
             if not task.cancelled() and (error := task.exception()) is not None:
                 code = error.code if isinstance(error, AgoraError) else type(error).__name__
                 self._report(events.TaskFailed("averaging", f"{code}: {error}"))

@@ -18,19 +18,19 @@ from agora.averaging.replica_progress import unreachable_replicas
 from agora.stepping import StepPolicy
 
 MAX_STEPS_BEHIND: Final = 20
-"""Steps behind the others beyond which a replica of an asynchronous run fetches their state."""
+"""A replica of an asynchronous run that is more steps than this behind the others fetches their state."""
 RESUME_AFTER_S: Final = 15.0
-"""Seconds for which a synchronous stage is behind the leading stage before it takes over that stage's step number."""
+"""Seconds that a synchronous stage stays behind the leading stage before it takes over that stage's step number."""
 CLOSE_AFTER_FRACTION: Final = 0.25
-"""Fraction of a step's duration for which a replica goes on counting after another one has closed its share."""
+"""Fraction of a step's duration for which a replica still counts tokens after another one has closed its share."""
 MAX_CLOSE_AFTER_S: Final = 2.0
 MAX_LOCAL_LAG: Final = 8
-"""Steps behind the others beyond which a replica with local steps catches up."""
+"""A replica that takes local steps and is more steps than this behind the others catches up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a stage does next.
+    """What a stage does next; immutable. ReplicaGroup carries it out.
 
     | what | the stage |
     |---|---|
@@ -53,10 +53,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ActionConfig:
-    """What the manifest says about stepping.
+    """What the manifest says about stepping; immutable.
 
-    exact_steps: the first so many steps are taken along the mean gradient of all replicas. max_steps_behind: beyond so
-    many, a replica fetches the others' state.
+    target_tokens: tokens of a step, counted by all replicas together. exact_steps: number of initial steps that are
+    taken along the mean gradient of all replicas. max_steps_behind: a replica further behind fetches the others' state.
     """
 
     target_tokens: int
@@ -72,18 +72,20 @@ class ActionConfig:
         return cls(manifest.optimizer.target_tokens, synchronous, manifest.exact_steps, max_steps_behind)
 
     def is_exact(self, step: int) -> bool:
-        """Returns step < exact_steps: whether step number `step` is taken along the mean gradient of all replicas."""
+        """Returns whether step number `step` is taken along the mean gradient of all replicas: step < exact_steps."""
         return step < self.exact_steps
 
 
 @dataclass(frozen=True, slots=True)
 class OwnStage:
-    """This replica of a stage: how far it is, and what it is doing.
+    """This replica of a stage: how far it is, and what it is doing. Immutable.
 
     quota: tokens at which its share of a step is closed, 0 when unknown. step_s: seconds in which all replicas count a
-    step's tokens, 0 when unknown. busy: whether an exact step, a fetch or a catch-up is running. slice_due: the slice
-    round to begin, None without one. behind_since: when it fell behind the run's leading stage, None when it is not.
-    diverged_from: see replicas_to_fetch_from. in_hand: microbatches in work here that belong to this share.
+    step's tokens, 0 when unknown. leaving: whether this peer is leaving the run. busy: whether an exact step, a fetch
+    or a catch-up is running. slice_due: the slice round to begin, None if none is due. behind_since: when it fell
+    behind the run's leading stage, on the loop's clock; None if it is not behind. diverged_from: the replicas whose
+    state is right where this one's is not, see replicas_to_fetch_from. in_hand: number of microbatches in work here
+    that belong to the open share.
     """
 
     counts: replica_progress.ReplicaCounts
@@ -99,7 +101,10 @@ class OwnStage:
 
 @dataclass(frozen=True, slots=True)
 class OtherReplicas:
-    """The other replicas of a stage: what they reported, which the view lists; the step of the run's leading stage."""
+    """The other replicas of a stage: their reports, and which of them the view lists. Immutable.
+
+    leading_step: steps taken by the stage of the run that has taken the most.
+    """
 
     known: replica_progress.KnownReplicas
     listed: Collection[PeerId]
@@ -107,7 +112,10 @@ class OtherReplicas:
 
 
 def next_action(now: float, own: OwnStage, others: OtherReplicas, config: ActionConfig) -> tuple[Action, str]:
-    """Returns what the stage does next, by the first rule that applies, and why. now: on the clock of `others`."""
+    """Returns what the stage does next, by the first rule that applies, and the reason in words.
+
+    now: seconds on the same clock as the times in `others`.
+    """
     if own.leaving:
         return Action("wait"), "this peer is leaving"
     if own.busy:
@@ -146,13 +154,13 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
 
 
 def _why_incomplete(now: float, own: OwnStage, live: replica_progress.KnownReplicas, config: ActionConfig) -> str:
-    """Returns why this replica goes on counting for its step; "" when the step, or its share of it, is complete.
+    """Returns why this replica still counts tokens for its step; "" when the step, or its share of it, is complete.
 
     | complete | when |
     |---|---|
     | the step | all replicas together have counted its tokens |
     | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in work |
-    | the share, asynchronous | another replica closed its own CLOSE_AFTER_FRACTION of a step ago |
+    | the share, asynchronous | CLOSE_AFTER_FRACTION of a step has passed since another replica closed its own share |
     """
     step, tokens = own.counts.step, own.counts.tokens
     missing = config.target_tokens - tokens - replica_progress.count_tokens(live, step)
@@ -177,10 +185,11 @@ def step_policy(
     *,
     by_device: bool = True,
 ) -> StepPolicy:
-    """Returns the device thread's policy for the open step, number `step`; this replica's share is closed at `quota`.
+    """Returns the device thread's policy for the open step, number `step`.
 
-    replicas, live: as counting_replicas returns them. by_device: whether the device thread closes the share of an exact
-    step of an asynchronous run itself. It must not where origins wait for means: what is in work belongs to the share.
+    replicas, live: as counting_replicas returns them. quota: tokens at which this replica's share is closed, 0 when
+    unknown. by_device: whether the device thread itself closes the share of an exact step in an asynchronous run. Pass
+    False where origins wait for means: there microbatches in work still belong to the share.
     """
     target, alone = config.target_tokens, not replicas
     if config.synchronous or alone:
@@ -191,6 +200,6 @@ def step_policy(
 
 
 def counting_replicas(now: float, others: OtherReplicas) -> tuple[set[PeerId], replica_progress.KnownReplicas]:
-    """Returns the other replicas that belong to a step, and what is known of the live ones among them."""
+    """Returns the ids of the other replicas that belong to a step, and the progress of the live ones among them."""
     members = replica_progress.round_members(others.known, others.listed, now)
     return members, replica_progress.live_replicas(others.known, members, now)

@@ -1,6 +1,6 @@
 """Quantises float32 vectors to 2, 3 or 4 bits: levels for normally distributed values, times a scale for each block.
 
-Knows: numbers and their bytes. Must not know: rounds, what the values are of.
+Knows: numbers and their bytes. Must not know: rounds, gradients.
 
 A value x of a block of QUANTISER_BLOCK elements becomes the level nearest to x / scale, the scale being the block's
 root mean square. The levels have the least mean squared error for a normal distribution (Lloyd 1982; Max 1960). The
@@ -29,7 +29,7 @@ POSITIVE_LEVELS: Final = {
     3: (0.2451, 0.7560, 1.3439, 2.1520),
     4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
 }
-"""The upper half of the levels, by bits; the lower half is its mirror image."""
+"""The positive half of the levels, by the number of bits; the negative half is its mirror image."""
 MAX_EXPONENT: Final = 100
 """Bound of a vector's exponent e, -100 to 100; scales are at most 2^100."""
 SCALES_PER_OCTAVE: Final = 8
@@ -44,8 +44,9 @@ _SCALES: Final = torch.tensor(
 def quantise(values: Tensor, bits: int) -> list[WireTensor]:
     """Returns `values`, float32 [n] on the CPU and finite, as two wire tensors: scales, and packed levels.
 
-    scales: uint8 [1 + blocks], the exponent e of the largest one (as int8), then for each block the code c of its scale
-    2^(e - c / 8). levels: uint8 [packed_bytes(n, bits)]. Blocks far smaller than the largest become 0.
+    scales: uint8 [1 + blocks]: first the exponent e of the largest scale (as int8), then for each block the code c of
+    its scale 2^(e - c / 8). levels: uint8 [packed_bytes(n, bits)]. Blocks whose values are about 2^32 times smaller
+    than the largest block's are decoded as 0.
     """
     blocks = -(-len(values) // QUANTISER_BLOCK)
     rows = pad(values, (0, blocks * QUANTISER_BLOCK - len(values))).view(blocks, QUANTISER_BLOCK)
@@ -62,7 +63,7 @@ def quantise(values: Tensor, bits: int) -> list[WireTensor]:
 
 
 def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
-    """Undoes `quantise`: float32 [numel], finite, the same bits at every receiver.
+    """Returns the values that `quantise` encoded: float32 [numel], finite, the same bits at every receiver.
 
     Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or an exponent out of range.
     """
@@ -82,7 +83,10 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
 
 
 def _scale_codes(sizes: Tensor) -> tuple[int, Tensor]:
-    """Returns the exponent of a part and its blocks' scale codes, uint8 [blocks], from their root mean squares."""
+    """Returns the exponent of a vector and the scale codes of its blocks, uint8 [blocks].
+
+    sizes: root mean square of each block, float32 [blocks].
+    """
     sizes = sizes.clamp(max=2.0**MAX_EXPONENT)
     largest = float(sizes.max()) if len(sizes) else 0.0
     if largest == 0.0:
@@ -101,6 +105,6 @@ def _levels(bits: int) -> NDArray[np.float32]:
 
 
 def _edges(bits: int) -> list[float]:
-    """Returns the 2^bits - 1 middles between neighbouring levels, rising."""
+    """Returns the 2^bits - 1 midpoints between neighbouring levels, rising."""
     levels = _levels(bits)
     return [float(edge) for edge in (levels[1:] + levels[:-1]) / 2]

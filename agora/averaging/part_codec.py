@@ -2,8 +2,8 @@
 
 Knows: numbers and their bytes. Must not know: rounds, owners, peers. normal2 to normal4 are in normal_levels.py.
 
-int8 is made for values on which replicas nearly agree. A block's scale is a power of two, so that nearly equal blocks
-are rounded to the same lattice. Before rounding, every member adds the same pseudo-random fraction to an element, and
+int8 is meant for values on which replicas nearly agree. A block's scale is a power of two, so that nearly equal blocks
+are rounded to the same grid. Before rounding, every member adds the same pseudo-random fraction to an element, and
 decoding subtracts it again (subtractive dither, L. Roberts 1962). So the difference of two members' decoded values is
 unbiased, and exactly 0 where they agree.
 """
@@ -29,18 +29,19 @@ from agora.averaging.normal_levels import dequantise, quantise
 from agora.codec import all_finite, decode_uncompressed, encode_uncompressed
 
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
-"""Bits of each element in the formats whose error is fed back, by name."""
+"""Bits of an element, by the name of the format; the formats that are sent with error feedback."""
 LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
 MIN_EXPONENT, MAX_EXPONENT = -120, 100
 CACHED_PARTS: Final = 32
-"""Parts whose dither is cached, half a MiB each: about as many as are on their way at once."""
+"""Parts whose dither is cached, half a MiB each: about as many as are being sent at once."""
 
 
 @functools.lru_cache(maxsize=CACHED_PARTS)
 def dither_fractions(label: str, numel: int) -> Tensor:
-    """Returns the dither of the part that `label` names, the same at all members: float32 [numel] in (-0.5, 0.5).
+    """Returns pseudo-random fractions that depend on `label` and `numel` alone: float32 [numel] in (-0.5, 0.5).
 
-    It is (byte + 0.5) / 256 for the signed bytes of a keyed Philox4x64-10. The tensor is cached; do not change it.
+    All members that use one label get the same dither: (byte + 0.5) / 256 for the signed bytes of a Philox4x64-10
+    generator whose key is a hash of the label. The tensor is cached; do not change it.
     """
     key = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()[:16]
     words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
@@ -49,7 +50,7 @@ def dither_fractions(label: str, numel: int) -> Tensor:
 
 
 class EncodedPart(NamedTuple):
-    """Encoded values of a part: the name of their number format, and the tensors."""
+    """Encoded values of a part: the name of their number format, and the wire tensors. Immutable."""
 
     wire: WireName
     tensors: Sequence[WireTensor]
@@ -61,20 +62,17 @@ class EncodedPart(NamedTuple):
 
 
 class PartCodec:
-    """Turns float32 vectors into wire tensors and back, in the number format `name`.
-
-    dither: the label of `dither_fractions`; None for none. Only int8 uses it.
-    """
+    """Turns float32 vectors into wire tensors and back, in the number format `name`."""
 
     def __init__(self, name: WireName) -> None:
         self.name = name
 
     def encode(self, values: Tensor, dither: str | None = None) -> list[WireTensor]:
-        """Returns `values`, float32 [n] on the CPU, finite, as wire tensors; int8 saturates near 2^107.
+        """Returns `values`, float32 [n] on the CPU and finite, as wire tensors; int8 clips magnitudes near 2^107.
 
-        dither: the label of the fractions that int8 adds before it rounds, the same for `decode`; None adds none, and
-        the other formats ignore it. float32 tensors share the memory of `values`, which must not change until they are
-        sent.
+        dither: the label for dither_fractions, which int8 adds before it rounds; pass the same to `decode`. None adds
+        nothing, and the other formats ignore it. float32 tensors share the memory of `values`, which must not change
+        until they are sent.
         """
         if self.name in NORMAL_BITS:
             return quantise(values, NORMAL_BITS[self.name])
@@ -92,7 +90,7 @@ class PartCodec:
         return [WireTensor("int8", array.shape, array.view(np.uint8).data) for array in arrays]
 
     def decode(self, tensors: Sequence[WireTensor], numel: int, dither: str | None = None) -> Tensor:
-        """Undoes `encode`: float32 [numel], finite, the same bits at every receiver.
+        """Returns the values that `encode` encoded: float32 [numel], finite, the same bits at every receiver.
 
         Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or values out of range.
         """
@@ -123,12 +121,12 @@ def _block_rows(values: Tensor) -> Tensor:
 
 
 def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
-    """Returns 2 ** exponents, float32 [blocks, 1], made from their bits: only for normal float32 numbers."""
+    """Returns 2 ** exponents as float32 [blocks, 1]. Exponents must lie in -126 to 127, the normal float32 numbers."""
     return torch.from_numpy(((exponents + 127) << 23).view(np.float32))[:, None]
 
 
 def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
-    """Returns an int8 wire tensor's values, read-only. Raises ProtocolError for another type or shape than (numel,)."""
+    """Returns a wire tensor's values, int8 [numel], read-only. Raises ProtocolError for another type or shape."""
     if wire.dtype != "int8" or wire.shape != (numel,):
         raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
     return np.frombuffer(wire.data, np.int8)

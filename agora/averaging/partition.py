@@ -1,7 +1,7 @@
 """Computes which weights a round averages, in which parts, and which peer owns each part. Pure.
 
-Knows: numbers of blocks, peers by id and bandwidth. Must not know: weights, calls, time. All peers compute the same, so
-none of it is sent: SPEC.md, section 12.
+Knows: numbers of blocks, peers by id and bandwidth. Must not know: weights, calls, time. All peers compute the same
+result, so none of it is sent: SPEC.md, section 12.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from numpy.typing import NDArray
 
 ROUNDS_PER_OWNER: Final = 16
-"""Rounds of gradients, or of one slice, for which a part keeps its owner, which keeps the residual of its means."""
+"""Number of successive rounds, of gradients or of one slice, in which a part has the same owner: an owner keeps the
+residual of its means for the next round."""
 MAX_RUNNING_SLICE_ROUNDS: Final = 4
-"""Rounds of slices that a replica may have begun and not ended."""
+"""Most slice rounds that one replica may be running at once."""
 
 
 class Slices:
-    """Divides the SLICE_BLOCK-element blocks of a vector of `numel` into `count` slices; round r averages r mod count.
+    """Divides a vector of `numel` elements into `count` slices of whole blocks; round r averages slice r mod count.
 
-    Block i is in slice ((a i + b) mod blocks) mod count. Slices beyond the number of blocks are empty. a and b are
-    integers from a hash of the run's seed, so that every version of every library computes the same.
+    A block has SLICE_BLOCK elements. Block i is in slice ((a i + b) mod blocks) mod count. If there are fewer blocks
+    than slices, the last slices are empty. a and b are integers from a hash of the run's seed, so that every version of
+    every library computes the same. Immutable.
     """
 
     def __init__(self, numel: int, fraction: float, seed: int) -> None:
+        """fraction: of the blocks, held by one slice. Raises ValueError if `numel` is no multiple of SLICE_BLOCK."""
         if numel <= 0 or numel % SLICE_BLOCK:
             raise ValueError(f"{numel} elements are no multiple of {SLICE_BLOCK}")
         self._blocks = numel // SLICE_BLOCK
@@ -53,19 +56,19 @@ class Slices:
 
 
 def slice_count(fraction: float) -> int:
-    """Returns the number of slices that have this fraction of the weights each: ceil(1 / fraction)."""
+    """Returns how many slices a stage has if each holds `fraction` of its weights: ceil(1 / fraction)."""
     return math.ceil(round(1.0 / fraction, 9))
 
 
 def cut_into_parts(numel: int) -> list[slice]:
-    """Returns the parts of a vector of `numel` elements as slices of PART_ELEMENTS each; the last has what is left."""
+    """Returns the parts of a vector of `numel` elements as slice objects, of PART_ELEMENTS each but for the last."""
     return [slice(start, min(start + PART_ELEMENTS, numel)) for start in range(0, numel, PART_ELEMENTS)]
 
 
 def ownership_epoch(what: str, number: int, slices: int) -> str:
-    """Returns the label of the epoch of round `number`: in each epoch of ROUNDS_PER_OWNER rounds a part has one owner.
+    """Returns the label of the epoch that round `number` belongs to. Within an epoch a part keeps its owner.
 
-    slices: the number of slices of a stage.
+    An epoch is ROUNDS_PER_OWNER rounds of gradients, or of one slice. slices: the number of slices of a stage.
 
     | what | label |
     |---|---|
@@ -78,7 +81,7 @@ def ownership_epoch(what: str, number: int, slices: int) -> str:
 
 
 Members = Mapping[PeerId, float | None]
-"""The members of a round with their bandwidths in bytes per second, 0 when unknown; None of those that own no part."""
+"""The members of a round by id, with bandwidths in bytes per second: 0 if unknown, None if the member owns no part."""
 
 
 def choose_owners(
@@ -86,9 +89,10 @@ def choose_owners(
 ) -> tuple[PeerId, PeerId | None]:
     """Returns the first and the second owner of a part in an epoch (`ownership_epoch`), by a weighted rendezvous hash.
 
-    The member with the least -ln(u) / bandwidth comes first, u in (0, 1) being the hash of (run, stage, what, epoch,
-    part, peer): a peer owns parts in proportion to its bandwidth. An unknown bandwidth counts as the median of the
-    known ones. Where no member may own parts, all may. The second owner is None where only one may.
+    The member with the least -ln(u) / bandwidth is the first owner, the next one the second; u in (0, 1) is the hash of
+    (run, stage, what, epoch, part, peer). So a peer owns parts in proportion to its bandwidth. An unknown bandwidth
+    counts as the median of the known ones. If no member may own parts, all may. The second owner is None if only one
+    member may own parts.
     """
     eligible = {peer: bandwidth for peer, bandwidth in members.items() if bandwidth is not None}
     eligible = eligible or dict.fromkeys(members, 0.0)
@@ -97,7 +101,7 @@ def choose_owners(
     label = f"agora owner 1\0{run}\0{stage}\0{what}\0{epoch}\0{part}\0"
 
     def rendezvous_key(peer: PeerId) -> tuple[float, PeerId]:
-        """Returns -ln(u) / bandwidth, and the id for ties."""
+        """Returns the sort key of a member: -ln(u) / bandwidth, then its id, which decides ties."""
         hashed = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
         return -math.log((hashed + 0.5) / 2.0**64) / (eligible[peer] or median), peer
 

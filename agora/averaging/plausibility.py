@@ -1,4 +1,4 @@
-"""Judges by their magnitudes whether means are plausible. Pure.
+"""Decides by their magnitudes whether means are plausible. Pure.
 
 Knows: magnitudes as root mean squares. Must not know: tensors, calls, time.
 """
@@ -12,29 +12,37 @@ from typing import Final
 NEW_WEIGHT: Final = 0.3
 """Weight of a new magnitude in the moving average."""
 MAX_RATIO: Final = 8.0
+"""A mean may be this many times as large as the average of earlier means, or as the peer's own values."""
 
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeBound:
-    """Bounds the magnitude of a region's next mean by a moving average of the accepted ones, None before the first."""
+    """Bounds the magnitude of a region's next mean; immutable.
+
+    average: moving average of the accepted means' magnitudes (root mean squares); None before the first.
+    """
 
     average: float | None = None
 
     def limit(self, own: float) -> float:
-        """Returns how large a mean may be: MAX_RATIO * max(average, own); infinite when both are 0 or unknown."""
+        """Returns the largest plausible magnitude: MAX_RATIO * max(average, own); infinite if both are 0 or unknown.
+
+        own: magnitude of this peer's own values.
+        """
         largest = max(self.average or 0.0, own)
         return MAX_RATIO * largest if largest else math.inf
 
     def why_implausible(self, mean: float, own: float) -> str:
-        """Returns why a mean of magnitude `mean` is rejected; "" if it is not. own: magnitude of this peer's values."""
+        """Returns why a mean of magnitude `mean` is rejected, or "" if it is plausible. own: as for `limit`."""
         limit = self.limit(own)
         why = f"the mean is {mean:.3g} large, {limit:.3g} would be the most"
         return "" if math.isfinite(mean) and mean <= limit else why
 
     def updated(self, mean: float, own: float) -> MagnitudeBound:
-        """Returns the bound after an accepted mean: average + NEW_WEIGHT * (mean - average).
+        """Returns the bound after a mean of magnitude `mean` was accepted: average + NEW_WEIGHT * (mean - average).
 
-        The first average is min(mean, own), or None if own is 0. In a MovingAverage the second would weigh half.
+        The first average is min(mean, own), or None if `own` is 0. No MovingAverage: in that the second mean would
+        weigh one half.
         """
         if self.average is None:
             return MagnitudeBound(min(mean, own) if own else None)

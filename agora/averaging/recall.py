@@ -1,6 +1,6 @@
-"""Asks the other replicas for the means that they keep of a round: of parts that failed here, or of all parts.
+"""Asks the other replicas for the means that they keep of a round's parts, where those parts have no mean here.
 
-Knows: who may keep a mean, deadlines. Must not know: why a part failed, what its mean is used for.
+Knows: who may keep a mean, deadlines. Must not know: why a part failed, how steps are taken.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from agora.clock import loop_time
 
 RECALL_PAUSE: Final = 0.0625
 MAX_RECALLS: Final = 8
-"""Failed parts may be averaged later: they are asked for so many times, RECALL_PAUSE * round_s apart."""
+"""Number of times that failed parts are asked for, RECALL_PAUSE * round_s apart: others may get the mean later."""
 
 
 async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
-    """Calls `recall_failed_parts` up to MAX_RECALLS times, until no part is missing or no other replica is left."""
+    """Calls recall_failed_parts up to MAX_RECALLS times, until no part is failed or no other member is left."""
     for attempt in range(MAX_RECALLS):
         if attempt:
             await asyncio.sleep(RECALL_PAUSE * group.round_s(first_part.stage))
@@ -35,18 +35,19 @@ async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part:
 
 
 async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
-    """Asks the others for the means of a round's failed parts, and puts the plausible ones into `result`.
+    """Asks live replicas for the means of a round's failed parts, and puts plausible ones into `result`, in place.
 
-    first_part: part 0 of the round. result: is changed in place; its failed parts hold this replica's values.
+    Returns after at most one round_s, also if parts are still failed. first_part: part 0 of the round. result: its
+    failed parts hold this replica's own values, and keep them if no mean is found.
     """
     sources, cuts = sorted(group.live_others(first_part.stage)), cut_into_parts(len(result.mean))
     deadline = loop_time() + group.round_s(first_part.stage)
     free_calls = asyncio.Semaphore(MAX_OPEN_PARTS)
 
     async def recall(index: int) -> None:
-        """Asks one source after another for part `index`, until a plausible mean comes, which goes into `result`.
+        """Asks one source after another for part `index` until one sends a plausible mean; puts that into `result`.
 
-        Each part begins with another source.
+        Successive parts begin with different sources.
         """
         part, own = first_part._replace(part=index), result.mean[cuts[index]]
         async with free_calls:
@@ -62,7 +63,7 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
 
 
 def _is_plausible(reducer: PartReducer, part: Part, own: Tensor, mean: PartMean) -> bool:
-    """Returns whether a mean is plausible beside this replica's `own` values, see Exchange.check_magnitude."""
+    """Returns whether `mean` is plausible given this replica's `own` values; see Exchange.check_magnitude."""
     with contextlib.suppress(PeerFailed):
         reducer.exchange.check_magnitude(part, own, mean.values)
         return True

@@ -1,4 +1,4 @@
-"""An owner's side of a round: takes the members' values of a part, averages what came in time, answers each.
+"""An owner's side of a round: takes the members' values of a part, averages those that came in time, answers each.
 
 Knows: contributions, who is expected, when to stop waiting. Must not know: how calls travel, steps, the view.
 
@@ -36,29 +36,30 @@ from agora.clock import loop_time
 from agora.observe import faults
 
 FIRST_OWNER_WINDOW: Final = 0.4
-"""Fraction of round_s for which a first owner waits for contributions after the first one."""
+"""Fraction of round_s for which a part's first owner waits for further contributions after the first one."""
 SECOND_OWNER_WINDOW: Final = 0.2
+"""Likewise, of a part's second owner."""
 MAX_PATIENCE_FRACTION: Final = 2 / 3
-"""The window ends after this fraction of any contributor's time until its deadline, if that is sooner."""
+"""The window ends early so that every contributor gets its answer with a third of its time to its deadline left."""
 RECALL_FRACTION: Final = 0.1
 """Fraction of round_s in which the members asked by Recall must answer."""
 MAX_GATHERINGS: Final = 4096
 """Parts that may be gathered at once."""
 RECORD_LIFETIME: Final = 10.0
-"""Times round_s for which a round is remembered after it began here, for late contributions and for Recall."""
+"""A round is remembered for this many times round_s after it began here, for late contributions and for Recall."""
 MIN_KEPT_ROUNDS: Final = 4
-"""The means of the newest so many rounds of a stage and kind are kept, whatever their size."""
+"""Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size."""
 MAX_KEPT_BYTES: Final = 2**28
-"""Bytes of means of a stage and kind beyond which those of older rounds are dropped. A replica that has just joined
-asks for the means of the steps that were taken while it fetched the state."""
+"""Bytes of kept means of a stage and kind, beyond which those of older rounds are dropped. They are kept because a
+replica that has just joined asks for the means of the steps that were taken while it fetched the state."""
 
 
 class ReducerView(Protocol):
-    """What an owner asks of its group of replicas; ReplicaGroup has the methods.
+    """Protocol: what an owner asks of its group of replicas; implemented by ReplicaGroup.
 
-    members: those of a stage's rounds, with bandwidths. round_s: seconds that a round may take. not_awaited: which of
-    `peers` a part need not wait for. numel_of: a part's number of elements; raises Refused or ProtocolError for a part
-    that is not averaged now.
+    members: returns the members of a stage's rounds, with bandwidths. round_s: returns the seconds that a round may
+    take. not_awaited: returns those of `peers` for whose contribution a part need not wait. numel_of: returns a part's
+    number of elements; raises Refused or ProtocolError for a part that is not averaged now.
     """
 
     def members(self, stage: int) -> Members: ...
@@ -68,7 +69,7 @@ class ReducerView(Protocol):
 
 
 class KeptPartMean(NamedTuple):
-    """A part's mean of `numel` elements, encoded by its owner, with the owner's message."""
+    """A part's mean of `numel` elements, encoded by its owner as `tensors`, with the owner's message. Immutable."""
 
     message: Averaged
     tensors: Sequence[WireTensor]
@@ -77,10 +78,11 @@ class KeptPartMean(NamedTuple):
 
 @dataclass(slots=True)
 class _Gathering:
-    """A part whose contributions this owner collects. result: the mean, which all contributors await.
+    """A part whose contributions this owner collects now.
 
-    expected: members whose contributions are awaited. timer: ends the window. recall: asks the members for the mean
-    that the part's first owner may have given.
+    numel: elements of the part. expected: members whose contributions it waits for. result: the future mean, which all
+    contributors await. timer: ends the window. values, weights: the contributions so far, by member. recall: the task
+    that asks the members for the mean that the part's first owner may have given them; None if there is none.
     """
 
     numel: int
@@ -99,9 +101,10 @@ class _Gathering:
 
 @dataclass(slots=True)
 class _RoundRecord:
-    """What is known of a round. members: with bandwidths. unresponsive: members that no part waits for.
+    """What an owner remembers of a round.
 
-    By part index: the peers that have `contributed`, and the kept `means`, of `nbytes` in all.
+    members: by id, with bandwidths. unresponsive: members that no part waits for. contributed: by part index, the peers
+    that have contributed. means: by part index, the kept means, `nbytes` bytes together.
     """
 
     members: dict[PeerId, float | None] = field(default_factory=dict)
@@ -111,7 +114,7 @@ class _RoundRecord:
     nbytes: int = 0
 
     def drop_means(self) -> None:
-        """Drops the means, not who has contributed."""
+        """Drops the kept means; still remembers who has contributed."""
         self.means.clear()
         self.nbytes = 0
 
@@ -119,7 +122,7 @@ class _RoundRecord:
 class PartReducer:
     """Averages the parts that this peer owns: gathers the members' contributions, and answers each with the mean.
 
-    It keeps means for a while, for late contributions and recalls. `close` ends it.
+    It keeps means for a while, for late contributions and recalls: also means of other owners, see keep_mean.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class PartReducer:
                 self._stop_expecting(gathered, gathering, peer)
 
     async def close(self) -> None:
-        """Cancels all gatherings and recalls: whoever still waits for a mean gets CancelledError."""
+        """Cancels all gatherings and recalls; callers that still wait for a mean get CancelledError."""
         for gathering in self._gatherings.values():
             gathering.timer.cancel()
             gathering.result.cancel()
@@ -157,25 +160,25 @@ class PartReducer:
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Takes a member's values, waits until the part is averaged, and returns the encoded answer for that member.
+        """Takes a member's values, waits until the part is averaged, and returns the answer: a message and tensors.
 
         Raises Refused when there is nothing to average, Busy when too many parts are gathered here, ProtocolError as
-        `_average_with` does, and TimeoutError without a mean by the loop time `deadline`.
+        `_average_with` does, and TimeoutError if there is no mean by the loop time `deadline`.
         """
         mean = await self._average_with(peer, message, tensors, deadline)
         return mean.message, list(mean.encoded.tensors if mean.encoded else ())
 
     async def contribute_own(self, message: Contribute, tensors: Sequence[WireTensor], deadline: float) -> PartMean:
-        """Does as `answer_contribution` for this peer's own values, and returns the mean itself."""
+        """Contributes this peer's own values to a part it owns; returns the mean. Raises like answer_contribution."""
         return await self._average_with(self.config.me, message, tensors, deadline)
 
     async def _average_with(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> PartMean:
-        """Returns the mean of the part contributed to: the kept one, else the one that is gathered now.
+        """Adds a contribution and returns the mean of its part; or the kept mean, if the part was averaged before.
 
-        `counted` in its message is this peer's. Raises ProtocolError for too large a weight, values of a wrong form, or
-        a part contributed before.
+        `counted` in the mean's message says whether it contains the contribution of `peer`. Raises ProtocolError for
+        too large a weight, values of a wrong form, or a part to which `peer` has contributed before.
         """
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._view.numel_of(part)
@@ -195,7 +198,7 @@ class PartReducer:
         return replace(mean, message=replace(mean.message, counted=counted))
 
     def answer_recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
-        """Answers Recall: returns the part's mean if it is kept here, else no tensor."""
+        """Returns the answer to Recall: the part's kept mean, or a message without tensors if none is kept here."""
         part = Part(message.stage, message.what, message.round, message.part)
         kept = self._kept_mean(part)
         if kept is None:
@@ -204,7 +207,7 @@ class PartReducer:
         return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire), list(kept.tensors)
 
     def keep_mean(self, part: Part, mean: PartMean) -> None:
-        """Keeps a part's encoded mean, unless one is kept, and drops means beyond MAX_KEPT_BYTES, the oldest first."""
+        """Keeps a part's encoded mean, unless one is kept already; drops the oldest means beyond MAX_KEPT_BYTES."""
         record = self._round(part)
         if part.part in record.means or mean.encoded is None:
             return
@@ -219,28 +222,28 @@ class PartReducer:
                 kept_round.drop_means()
 
     def _kept_mean(self, part: Part) -> KeptPartMean | None:
-        """Returns the mean of the part that is kept here; None without one."""
+        """Returns the part's mean that is kept here, or None."""
         return self._rounds[part.round].means.get(part.part) if part.round in self._rounds else None
 
     # --- gathering
 
     def _round(self, part: Part) -> _RoundRecord:
-        """Returns the record of the part's round; made at first use, forgotten RECORD_LIFETIME * round_s later."""
+        """Returns the record of the part's round; creates it at first use, for RECORD_LIFETIME * round_s seconds."""
         if part.round not in self._rounds:
             self._rounds[part.round] = _RoundRecord()
             asyncio.get_running_loop().call_later(RECORD_LIFETIME * self.config.round_s, self._rounds.pop, part.round)
         return self._rounds[part.round]
 
     def _members(self, part: Part) -> Members:
-        """Returns all that were members since the round began here, with the bandwidths that they had first."""
+        """Returns all peers that were members at any time since the round began here, each with its first bandwidth."""
         record = self._round(part)
         record.members = {**self._view.members(part.stage), **record.members}
         return record.members
 
     def _record_contribution(self, peer: PeerId, part: Part) -> None:
-        """Records that a peer contributes a part: it is responsive, and earlier rounds stop waiting for it.
+        """Records that a peer contributes to a part: it is responsive, and earlier rounds stop waiting for it.
 
-        Raises ProtocolError for a part that it contributed before.
+        Raises ProtocolError if it has contributed to this part before.
         """
         record = self._round(part)
         if peer in record.contributed[part.part]:
@@ -253,9 +256,9 @@ class PartReducer:
                 self._stop_expecting(gathered, gathering, peer)
 
     def _stop_expecting(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
-        """Stops waiting for a member whose values have not come.
+        """Stops waiting for a member that has not contributed to `part`; does nothing if it has.
 
-        Averages now if it was the last one missing and no recall is running.
+        Averages the part now if that member was the last one missing and no recall is running.
         """
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}
@@ -263,10 +266,10 @@ class PartReducer:
                 self._average_and_close(part, gathering)
 
     async def _gather(self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float) -> PartMean:
-        """Adds a contribution, if the peer is a member, and returns the part's mean; waits for that until `deadline`.
+        """Adds a contribution, if the peer is a member; waits for the part's mean until `deadline` and returns it.
 
-        When it was the last one missing, the part is averaged at once. When it came to this peer as second owner, a
-        recall is started instead.
+        If it was the last contribution missing, the part is averaged at once. If it came to this peer as the part's
+        second owner, a recall is started first. Raises TimeoutError at the deadline.
         """
         is_second = message.first_owner_failed and self._first_owner(part) != self.config.me
         gathering = self._gatherings.get(part) or self._open_gathering(part, peer, len(values), is_second)
@@ -293,22 +296,23 @@ class PartReducer:
         return gathering
 
     def _shorten_window(self, part: Part, gathering: _Gathering, at: float) -> None:
-        """Ends the window at loop time `at`, if it would end later: a contributor with shorter steps waits less."""
+        """Lets the part's window end at loop time `at`, unless it ends sooner: a contributor's deadline may be near."""
         if at < gathering.timer.when() and part in self._gatherings:
             gathering.timer.cancel()
             gathering.timer = asyncio.get_running_loop().call_at(at, self._end_window, part)
 
     def _expected_members(self, part: Part, peer: PeerId, is_second: bool) -> frozenset[PeerId]:
-        """Returns the members to wait for: all but unresponsive ones and those that were answered before.
+        """Returns the members whose contributions to wait for. peer: the one that contributed first.
 
-        Those not awaited (see ReducerView) are waited for only if there are no others: they may be alive. A second
-        owner does not wait for the first.
+        These are all members, without the unresponsive ones and those that were answered with an earlier mean of this
+        part. Members that ReducerView.not_awaited names are waited for only if there are no others: they may be alive.
+        A second owner does not wait for the first.
         """
         members = frozenset(self._view.members(part.stage))
         awaited = members - self._view.not_awaited(part, members)
         expected = awaited if len(awaited) > 1 else members
         expected -= self._round(part).unresponsive
-        expected -= self._round(part).contributed[part.part] - {peer}  # to a mean of one contribution
+        expected -= self._round(part).contributed[part.part] - {peer}  # they got the mean of one contribution alone
         return expected - {self._first_owner(part)} if is_second else expected
 
     def _first_owner(self, part: Part) -> PeerId:
@@ -316,7 +320,10 @@ class PartReducer:
         return self.config.owners(part, self._members(part))[0]
 
     def _end_window(self, part: Part) -> None:
-        """Called at the window's end: averages what came. If this peer contributed, the missing are unresponsive."""
+        """Called when the window ends: averages what has come. Marks missing members as unresponsive.
+
+        It does not mark them if this peer itself has not contributed yet.
+        """
         gathering = self._gatherings[part]
         missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
         self._average_and_close(part, gathering)
@@ -324,22 +331,25 @@ class PartReducer:
             self.mark_unresponsive(peer, part)
 
     def _average_and_close(self, part: Part, gathering: _Gathering) -> None:
-        """Averages what has come and closes the gathering. A clip begins at this peer's own values, if they count."""
+        """Averages the contributions that have come, and closes the gathering with their mean.
+
+        A centered clip begins at this peer's own values, if their weight is above 0.
+        """
         me, weights = self.config.me, list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
         mean = self.exchange.average(part, list(gathering.values.values()), weights, center)
         self._close_gathering(part, gathering, mean)
 
     def _close_gathering(self, part: Part, gathering: _Gathering, mean: PartMean | None) -> None:
-        """Gives all contributors the mean, None: Refused; cancels timer and recall. Does nothing if closed before.
+        """Gives all waiting contributors `mean`, or Refused if it is None; cancels timer and recall.
 
-        The mean is kept, unless it is of one peer's contribution alone.
+        Keeps the mean, unless it is of one peer's contribution alone. Does nothing if the gathering is closed already.
         """
         if self._gatherings.get(part) is not gathering:
             return
         del self._gatherings[part]
         gathering.timer.cancel()
-        if gathering.recall is not None:  # also where that is the running task, which then returns
+        if gathering.recall is not None:  # it may be the task that runs this method; that returns right after
             gathering.recall.cancel()
         if mean is None:
             gathering.result.set_exception(Refused("nobody has anything to average yet"))
@@ -354,8 +364,8 @@ class PartReducer:
     async def _recall_mean(self, part: Part, gathering: _Gathering) -> None:
         """Asks the gathering's other members for the mean that the first owner may have given them before it failed.
 
-        They have RECALL_FRACTION of a round to answer. The first mean closes the gathering; without any, the part is
-        averaged here as soon as all have contributed.
+        They have RECALL_FRACTION of a round to answer. The first mean received closes the gathering. If there is none,
+        the part is averaged here as soon as all expected members have contributed.
         """
         deadline = loop_time() + RECALL_FRACTION * self._view.round_s(part.stage)
         others = gathering.expected - {self.config.me}
@@ -372,7 +382,10 @@ class PartReducer:
             self._average_and_close(part, gathering)
 
     async def recall_from(self, peer: PeerId, part: Part, numel: int, deadline: float) -> PartMean | None:
-        """Asks a member, by Recall, for the mean that it keeps; None when it has none, fails, or sends a bad one."""
+        """Asks a member by Recall for a part's mean of `numel` elements, and returns it.
+
+        Returns None when the member keeps none, does not answer by the loop time `deadline`, or sends a malformed one.
+        """
         request = Recall(*part, max(1, int(1000 * (deadline - loop_time()))))
         try:
             reply = await self.caller.call(peer, request, (), deadline=deadline)

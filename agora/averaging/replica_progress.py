@@ -1,4 +1,4 @@
-"""Keeps what a replica knows of the progress of its stage's other replicas, and says who is alive and who steps. Pure.
+"""Keeps what a replica knows of its stage's other replicas: their progress, who is alive, who belongs to a step. Pure.
 
 Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of randomness.
 
@@ -30,25 +30,26 @@ from agora.averaging.quota import TokenRate
 SILENT_S: Final = 6.0
 """Seconds without a report after which a replica is silent."""
 GONE_S: Final = 1.0
-"""Seconds from the first to the latest broken connection, with no report between, after which a replica is silent.
+"""Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent.
 
-Its process has ended, so that nothing accepts connections. A process that hangs is noticed by SILENT_S only."""
+Then its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs."""
 MAX_DIRECT_TARGETS: Final = 8
-"""Up to so many other replicas are all gossiped to; of more, GOSSIP_FANOUT chosen at random."""
+"""Up to this number of other replicas, all are gossiped to; of more, GOSSIP_FANOUT chosen at random."""
 MAX_PLAUSIBLE_LEAD: Final = 10
 """Steps by which another replica's open step may lead this one's; a larger lead is not believed."""
 GOSSIP_FANOUT: Final = 4
 NEWCOMER_STEPS: Final = 3
-"""For so many steps a new replica owns no part, so that all agree on who does, though they hear of it one by one."""
+"""Number of steps in which a new replica owns no part: others hear of it one by one, but must agree on the owners."""
 
 
 class ReplicaCounts(NamedTuple):
-    """How far a replica is with a stage, as it gossips it.
+    """How far a replica is with a stage, in the form in which it gossips that. Immutable.
 
     step: optimizer steps taken. open_step: number of the step whose share it counts tokens for: `step` + its closed
-    shares whose mean gradients are not known yet (0 to 2). tokens: those counted for `open_step`. tokens_counted: all
-    since the replica started. agreed: the last step whose mean, of gradients or of a slice, it has applied. lineage: a
-    digest of all means up to `agreed`, 0 when unknown. start_step: steps of the state that it started with.
+    shares whose mean gradients are not known yet (0 to 2). tokens: tokens counted for `open_step`. tokens_counted: all
+    tokens counted since the replica started. agreed: the last step whose mean, of gradients or of a slice, it has
+    applied. lineage: a digest of all means up to `agreed`, 0 when unknown. start_step: steps of the state that it
+    started with.
     """
 
     step: int = 0
@@ -62,9 +63,10 @@ class ReplicaCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DirectReport:
-    """What a replica last reported of itself, not through others, at time `at`; -1 before its first report.
+    """What a replica last reported of itself, not what others reported of it. Immutable.
 
-    open_since: when it first reported `open_step`. rate: tokens per second. The others: see ReplicaCounts.
+    at: when it did so; step and open_step are -1 before its first report. open_since: when it first reported
+    `open_step`. rate: how fast it counts tokens. For the other fields see ReplicaCounts.
     """
 
     step: int = -1
@@ -78,7 +80,7 @@ class DirectReport:
     start_step: int = 0
 
     def followed_by(self, counts: ReplicaCounts, now: float) -> DirectReport:
-        """Returns the report of `counts` made after this one; its rate is unknown if the replica has restarted."""
+        """Returns the next report, of `counts` at time `now`; its rate is unknown if the replica has restarted."""
         open_since = self.open_since if counts.open_step == self.open_step else now
         rate = TokenRate()
         if self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
@@ -89,11 +91,12 @@ class DirectReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaProgress:
-    """What is known of one other replica of a stage, from itself or through others. Times in seconds.
+    """What is known of one other replica of a stage, from itself or through others. Immutable; times in seconds.
 
-    closed_tokens: those of its share of step `counts.open_step` - 1, 0 when unknown. heard_at: when it last reported to
-    anybody. failed_at: when a call to it last failed. broken_since, broken_at: the first and the last time since
-    `heard_at` that a connection to it broke. listed: whether the view has named it since it was first heard of.
+    counts: its latest known counts. heard_at: when it made them known to anybody. closed_tokens: tokens of its share of
+    step `counts.open_step` - 1, 0 when unknown. failed_at: when a call to it last failed. broken_since, broken_at: the
+    first and the last time since `heard_at` that a connection to it broke. direct: its own last report. listed: whether
+    the view has named it since it was first heard of.
     """
 
     counts: ReplicaCounts
@@ -110,7 +113,7 @@ class ReplicaProgress:
         return now - self.heard_at > SILENT_S or self.broken_at - self.broken_since >= GONE_S
 
     def is_live(self, now: float) -> bool:
-        """Returns whether it has reported lately, and no call to it has failed since."""
+        """Returns whether it is not silent and no call to it has failed since its last report."""
         return not self.is_silent(now) and self.heard_at > self.failed_at
 
     def with_counts(self, counts: ReplicaCounts, heard_at: float) -> ReplicaProgress:
@@ -118,9 +121,9 @@ class ReplicaProgress:
 
         | open_step has grown by | closed_tokens becomes |
         |---|---|
-        | 0 | the same; 0 if `tokens` fell, as after a restart |
+        | 0 | unchanged; 0 if `tokens` fell, as after a restart |
         | 1 | the tokens of the share that was open before |
-        | else | 0, unknown |
+        | any other number | 0, which means unknown |
         """
         old = self.counts
         if counts.open_step == old.open_step:
@@ -132,27 +135,27 @@ class ReplicaProgress:
         return newer if heard_at <= self.broken_at else replace(newer, broken_since=math.inf, broken_at=-math.inf)
 
     def with_failure(self, now: float, *, broken: bool) -> ReplicaProgress:
-        """Returns a copy after a call to the replica failed. broken: a connection broke or could not be opened."""
+        """Returns a copy after a call to the replica failed. broken: whether its connection broke or did not open."""
         if not broken:
             return replace(self, failed_at=now)
         return replace(self, failed_at=now, broken_since=min(now, self.broken_since), broken_at=now)
 
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
-"""What is known of the other replicas of one stage."""
+"""What is known of the other replicas of one stage, by id."""
 GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int]
-"""A replica's id, its ReplicaCounts, and the age of that report in milliseconds."""
+"""A replica's id, the seven numbers of its ReplicaCounts, and the age of that report in milliseconds."""
 
 
 def merge_gossip(
     known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
 ) -> dict[PeerId, ReplicaProgress]:
-    """Returns what is known after `sender` reported `entries` about itself and about others.
+    """Returns a copy of `known` after `sender` reported `entries` about itself and about others.
 
     | an entry is about | it is used when |
     |---|---|
     | the sender | always: a replica that has restarted reports lower numbers |
-    | another replica | it is not older than SILENT_S, and it is further, or nothing live is known of that replica |
+    | another replica | it is not older than SILENT_S, and its counts are larger, or that replica is not known as live |
     | this peer | never |
     """
     merged = dict(known)
@@ -172,16 +175,19 @@ def merge_gossip(
 def record_failure(
     known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
 ) -> dict[PeerId, ReplicaProgress]:
-    """Returns `known` after a call to `peer` failed; an unknown peer is added as heard `now`, at step 0.
+    """Returns a copy of `known` after a call to `peer` failed; an unknown peer is added as heard `now`, at step 0.
 
-    broken: a connection broke or could not be opened, so that the peer may be gone.
+    broken: whether its connection broke or could not be opened, so that the peer may be gone.
     """
     progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
     return dict(known) | {peer: progress.with_failure(now, broken=broken)}
 
 
 def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
-    """Returns `known` with the listed replicas marked as `listed`, without those that are neither listed nor live."""
+    """Returns a copy of `known` after a read of the view, which names the replicas `listed`.
+
+    They are marked as listed; replicas that are neither listed nor live are dropped.
+    """
     return {
         peer: replace(progress, listed=True) if peer in listed and not progress.listed else progress
         for peer, progress in known.items()
@@ -190,19 +196,23 @@ def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) ->
 
 
 def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns the unreachable ones of `peers`: silent or suspected. A peer never heard of is not among them."""
+    """Returns those of `peers` that are silent or suspected. A peer that was never heard of is not among them."""
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
 
 
 def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
-    """Returns those of `peers` that reported an open step before `step` - 1: they fetch a state or replay steps."""
+    """Returns those of `peers` whose own last report has an open step before `step` - 1.
+
+    They fetch a state or replay steps. A peer that has not reported itself is not among them.
+    """
     return {peer for peer in peers if peer in known and 0 <= known[peer].direct.open_step < step - 1}
 
 
 def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
     """Returns those of `peers` that own no part of step `step`, because other replicas may not know of them yet.
 
-    Their start step is later than `step` - NEWCOMER_STEPS, or unknown. Empty in the first NEWCOMER_STEPS steps.
+    Their start step is later than `step` - NEWCOMER_STEPS, or unknown. Returns an empty set for a `step` below
+    NEWCOMER_STEPS.
     """
     latest_start = step - NEWCOMER_STEPS
     if latest_start < 0:
@@ -212,25 +222,25 @@ def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set
 
 
 def suspected_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns the suspected ones of the listed replicas: a call to them failed, and they are not silent yet."""
+    """Returns the `listed` replicas to which a call failed after their last report, and that are not yet silent."""
     return {peer for peer in unreachable_replicas(known, listed, now) if not known[peer].is_silent(now)}
 
 
 def lagging_or_unheard_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
-    """Returns the lagging ones of `peers`, see lagging_replicas, and those that have not reported at all."""
+    """Returns the lagging ones of `peers`, see lagging_replicas, and those that have not reported themselves yet."""
     return {peer for peer in peers if peer not in known or known[peer].direct.open_step < step - 1}
 
 
 def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
-    """Returns those entries of `known` whose replicas are both listed and live."""
+    """Returns the entries of `known` whose replicas are both in `listed` and live."""
     return {peer: progress for peer, progress in known.items() if peer in listed and progress.is_live(now)}
 
 
 def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
     """Returns the other replicas that belong to a step and its rounds: all that may be alive, see docs/averaging.md.
 
-    Those are the listed ones that are not silent, also suspected or never heard ones; and live ones that have reported
-    themselves but were never listed.
+    These are the listed ones that are not silent, including suspected ones and those never heard of; and live ones that
+    have reported themselves but were never listed.
     """
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
     heard = {peer for peer, progress in known.items() if progress.direct.step >= 0 and progress.is_live(now)}
@@ -238,16 +248,16 @@ def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 
 
 def count_tokens(others: KnownReplicas, step: int) -> int:
-    """Returns the tokens that `others` counted for `step`: `tokens` of an open share, `closed_tokens` of a closed."""
+    """Returns how many tokens `others` have counted for `step` together, in open shares and in closed ones."""
     open_tokens = sum(progress.counts.tokens for progress in others.values() if progress.counts.open_step == step)
     closed = [progress for progress in others.values() if progress.counts.open_step == step + 1]
     return open_tokens + sum(progress.closed_tokens for progress in closed)
 
 
 def first_closed_at(others: KnownReplicas, step: int) -> float | None:
-    """Returns when another replica first reported itself that its share of step `step` is closed; None before.
+    """Returns when any of `others` first reported that its own share of step `step` is closed; None if none has.
 
-    A replica that leads by more than MAX_PLAUSIBLE_LEAD is ignored: nobody can while this one's share is open.
+    A replica that leads by more than MAX_PLAUSIBLE_LEAD is ignored: no honest one can while this one's share is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
     reports = [progress.direct for progress in others.values()]
@@ -255,21 +265,21 @@ def first_closed_at(others: KnownReplicas, step: int) -> float | None:
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
-    """Returns the tokens that this replica must count for step `step`: max(1, target - those of the others)."""
+    """Returns how many tokens this replica must count for `step`: the target less those of `others`, at least 1."""
     return max(1, target - count_tokens(others, step))
 
 
 def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_tokens: int, target: int) -> int:
     """Returns the step that the others have reached; this replica's own, `step`, when it is not behind.
 
-    others: the live ones. reachable: number of members of the step that are not unreachable, also those never heard.
-    own_tokens: counted here for `step`. target: tokens of a step. Only what a replica reported of itself counts.
+    others: the live ones; only what each reported of itself counts. reachable: number of members of the step that are
+    not unreachable, including those never heard of. own_tokens: counted here for `step`. target: tokens of a step.
 
     | reported | result |
     |---|---|
     | half of `reachable` are beyond `step` | the step that half of them have reached |
     | a quarter of `reachable` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
-    | else | step |
+    | neither | step |
     """
     steps = sorted((progress.direct.step for progress in others.values()), reverse=True)
     half = math.ceil(reachable / 2)
@@ -281,7 +291,7 @@ def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_to
 
 
 def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:
-    """Returns whom to gossip to: all other replicas, or GOSSIP_FANOUT at random of more than MAX_DIRECT_TARGETS."""
+    """Returns the replicas to gossip to: all others, or GOSSIP_FANOUT random ones if they exceed MAX_DIRECT_TARGETS."""
     others = sorted(set(listed) - {me})
     return others if len(others) <= MAX_DIRECT_TARGETS else rng.sample(others, GOSSIP_FANOUT)
 
@@ -289,12 +299,15 @@ def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -
 def compose_gossip(
     known: KnownReplicas, me: PeerId, own: ReplicaCounts, listed: Collection[PeerId], now: float
 ) -> tuple[GossipEntry, ...]:
-    """Returns the entries to send: `own` counts, then live listed others, freshest first, MAX_GOSSIPED_REPLICAS."""
+    """Returns up to MAX_GOSSIPED_REPLICAS entries to send: `own` counts, then live listed others, newest first."""
     others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].heard_at)
     entries = ((peer, *progress.counts, round(1000 * (now - progress.heard_at))) for peer, progress in others)
     return ((me, *own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
 
 
 def leading_step(steps: Collection[Collection[int]]) -> int:
-    """Returns the step of the run's furthest stage: the largest of the stages' lower medians of `steps`; 0 without."""
+    """Returns the step of the run's furthest stage: the largest of the stages' lower medians, 0 without any.
+
+    steps: for each stage, the steps that its replicas have taken.
+    """
     return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)

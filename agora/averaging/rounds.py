@@ -1,6 +1,6 @@
 """A member's side of a round: sends each part to its first or second owner, and concatenates the means.
 
-Knows: parts, owners, deadlines, bytes. Must not know: what the values are of, steps, the view.
+Knows: parts, owners, deadlines, bytes. Must not know: how values were computed, steps, the view.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from agora.observe import events
 FIRST_OWNER_FRACTION: Final = 0.6
 """Fraction of a round's remaining time for which a member waits for the first owner before it asks the second."""
 MAX_OPEN_PARTS: Final = 8
-"""Parts that a peer sends or asks for at once."""
+"""Most parts that a peer sends, or asks for, at the same time."""
 MIN_CALL_S: Final = 0.05
+"""Seconds before the round's deadline in which no further owner is asked."""
 NO_ANSWER: Final = (BROKEN, "deadline")
-"""Codes of the errors by which a call ends when its peer is gone or hangs."""
+"""Codes of the errors with which a call ends when its peer is gone or hangs."""
 
 
 @dataclass(slots=True)
 class RoundResult:
-    """The result of a round. mean: float32 [n]; in a failed part, this replica's own values.
+    """The result of a round; recalls change it in place.
 
-    averaged: for each part, whether its mean is in `mean`. Means over all parts: contributors, the members that
-    contributed in time, 0 to a failed part; lost, own tokens that were too late for this round and the one before. Mean
-    over the averaged parts: weight, the tokens behind the mean.
+    mean: float32 [n]; in a failed part, this replica's own values. averaged: for each part, whether it was averaged.
+    contributors: average over all parts of the number of members that contributed in time, 0 for a failed part. lost:
+    average over all parts of own tokens that were too late for this round and the one before. weight: average over the
+    averaged parts of the tokens behind their means.
     """
 
     mean: Tensor
@@ -57,10 +59,11 @@ class RoundResult:
 
 
 class RoundGroup(Protocol):
-    """The replicas of a stage, as this peer sees them; ReplicaGroup has the methods.
+    """Protocol: the replicas of a stage, as this peer sees them; implemented by ReplicaGroup.
 
-    live_others: the other ones that are live. members: those of its rounds, this peer included, with bandwidths.
-    round_s: the seconds that one of its rounds may take. run_round: takes part in one round of the present members.
+    live_others: returns the other replicas that are live. members: returns the members of the stage's rounds, this peer
+    included, with bandwidths. round_s: returns the seconds that a round may take. run_round: takes part in one round
+    of the present members, and returns its result.
     """
 
     def live_others(self, stage: int) -> Collection[PeerId]: ...
@@ -70,7 +73,7 @@ class RoundGroup(Protocol):
 
 
 class _PartAnswer(NamedTuple):
-    """An owner's answer for one part. lost: tokens of this peer that are now in no mean, see Contributions."""
+    """An owner's mean of one part. lost: tokens of this peer that no mean will contain, see Contributions."""
 
     mean: PartMean
     lost: float = 0.0
@@ -80,8 +83,9 @@ class _PartAnswer(NamedTuple):
 class Round:
     """One round in which this peer is a member; call `run` once.
 
-    reducer: averages the parts that this peer owns. what: "gradient" or "slice". weight: tokens behind the values; with
-    0 they do not count. members: this peer included, with bandwidths. deadline: loop time.
+    reducer: averages the parts that this peer owns. what: "gradient" or "slice". number: counts the rounds of the stage
+    and kind. weight: tokens behind the values; with 0 they do not enter the mean. members: this peer included, with
+    bandwidths. deadline: loop time.
     """
 
     reducer: PartReducer
@@ -97,7 +101,7 @@ class Round:
     _free_calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPEN_PARTS))
 
     async def run(self, values: Tensor) -> RoundResult:
-        """Averages `values` with those of the other members; returns by the deadline, and reports RoundDone.
+        """Averages `values` with those of the other members, reports RoundDone, and returns the result by the deadline.
 
         values: float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
         """
@@ -125,7 +129,9 @@ class Round:
         return result
 
     async def _average_part(self, index: int, values: Tensor) -> _PartAnswer | None:
-        """Returns one part's answer from its first or else its second owner; None without one, reported as PartFailed.
+        """Returns the answer of one part's first owner or, if that fails, of its second; None if both fail.
+
+        Then it reports PartFailed.
 
         | an owner's answer | what follows |
         |---|---|
@@ -162,11 +168,11 @@ class Round:
         return None
 
     async def _send_to_owner(self, part: Part, owner: PeerId, is_second: bool, contribution: Contribution) -> PartMean:
-        """Sends a contribution to an owner, which may be this peer; returns the mean that it answers.
+        """Sends a contribution to an owner, which may be this peer; returns the mean from its answer.
 
-        The first owner has FIRST_OWNER_FRACTION of the time left to answer, the second (`is_second`) all. Raises
-        PeerFailed when the round's time is over or the owner answers with another message, TimeoutError when this peer
-        as owner has no mean in time, and the AgoraError of a call or of a malformed mean.
+        The first owner has FIRST_OWNER_FRACTION of the time left to answer, the second (`is_second`) has all of it.
+        Raises PeerFailed when the round's time is over or the owner answers with another message, TimeoutError when
+        this peer as owner has no mean in time, and the AgoraError of a failed call or a malformed mean.
         """
         now = loop_time()
         left_s = self.deadline - now
@@ -187,7 +193,7 @@ class Round:
 
 
 def _set_statistics(result: RoundResult, answers: Sequence[_PartAnswer]) -> None:
-    """Sets contributors, lost and weight of a round's result from the answers to its averaged parts; else 0."""
+    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; leaves 0 without any."""
     if answers:
         result.lost = sum(answer.lost for answer in answers) / len(result.averaged)
         messages = [answer.mean.message for answer in answers]

@@ -1,11 +1,12 @@
-"""Runs the rounds of slices of runs with local steps: replicas average a slice's difference to their common anchor.
+"""Runs the slice rounds of runs with local steps: replicas average their slice's difference to the common anchor.
 
-Knows: rounds, their slices, which rounds run. Must not know: whether to begin one now (next_action), optimizers, the
-view.
+Knows: rounds, their slices, which rounds are running. Must not know: whether to begin one now (next_action),
+optimizers, the view.
 
 Round r begins after local step r * every, over slice r mod count. Its mean difference moves anchor and weights
-(train.outer_step). Up to MAX_RUNNING_SLICE_ROUNDS rounds run beside training; their means are applied in the order of
-their numbers. A failed part whose mean nobody keeps changes nothing: the difference is in the slice's next round.
+(train.outer_step). Up to MAX_RUNNING_SLICE_ROUNDS rounds run while training goes on; their means are applied in the
+order of their numbers. A failed part whose mean nobody keeps changes nothing: the slice's next round averages that
+difference.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
 
 RECALL_FIRST: Final = 2
-"""In a round that begins this many rounds late or more, a replica asks for the means first, and then takes part."""
+"""In a round that begins this many rounds late or more, a replica first asks for the means, and then takes part."""
 
 
 class SliceRounds:
-    """Runs the rounds of slices of one stage. Used on the loop."""
+    """Runs the slice rounds of one stage, as background tasks; used on the event loop only."""
 
     def __init__(
         self,
@@ -56,21 +57,21 @@ class SliceRounds:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def record_local_step(self, tokens: int) -> None:
-        """Records the tokens of a local step; the weight of a slice is their sum since the slice's last round."""
+        """Records the tokens of a local step; a slice weighs the sum of those since the slice's last round."""
         self._step_tokens.append(tokens)
 
     def next_due(self, step: int, agreed: int) -> int | None:
-        """Returns the round to begin now, after `step` steps; None when none is due, or no more may run.
+        """Returns the number of the round to begin now, after `step` steps; None if none is due or no more may run.
 
-        agreed: the step of the last round whose mean was applied. Up to MAX_RUNNING_SLICE_ROUNDS run, and never two of
-        one slice.
+        agreed: the step of the last round whose mean was applied. At most MAX_RUNNING_SLICE_ROUNDS run at once, and
+        never two of one slice.
         """
         number = max(self._last_begun, agreed // self._every) + 1
         may_begin = len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, self._slices.count)
         return number if number <= step // self._every and may_begin else None
 
     def begin(self, number: int, step: int) -> None:
-        """Begins round `number` in the background. step: optimizer steps taken here."""
+        """Starts round `number` as a background task. step: optimizer steps taken here."""
         self._last_begun = number
         previous = self._running.get(number - 1)
         rounds_late = step // self._every - number
@@ -78,9 +79,9 @@ class SliceRounds:
         task.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def stop(self) -> None:
-        """Cancels the running rounds, because the state is replaced or the peer leaves.
+        """Cancels the running rounds and waits for their end, because the state is replaced or the peer leaves.
 
-        A round that begins again only asks for the means, because this peer may have contributed some of its parts.
+        A cancelled round that begins again only asks others for its means: this peer may have contributed some parts.
         """
         tasks = list(self._running.values())
         for task in tasks:
@@ -89,7 +90,7 @@ class SliceRounds:
         self._last_contributed, self._last_begun = max(self._last_contributed, self._last_begun), -1
 
     async def _run(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
-        """Runs a round and applies its mean after the `previous` round's; reports an AgoraError as TaskFailed.
+        """Runs a round, waits for the end of the `previous` one, and applies the mean; reports errors as TaskFailed.
 
         rounds_late: how many later rounds are due already.
         """
@@ -106,13 +107,13 @@ class SliceRounds:
             self._report(events.TaskFailed("averaging", f"slice round {number}: {error}"))
 
     async def _average(self, number: int, difference: Tensor, rounds_late: int) -> tuple[Tensor, tuple[bool, ...]]:
-        """Returns the mean difference, 0 in parts without one, and for each part whether it has one.
+        """Returns the mean difference, float32 [n] with 0 in failed parts, and for each part whether it was averaged.
 
         | rounds_late | the means come from |
         |---|---|
-        | below RECALL_FIRST | the round; those of failed parts from replicas that keep them |
-        | RECALL_FIRST or more | replicas that keep them; those that nobody keeps from the round |
-        | slices.count or more | replicas that keep them, asked once |
+        | below RECALL_FIRST | the round; for failed parts, replicas that keep their means |
+        | RECALL_FIRST or more | replicas that keep them; for the other parts, the round |
+        | slices.count or more | replicas that keep them, which are asked once |
         """
         first_part = Part(self._stage, "slice", number, 0)
         result = RoundResult(difference, [False for _ in cut_into_parts(len(difference))])

@@ -1,4 +1,4 @@
-"""How every command prints and ends: exit codes, one sentence for an error, progress, JSON alone on standard output.
+"""Prints and ends every command alike: exit codes, one sentence for an error, progress, only JSON on standard output.
 
 Knows: streams, terminals, exit codes. Must not know: any command; imports the standard library and typer only.
 """
@@ -49,7 +49,7 @@ LINK = Annotated[
 
 
 class Failure(Exception):
-    """Raised to end a command with exit code `code` and one sentence that says what is wrong and what to do."""
+    """Raised to end a command with exit code `code`; its one sentence says what is wrong and what to do."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -57,7 +57,7 @@ class Failure(Exception):
 
 
 def new_app(summary: str) -> typer.Typer:
-    """Returns a typer application without commands, which prints plain text and leaves errors to `run`."""
+    """Returns a typer application, still without commands, that prints plain text and leaves errors to `run`."""
     return typer.Typer(
         help=summary,
         no_args_is_help=True,
@@ -69,17 +69,20 @@ def new_app(summary: str) -> typer.Typer:
 
 
 def print_line(text: str) -> None:
-    """Prints a line for people on standard error."""
+    """Prints a line for people on standard error, at once."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Prints the one JSON object of a command on standard output."""
+    """Prints a command's one JSON object on standard output. Raises ValueError for NaN and infinity."""
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def run(app: typer.Typer) -> None:
-    """Runs a command line and ends the process with its exit code; an error becomes one sentence, no traceback."""
+    """Runs the command that the process's arguments name, and ends the process with its exit code.
+
+    Prints an error as one sentence, without a traceback.
+    """
     try:
         app()
         return
@@ -95,7 +98,7 @@ def run(app: typer.Typer) -> None:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """Returns an error's sentence and exit code; an unforeseen one's traceback goes to a file that it names."""
+    """Returns an error's sentence and exit code; writes an unforeseen error's traceback to a file that it names."""
     from agora_protocol.errors import AgoraError, InputError
 
     if isinstance(error, Failure):
@@ -114,10 +117,10 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 class ProgressDisplay:
-    """Shows on standard error, within its `with`, how far work has come: a bar on a terminal, else lines of text."""
+    """Context manager that shows on standard error how far work has come: a bar on a terminal, elsewhere lines."""
 
     def __init__(self, what: str, total: float | None = None) -> None:
-        """total: how much there is to do, in bytes for `advance`, else in any unit; None when nobody knows."""
+        """what: names the work. total: its amount, in bytes for `advance`, any unit for `show`; None if unknown."""
         self._what, self._total = what, total
         self._done = 0.0
         self._began = self._last_line = time.monotonic()
@@ -125,7 +128,7 @@ class ProgressDisplay:
         self._bar: Progress | None = None
 
     def __enter__(self) -> ProgressDisplay:
-        """Starts the bar on a terminal; elsewhere prints a line with what begins."""
+        """Starts the bar on a terminal; elsewhere prints a line that names the work."""
         if not sys.stderr.isatty():
             print_line(self._what)
             return self
@@ -145,13 +148,13 @@ class ProgressDisplay:
             self._bar = None
 
     def advance(self, nbytes: int) -> None:
-        """Adds `nbytes` to what is done, and shows the sum in MB."""
+        """Adds `nbytes` to the bytes done so far, and shows their sum in MB."""
         self._done += nbytes
         total = f" of {self._total / 1e6:,.0f}" if self._total else ""
         self.show(self._done, f"{self._what}  {self._done / 1e6:,.0f}{total} MB")
 
     def show(self, done: float, text: str) -> None:
-        """Shows `text` and that `done` of the total is done; without a terminal, new text at most every 2 s."""
+        """Shows `text`, and on a terminal that `done` of the total is done; elsewhere a line at most every 2 s."""
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, description=text)
@@ -160,7 +163,7 @@ class ProgressDisplay:
             self._last_line, self._last_text = now, text
 
     def note(self, text: str) -> None:
-        """Prints a line about something that happened, above the bar where there is one."""
+        """Prints a line about something that happened, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)
         else:

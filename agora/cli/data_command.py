@@ -1,4 +1,4 @@
-"""`swarm data`: what a data file was recognised as, three samples with their supervised part marked, lengths, packing.
+"""`swarm data`: shows what a data file was recognised as, three samples with marked supervised parts, and lengths.
 
 Knows: how to show a survey on a terminal and as JSON. Must not know: how files are read and tokens counted
 (agora.data), torch. What a file contains is escaped before a terminal sees it.
@@ -35,12 +35,12 @@ MARKS: Final = ("[[", "]]")
 SIDES: Final = {1: ("",), 2: (", chosen", ", rejected")}
 
 Part = tuple[str, bool]
-"""A piece of a sample's text, and whether it is supervised."""
+"""A piece of a sample's text, and whether its tokens are supervised (are targets of the loss)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataQuestion:
-    """What the command was asked: the flags, None where one was left out."""
+    """The flags of the command; None for one that was not given. Immutable."""
 
     file: Path
     base_model: Path | None
@@ -50,9 +50,9 @@ class DataQuestion:
 
 
 def run(question: DataQuestion, *, as_json: bool) -> int:
-    """Prints what a data file is, as lines or as one JSON object, and returns the exit code.
+    """Reads a data file, prints what it contains as lines or as one JSON object, and returns the exit code.
 
-    Raises Failure and InputError for wrong flags, DataError for what is wrong in the file.
+    Raises Failure and InputError for wrong flags, DataError if the file is wrong.
     """
     if question.objective not in (None, *OBJECTIVES):
         raise console.Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", console.USAGE)
@@ -81,9 +81,9 @@ def run(question: DataQuestion, *, as_json: bool) -> int:
 
 
 def _context(asked: int | None, tokenizer: ModelTokenizer) -> int:
-    """Returns the context in tokens: `asked`, else USUAL_CONTEXT or the tokenizer's longest_context if that is less.
+    """Returns the context in tokens: `asked`, or by default USUAL_CONTEXT, at most the tokenizer's longest_context.
 
-    Raises Failure when `asked` is more than the longest_context.
+    Raises Failure when `asked` is more than that.
     """
     longest = tokenizer.longest_context
     if asked is None:
@@ -97,7 +97,7 @@ def _context(asked: int | None, tokenizer: ModelTokenizer) -> int:
 
 
 def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
-    """Returns the command's JSON object."""
+    """Returns the fields of the command's JSON object."""
     low, median, high, most = _quantiles(found)
     return {
         "schema": 1,
@@ -129,7 +129,7 @@ def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) ->
 
 
 def summary_lines(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> list[str]:
-    """Returns what is printed after the samples: figures, one a line."""
+    """Returns the lines printed after the samples: numbers of samples and tokens, lengths, truncation, packing."""
     low, median, high, most = _quantiles(found)
     share = found.supervised / found.tokens if found.tokens else 0.0
     lines = [
@@ -157,7 +157,7 @@ def summary_lines(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
 
 
 def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
-    """Returns what is printed before the samples: what was recognised, and what renders it."""
+    """Returns the lines printed before the samples: recognised format and columns, objective, tokenizer, template."""
     named = [name if name == column else f"{name} from {column!r}" for name, column in file.used_columns.items()]
     unused = f"; not used: {', '.join(map(repr, _unused(file)))}" if _unused(file) else ""
     return [
@@ -168,12 +168,12 @@ def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
 
 
 def _counted(count: int, what: str) -> str:
-    """Returns a number of things in words: "1 sample", "2,000 samples"."""
+    """Returns a count with its noun, in the plural unless it is 1: "1 sample", "2,000 samples"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _unused(file: SampleFile) -> list[str]:
-    """Returns the columns of the first record that nothing reads."""
+    """Returns the names of the first record's columns that are not used."""
     return [column for column in file.present if column not in file.used_columns.values()]
 
 
@@ -193,13 +193,13 @@ def _bars(found: DataSurvey, sign: str) -> Iterator[str]:
 
 
 def _parts(sequence: TokenSequence) -> list[Part]:
-    """Returns the text of a sequence's tokens in parts; what was truncated is not among them."""
+    """Returns the text of a sequence's tokens, in parts that are supervised or not; without what was truncated."""
     end = int(sequence.offsets[-1, 1]) if len(sequence.ids) else 0
     return list(supervised_parts(sequence.text[:end] if sequence.truncated else sequence.text, sequence.spans()))
 
 
 def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
-    """Prints a survey on standard output: the supervised part in colour on a terminal, elsewhere in brackets."""
+    """Prints a survey on standard output; supervised parts are in colour on a terminal, elsewhere in brackets."""
     from rich.console import Console
     from rich.text import Text
 
@@ -221,7 +221,7 @@ def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
 
 
 def _rendered(sequence: TokenSequence, *, has_colour: bool) -> Text:
-    """Returns a sequence's text for a terminal: escaped, shortened, and marked."""
+    """Returns a sequence's text for a terminal: escaped, shortened, its supervised parts coloured or in brackets."""
     from rich.text import Text
 
     parts, text = _parts(sequence), Text()
@@ -236,7 +236,7 @@ def _rendered(sequence: TokenSequence, *, has_colour: bool) -> Text:
 
 
 def _shortened(text: str) -> str:
-    """Returns a text, or of a long one its beginning and its end."""
+    """Returns the text; of a long one only its begin and end, with the number of characters left out."""
     if len(text) <= SHOWN_HEAD + SHOWN_TAIL:
         return text
     left_out = len(text) - SHOWN_HEAD - SHOWN_TAIL
@@ -244,7 +244,7 @@ def _shortened(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Returns a text with "\\x1b" and the like for what a terminal would not print; a newline stays one."""
+    """Returns the text with escapes such as "\\x1b" in place of characters that are not printable, except newlines."""
     return "".join(
         sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text
     )

@@ -1,4 +1,4 @@
-"""`swarm demo`: trains a whole swarm on this machine, watched from outside through journals and control sockets.
+"""`swarm demo`: trains a whole swarm on this machine, and watches it through journals and control sockets.
 
 Knows: the plan of a demo, the manifest that follows from it, the order of events. Must not know: how daemons work or
 are started, torch, the network.
@@ -39,12 +39,12 @@ EVALUATE_BATCHES = 32
 STDLIB = "stdlib"
 USUAL_PRESET = "tiny"
 LEAST_WARMUP_STEPS = 8
-"""With fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
+"""Least warm-up steps: with fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The flags of `swarm demo`, with their defaults."""
+    """The flags of `swarm demo`, with their defaults; immutable."""
 
     peers: int = 4
     stages: int = 2
@@ -60,10 +60,10 @@ class DemoPlan:
     objective: str | None = None
 
     def manifest(self) -> Manifest:
-        """Returns the preset's or base model's manifest with these stages, seed and data, and as many steps as planned.
+        """Returns the preset's or base model's manifest with the stages, seed, data and steps of this plan.
 
-        A codec that the plan names carries the whole width, not the preset's subspace. Raises Failure for a bad plan,
-        and for a base model what manifest_of_base_model raises.
+        If the plan names a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure
+        for flags that do not fit together, and for a base model what manifest_of_base_model raises.
         """
         from agora_protocol.errors import ManifestError
 
@@ -82,7 +82,7 @@ class DemoPlan:
             raise Failure(str(error), console.USAGE) from None
 
     def _preset(self) -> Manifest:
-        """Returns the preset with a layer for each stage, and the plan's texts."""
+        """Returns the preset's manifest with at least one layer for each stage, and with the plan's texts."""
         from agora_protocol.manifest import preset
 
         if self.objective is not None:
@@ -93,7 +93,7 @@ class DemoPlan:
         return base.replaced(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
 
     def _tuning(self, folder: Path) -> Manifest:
-        """Returns the manifest that `swarm new` makes for the base model in `folder`, and prints what it has found."""
+        """Returns the manifest that `swarm new` makes for the base model in `folder`; prints a summary of the data."""
         from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
 
         if self.preset is not None:
@@ -107,7 +107,7 @@ class DemoPlan:
         return made.manifest
 
     def _as_planned(self, base: Manifest) -> Manifest:
-        """Returns a manifest with the plan's name, seed, stages, codec, and a schedule as long as the demo."""
+        """Returns `base` with the plan's seed, stages and codec, and with optimizer steps for a demo of this length."""
         return base.replaced(
             name="demo",
             seed=self.seed,
@@ -121,13 +121,13 @@ class DemoPlan:
         )
 
     def flags(self) -> list[str]:
-        """Returns what every daemon of the demo is started with, beside its addresses and folders."""
+        """Returns the flags that every daemon of the demo gets in addition to its addresses and folders."""
         base = ["--base-model", str(self.base_model.expanduser().absolute())] if self.base_model is not None else []
         return ["--allow-files", *(["--link", self.link] if self.link else []), *base]
 
 
 def tuning_totals(manifest: Manifest) -> TuningTotals | None:
-    """Returns what adds up the tuning of a base model, None for a run that begins with none. Loads torch for one."""
+    """Returns empty TuningTotals for a run that begins with a base model, None for any other. Loads torch for one."""
     from agora_protocol.manifest import HfSection
 
     if not isinstance(manifest.model, HfSection):
@@ -147,7 +147,7 @@ def cores() -> int:
 
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
-    """Trains a swarm as planned, prints the result and returns the exit code. Raises Failure when the result is bad."""
+    """Trains a swarm as planned, prints the result, returns the exit code. Raises Failure for a bad plan or result."""
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 
     # Daemons of one machine that start from equal drafts are one run: two demos at once would train together.
@@ -178,9 +178,9 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
-    """Yields the directory of --dir, which must be empty and stays, or a temporary one, which is removed.
+    """Context manager of the demo's directory: that of --dir, which is kept, or a temporary one, which is removed.
 
-    chosen: what --dir says, None without it. Raises Failure when that is not empty or cannot be made.
+    chosen: the value of --dir, None without it. Raises Failure when it is not empty or cannot be made.
     """
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
@@ -198,11 +198,14 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stopped_by_signals(demo: Demo) -> Iterator[None]:
-    """Within the block, the first signal raises KeyboardInterrupt, and the second kills all daemons and exits."""
+    """Context manager: within it the first signal raises KeyboardInterrupt unless the demo is stopping.
+
+    The second signal kills all daemons and ends this process at once. Handles SIGINT, SIGTERM and SIGHUP.
+    """
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        """Signal handler: raises KeyboardInterrupt, if the demo is not stopping; again, kills all daemons and exits."""
+        """Handles a signal as _stopped_by_signals says."""
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
@@ -221,12 +224,12 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
 
 
 class Demo:
-    """Runs one demo: starts daemons, reads their journals, kills and replaces some, drains, evaluates, stops them."""
+    """Runs one demo: starts daemons, reads their journals, kills and replaces some, drains, evaluates, stops all."""
 
     def __init__(
         self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int, tuning: TuningTotals | None = None
     ) -> None:
-        """target_tokens: the tokens of one optimizer step. tuning: None for a run without a base model."""
+        """target_tokens: the tokens of one optimizer step. tuning: totals for a base model, None for other runs."""
         self.plan, self.swarm = plan, swarm
         self.totals = DemoTotals(target_tokens, tuning)
         self.is_stopping = False
@@ -238,10 +241,10 @@ class Demo:
         self._display = ProgressDisplay(what, plan.steps)
 
     def train(self) -> Measured:
-        """Starts daemons, trains to the last step, drains and evaluates; returns what was measured.
+        """Starts the daemons, trains to the last step, drains and evaluates; returns what was measured.
 
-        Its seconds end with the last step. Peers still joining are waited for at the end. Raises Failure when training
-        stalls, SwarmFailed when a daemon has died.
+        Its seconds end with the last step. At the end it waits for peers that are still joining. The daemons go on
+        until `stop`. Raises Failure when training stalls, SwarmFailed when a daemon has died.
         """
         began, began_unix = time.monotonic(), time.time()
         with self._display:
@@ -255,7 +258,7 @@ class Demo:
         return Measured(Invite.parse(self.swarm.invite).run, began_unix, total_seconds, trained, loss)
 
     def stop(self) -> None:
-        """Ends every daemon, killing those that do not leave in time, and reads the rest of the journals."""
+        """Ends every daemon, kills those that do not leave in time, and reads the rest of the journals."""
         self.is_stopping = True
         stubborn = [name for name, code in self.swarm.stop().items() if code is None]
         self._read_journals()
@@ -263,9 +266,10 @@ class Demo:
             print_line(f"{', '.join(stubborn)} did not leave in time and were killed")
 
     def _train_to_the_last_step(self) -> None:
-        """Blocks until stage 0 has taken the plan's steps; every `kill_every` seconds kills a peer that has a spare.
+        """Blocks until stage 0 has taken the plan's steps.
 
-        The peer is a random one. Raises Failure when training stalls, and SwarmFailed when a daemon has died.
+        Every `kill_every` seconds it kills a random peer whose stages others hold too. Raises Failure when training
+        stalls, and SwarmFailed when a daemon has died.
         """
         kill_every = self.plan.kill_every
         next_kill = time.monotonic() + (kill_every or 0.0)
@@ -277,7 +281,10 @@ class Demo:
             time.sleep(POLL_SECONDS)
 
     def _watch_once(self) -> None:
-        """Reads all journals, shows the progress, starts a daemon that is due. Raises SwarmFailed when one has died."""
+        """Reads all journals, shows the progress, and starts the next daemon once cores are free for it.
+
+        Raises SwarmFailed when a daemon has died.
+        """
         self._read_journals()
         self.swarm.check_alive()
         if self._not_started and len(self._living(serving=False)) < cores():
@@ -290,7 +297,7 @@ class Demo:
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns daemons not told to end, with their indices: those that serve their span, or those that do not."""
+        """Returns (index, daemon) of all daemons not told to end: those that serve their span, or those that do not."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self.swarm.daemons.values())
@@ -298,20 +305,20 @@ class Demo:
         ]
 
     def _start_one(self) -> None:
-        """Starts the next daemon with an invite that a serving peer gives now: who gave the last one may be dead."""
+        """Starts the next daemon, with a fresh invite of a serving peer: the peer of the last invite may be dead."""
         answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
         self.swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self.swarm.invite)
         self.swarm.start(f"peer-{len(self.swarm.daemons)}")
         self._not_started -= 1
 
     def _read_journals(self) -> None:
-        """Adds what all journals have gained to the totals."""
+        """Adds the new lines of all journals to the totals."""
         for index, daemon in enumerate(self.swarm.daemons.values()):
             for fields in daemon.new_events():
                 self.totals.add(index, fields)
 
     def _refuse_stall(self) -> None:
-        """Raises Failure when for STALL_SECONDS no microbatch completed, no step was taken and no peer joined."""
+        """Raises Failure if for STALL_SECONDS no microbatch was completed, no step taken and no peer has joined."""
         achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
             self._achieved, self._achieved_at = achieved, time.monotonic()
@@ -324,7 +331,7 @@ class Demo:
             )
 
     def _kill_a_peer(self) -> bool:
-        """Kills a random peer whose stages others serve too, and has a fresh one started; False if there is none."""
+        """Kills a random peer whose stages others serve too, and lets a new one start later; False if there is none."""
         stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for stages in stages_of.values() for stage in stages)
         spare = [index for index, stages in stages_of.items() if stages and all(replicas[k] > 1 for k in stages)]
@@ -339,7 +346,7 @@ class Demo:
         return True
 
     def _await_joining_peers(self) -> None:
-        """Waits at most JOIN_SECONDS until every daemon of the plan has started and serves; drains all that serve."""
+        """Waits at most JOIN_SECONDS until every daemon of the plan has started and serves, and drains each of them."""
         deadline = time.monotonic() + JOIN_SECONDS
         while (self._not_started or self._living(serving=False)) and time.monotonic() < deadline:
             self._watch_once()
@@ -348,14 +355,14 @@ class Demo:
         self._drain()
 
     def _drain(self) -> None:
-        """Asks each serving peer once to open no further microbatches, and waits until those in flight are back."""
+        """Asks each serving peer, once, to open no further microbatches, and waits until those in flight are back."""
         for index, daemon in self._living(serving=True):
             if index not in self._drained and daemon.try_ask("drain", DRAIN_SECONDS) is not None:
                 self._drained.add(index)
         self._read_journals()
 
     def _evaluate(self) -> float | None:
-        """Has a serving peer with stage 0 evaluate the held-out loss; returns the first answer, None if none comes."""
+        """Asks serving peers of stage 0, one after another, for the held-out loss; returns the first answer or None."""
         for index, daemon in self._living(serving=True):
             if 0 in self.totals.peer(index).stages:
                 answer = daemon.try_ask("evaluate", EVALUATE_SECONDS, batches=EVALUATE_BATCHES)

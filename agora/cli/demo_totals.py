@@ -1,4 +1,4 @@
-"""The totals of a demo, from the journals of all peers, killed ones included; and the result that is made of them.
+"""Adds up the journals of all peers of a demo, killed ones included, and makes its result of the totals.
 
 Knows: the journal's events, the names of the result's fields. Must not know: processes, files. Deterministic.
 """
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from agora.cli.demo import DemoPlan
 
 TUNING_NOISE: Final = 0.1
-"""By how much the loss of a tuned base model may lie above its first one, as a share of it: steps differ by 5 %."""
+"""How far a tuned base model's loss may end above its first one, as a part of that: losses of steps differ by 5 %."""
 
 
 @dataclass
 class PeerTotals:
-    """What one peer's journal adds up to: whether it joined and serves, its open microbatches, traffic, stages."""
+    """The totals of one peer's journal: whether it joined and serves, its open microbatches, traffic and stages."""
 
     is_killed: bool = False
     has_joined: bool = False
     is_serving: bool = False
-    unfinished: set[str] = field(default_factory=set)  # training microbatches that it originated, still without an end
+    unfinished: set[str] = field(default_factory=set)  # training microbatches that it originated and that are open
     traffic: events.Traffic = field(default_factory=lambda: events.Traffic(0, 0, 0))
     stages: range = range(0)  # those that it holds; empty before it has chosen them
     start_steps: list[dict[str, Any]] = field(default_factory=list)
@@ -40,7 +40,8 @@ class PeerTotals:
 class DemoTotals:
     """Adds up the journals of all peers, event by event.
 
-    target_tokens: the tokens of one optimizer step. tuning: for a run that begins with a base model, else None.
+    target_tokens: the tokens of one optimizer step. tuning: totals for a base model, None for other runs. recent_loss:
+    nats per token of the last completed microbatch.
     """
 
     target_tokens: int
@@ -54,26 +55,26 @@ class DemoTotals:
     first_completed_unix: float | None = None
     last_completed_unix: float | None = None
     recent_loss: float | None = None
-    losses: list[float] = field(default_factory=list)  # mean per token of each step's worth of what completed
+    losses: list[float] = field(default_factory=list)  # mean per token of each `target_tokens` tokens completed
     finished_rounds: set[tuple[int, int]] = field(default_factory=set)
     failed_parts: int = 0
     stage_steps: dict[int, StageSteps] = field(default_factory=dict)  # by stage
     contributors: float = 0.0  # summed over all rounds: replicas that contributed in time, of `members`
     members: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
-    _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet, as is the next
-    _loss_tokens: int = 0
+    _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet
+    _loss_tokens: int = 0  # tokens of these
 
     def peer(self, index: int) -> PeerTotals:
-        """Returns the totals of the peer with this index; makes empty ones at its first mention."""
+        """Returns the totals of the peer with this index; adds empty ones at the first call."""
         return self.peers.setdefault(index, PeerTotals())
 
     def steps_of(self, stage: int) -> StageSteps:
-        """Returns the optimizer steps that a stage has taken; makes empty ones at its first mention."""
+        """Returns the optimizer steps of a stage; adds empty ones at the first call."""
         return self.stage_steps.setdefault(stage, StageSteps())
 
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
-        """Adds one line of the journal of the peer with this index."""
+        """Adds one line, as its JSON fields, of the journal of the peer with this index."""
         peer, at_unix = self.peer(index), float(fields.get("at_unix", 0.0))
         if self.tuning is not None:
             self.tuning.add(fields)
@@ -111,7 +112,7 @@ class DemoTotals:
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
     def _add_completed(self, loss_sum: float, tokens: int, at_unix: float) -> None:
-        """Adds a completed microbatch: its loss, summed over its tokens, and when it was back at its origin."""
+        """Adds a completed microbatch: its loss, summed over its tokens, and when its origin had the answer."""
         self.completed += 1
         self.tokens += tokens
         self.first_completed_unix = min(self.first_completed_unix or at_unix, at_unix)
@@ -129,20 +130,20 @@ class DemoTotals:
         return self.steps_of(0).steps
 
     def achieved(self, peers: int) -> tuple[int, int, int]:
-        """Returns (microbatches completed, steps of stage 0, peers joined but `peers` at most): training raises one."""
+        """Returns how far the demo is: microbatches completed, steps of stage 0, peers joined (at most `peers`)."""
         return self.completed, self.step, min(peers, sum(peer.has_joined for peer in self.peers.values()))
 
     def trained(self) -> tuple[int, float]:
-        """Returns the tokens so far, and the seconds from the first microbatch's start to the last one's completion."""
+        """Returns the tokens trained so far, and the seconds from the first microbatch's start to the last's end."""
         if self.first_started_unix is None or self.last_completed_unix is None:
             return self.tokens, 0.0
         return self.tokens, self.last_completed_unix - self.first_started_unix
 
     def microbatches(self) -> dict[str, int]:
-        """Returns what became of the microbatches; meaningful when all origins have drained.
+        """Returns numbers of microbatches by outcome; final when all origins have drained.
 
-        dropped: a living origin started them and nobody finished them. counted_twice: some stage added their gradient
-        more than once. abandoned_by_killed_origin: their origin was killed before it had their answer.
+        completed. rerouted: failed attempts. dropped: started by a living origin and not completed. counted_twice: some
+        stage added their gradient more than once. abandoned_by_killed_origin: the origin was killed before the answer.
         """
         peers = self.peers.values()
         return {
@@ -156,7 +157,7 @@ class DemoTotals:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the demo has measured itself: times, tokens trained, held-out loss; the rest comes from the journals."""
+    """What the demo has measured itself, not read from journals: times, tokens trained, held-out loss. Immutable."""
 
     run_id: str
     began_unix: float
@@ -166,7 +167,7 @@ class Measured:
 
 
 def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[str, Any]:
-    """Returns what `swarm demo --json` prints."""
+    """Returns the fields of the JSON object that `swarm demo --json` prints, but for `sample`."""
     tokens, seconds = measured.trained
     losses, peers, first_unix = totals.losses, sorted(totals.peers.items()), totals.first_completed_unix
     return {
@@ -207,13 +208,13 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
 
 
 def _accounts(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, Any]:
-    """Returns the part of the result that says what became of the `computed` tokens.
+    """Returns the fields of the result about optimizer steps. computed: tokens of all completed microbatches.
 
-    tokens_counted: those whose gradient went into a step, of the stage with the fewest. For each stage:
-    optimizer_steps; tokens_per_step, the mean tokens of a step; staleness, the mean age of the gradients in steps.
+    tokens_counted: tokens whose gradient went into a step, of the stage with the fewest. By stage: optimizer_steps;
+    tokens_per_step, the mean tokens of a step; staleness, the mean age of gradients in steps.
     """
     stages = [totals.steps_of(stage) for stage in range(plan.stages)]
-    counted = min(stage.counted for stage in stages)
+    counted = min(stage.counted_tokens for stage in stages)
     return {
         "optimizer_steps": [stage.steps for stage in stages],
         "steps_taken": min(stage.steps for stage in stages),
@@ -226,7 +227,7 @@ def _accounts(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, An
 
 
 def failure_of(result: Mapping[str, Any]) -> str:
-    """Returns why the demo failed: few steps, a dropped microbatch, no held-out or no lower loss; "" if it did not."""
+    """Returns why the demo failed, or "": too few steps, a dropped microbatch, no held-out loss, or no lower loss."""
     loss, microbatches, steps = result["loss"], result["microbatches"], result["optimizer_steps"][0]
     if steps < result["steps"]:
         return f"stage 0 took {steps} of {result['steps']} steps"
@@ -242,7 +243,7 @@ def failure_of(result: Mapping[str, Any]) -> str:
 
 
 def summary_of(result: Mapping[str, Any]) -> list[str]:
-    """Returns the result in a few lines for people."""
+    """Returns the result, fields as result_of returns them, in a few lines for people."""
     loss, microbatches = result["loss"], result["microbatches"]
     share, steps = result["share_counted"], _each(list(map(str, result["optimizer_steps"])))
     held = _each([_shown(tokens, 0) for tokens in result["tokens_per_step"]])
@@ -262,7 +263,7 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def tuning_lines(result: Mapping[str, Any]) -> list[str]:
-    """Returns the part of a result that is about tuning, for people."""
+    """Returns the lines of summary_of about the tuning of a base model."""
     metrics = [f"{name} {value:.3f}" for name, value in result["tuning"].items() if isinstance(value, float)]
     lines = [f"tuning        {'  '.join([result['objective'], *metrics])}"]
     lines[0] += f"; {result['trainable_parameters']:,} parameters are trained"
@@ -275,7 +276,7 @@ def tuning_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _each(texts: Sequence[str]) -> str:
-    """Returns what is said of each stage, in their order: once if it is the same for all, such as "40 / 39" if not."""
+    """Returns the texts of all stages as one: "40" if they are the same for all, "40 / 39" if not."""
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
@@ -285,5 +286,5 @@ def _shown(value: float | None, digits: int = 3) -> str:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Returns a number rounded to four decimals; None for None, infinity and NaN, which JSON cannot have."""
+    """Returns a number rounded to four decimals; None for None, and for infinity and NaN, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else round(value, 4)

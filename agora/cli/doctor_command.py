@@ -1,6 +1,6 @@
 """`agora-node doctor`: prints what was measured on this machine, against which limit, and what is to be done.
 
-Knows: how checks are shown, exit codes. Must not know: how anything is measured (agora.node.readings) or judged.
+Knows: how checks are shown, exit codes. Must not know: how anything is measured (agora.node.readings) or checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ COLOURS: Mapping[State, str] = {"pass": "32", "warn": "33", "fail": "31"}
 
 
 def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_json: bool) -> int:
-    """Examines this machine, and the run if one is named; prints all checks and returns the exit code."""
+    """Checks this machine, and the run if one is named; prints all checks and returns the exit code.
+
+    flags: those of `agora-node doctor` that were given, by name.
+    """
     checks = judge(take_readings(home, flags, run))
     state = worst(checks)
     if as_json:
@@ -32,7 +35,7 @@ def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_j
 
 
 def lines_of(checks: list[Check], *, in_colour: bool = False) -> list[str]:
-    """Returns the checks for people: a line for each, and under one that does not pass what is to be done."""
+    """Returns the checks as lines: one for each, one with the remedy below a check that has one, and the counts."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -46,5 +49,5 @@ def lines_of(checks: list[Check], *, in_colour: bool = False) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Returns the text with every character that could move a terminal's cursor as "?"; others wrote parts of it."""
+    """Returns the text with "?" for characters that are not printable: parts of it come from other machines."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -3,7 +3,7 @@
 | the run trains            | kind    | what is written                                              |
 |---------------------------|---------|--------------------------------------------------------------|
 | all parameters            | model   | the model                                                    |
-| LoRA                      | adapter | the matrices of LoRA, to be loaded beside the base model     |
+| LoRA                      | adapter | the matrices of LoRA, to be loaded onto the base model       |
 | LoRA, with --merge        | merged  | the base model with the matrices of LoRA added to its own    |
 
 Knows: the flags, the order of the work, what is printed. Must not know: where weights are (stage_sources), how they are
@@ -70,9 +70,10 @@ SOURCES = {"daemon": "the swarm, through a daemon of it", "checkpoints": "checkp
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """What is written, and where. shard_bytes: the most that a file of weights holds, but for an adapter's only one.
+    """What is written, and where; immutable.
 
-    base_model: the folder of the base model, for the kind merged; else None.
+    place: the folder to write. shard_bytes: most bytes of a weights file; an adapter is one file of any size.
+    base_model: the base model's folder for the kind "merged", None for the others.
     """
 
     place: Path
@@ -95,7 +96,11 @@ def run(
     force: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Exports the run `wanted` to `out` and returns the exit code; the other arguments are flags of `swarm export`."""
+    """Exports the run `wanted` to the folder `out`, prints the result, and returns the exit code.
+
+    The other arguments are the flags of `swarm export`. Raises Failure for wrong flags, and what find_run,
+    collect_stages and the writing of files raise.
+    """
     started = time.monotonic()
     shard_bytes = parse_size(SHARD_SIZE if shard_size is None else shard_size)
     known_dtype = next((name for name in DTYPES if name == dtype), None)
@@ -121,7 +126,7 @@ def run(
 
 
 def choose_kind(manifest: Manifest, merge: bool) -> Kind:
-    """Returns what an export of the run is; see the module. Raises Failure if a run without LoRA should be merged."""
+    """Returns the kind of the export, see the module's table. Raises Failure for `merge` of a run without LoRA."""
     if manifest.model.has_reference:
         return "merged" if merge else "adapter"
     if merge:
@@ -134,7 +139,7 @@ def choose_kind(manifest: Manifest, merge: bool) -> Kind:
 
 
 def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
-    """Returns base_model_folder of these. Raises Failure where none is named or there is no such folder."""
+    """Returns the base model's folder, see base_model_folder. Raises Failure if none is named or it is no folder."""
     folder = base_model_folder(flag, directories)
     if folder is None:
         raise Failure("--merge adds the adapter to its base model; name that model's folder with --base-model DIR")
@@ -145,7 +150,7 @@ def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """Within the `with`, SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that nothing half written stays."""
+    """Context manager: within it SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that partial files are removed."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -154,7 +159,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes of "5GB" or "200 MB". Raises Failure for any other text."""
+    """Returns the number of bytes that a text such as "5GB" or "200 MB" names. Raises Failure for any other text."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]B)", text.strip().upper())
     if match is None or float(match[1]) == 0:
         raise Failure(f"--shard-size {text} is no size; write it as 5GB or 200MB", USAGE)
@@ -162,7 +167,7 @@ def parse_size(text: str) -> int:
 
 
 def _export(sources: Sources, target: ExportTarget) -> tuple[dict[str, FileDigest], int]:
-    """Checks all weights, then writes the folder. Returns every file's size and hash, and the number of parameters."""
+    """Checks all weights, then writes the folder. Returns its files' digests by name, and the number of parameters."""
     from agora.model import family_of
 
     manifest = sources.signed.manifest
@@ -186,9 +191,9 @@ def _export(sources: Sources, target: ExportTarget) -> tuple[dict[str, FileDiges
 
 
 def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) -> list[TensorBlocks]:
-    """Returns the tensors of the export. A base model is hashed here, which may take long; its values are read later.
+    """Returns the tensors to write; their values are read later.
 
-    Raises LocalError for a base model that is not the run's.
+    For a merge the base model is hashed here, which may take minutes. Raises LocalError if it is not the run's.
     """
     if target.base_model is None:
         return stages.converted()
@@ -199,20 +204,23 @@ def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) 
 def _write_weights(
     folder: Path, tensors: Sequence[TensorBlocks], target: ExportTarget, report: ReportBytes
 ) -> dict[str, FileDigest]:
-    """Writes the weights: an adapter's into the one file that peft reads, others into shards. Returns the digests."""
+    """Writes the weights and returns the digests of the files by name.
+
+    An adapter is written into the one file that peft reads, a model into shards. report: called with bytes written.
+    """
     if target.kind == "adapter":
         return {ADAPTER_FILE: write_weights_file(folder / ADAPTER_FILE, tensors, target.dtype, report)}
     return write_shards(folder, tensors, target.dtype, target.shard_bytes, report)
 
 
 def exported_tensors(manifest: Manifest, family: Family) -> dict[int, list[ExportedTensor]]:
-    """Returns the tensors that are exported from each stage of the run."""
+    """Returns the tensors that an export takes from each stage of the run, by stage."""
     stages = range(manifest.stage_count)
     return {stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed) for stage in stages}
 
 
 def _other_files(sources: Sources, family: Family, parameters: int, target: ExportTarget) -> dict[str, bytes]:
-    """Returns the files beside the weights by name: tokenizer, configs, card, manifest."""
+    """Returns the contents of all files other than weights, by name: tokenizer, configs, model card, manifest."""
     manifest, described, dtype = sources.signed.manifest, family.describe(), DTYPES[target.dtype]
     tokenizer = manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
     end_of_text: int | None = None  # a base model's own config says it
@@ -237,14 +245,14 @@ def _other_files(sources: Sources, family: Family, parameters: int, target: Expo
 
 
 def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
-    """Returns the ids by which a run on samples learns to end an answer; () of a run on text, which learns no turns."""
+    """Returns the token ids by which a run on samples learns to end an answer; () for a run on plain text."""
     if manifest.objective.kind == "lm":
         return ()
     return turn_end_ids(open_training_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base))
 
 
 def _reported_metrics(daemon: paths.Entry | None) -> dict[str, float]:
-    """Returns training loss and metrics as the daemon reports them for the swarm, by name; {} if it does not."""
+    """Returns the swarm's training loss and metrics by name, as the daemon reports them; {} if it gives none."""
     if daemon is None:
         return {}
     try:
@@ -270,7 +278,7 @@ def _summary(sources: Sources, target: ExportTarget) -> dict[str, Any]:
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
-    """Prints the result for people, in four lines."""
+    """Prints the result, the fields of --json, for people in four lines."""
     out, shards = result["out"], sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
     print(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")

@@ -1,7 +1,7 @@
-"""A swarm of daemons on this machine, each a real process: started, watched, killed and stopped from outside.
+"""Starts, watches, kills and stops a swarm of daemons on this machine, each a real process.
 
 `swarm demo`, the benchmarks and the process tests use it. Knows: processes, their data directories, journals and
-control sockets. Must not know: what the daemons train, what is made of their events; imports no torch.
+control sockets. Must not know: what the daemons train, how their events are added up; imports no torch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ CAUSE_SECONDS: Final = 3.0
 
 
 class SwarmFailed(LocalError):
-    """Raised when a daemon ended by itself, or what was waited for did not happen in time; says which and why."""
+    """Raised when a daemon has ended by itself, or when a condition did not become true in time; says which and why."""
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen[bytes]]
-"""Starts `agora-node ARGUMENTS` with this environment, its output going to this file, in a process group of its own."""
+"""Starts `agora-node` with these arguments and environment, in a new process group, its output in this file."""
 
 
 class LocalDaemon:
-    """One `agora-node join` process with its own data directory: reads its journal, asks it questions, kills it."""
+    """One `agora-node join` process: reads its journal, asks it questions on its control socket, kills it.
+
+    root: its data directory.
+    """
 
     def __init__(self, name: str, root: Path, process: subprocess.Popen[bytes]) -> None:
         self.name, self.root, self.process = name, root, process
@@ -50,15 +53,18 @@ class LocalDaemon:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs."""
+        """Whether the process is still running."""
         return self.process.poll() is None
 
     def new_events(self) -> list[dict[str, Any]]:
-        """Returns the events that the journal has gained since the last call of this method or of `events`."""
+        """Returns the journal's events, as JSON fields, since the last call of this method or of `events`."""
         return self._journal.news()
 
     def events(self, kind: str = "", **fields: Any) -> list[dict[str, Any]]:
-        """Returns the journal's events since the start, of one kind if it is given, whose fields have these values."""
+        """Returns all events of the journal, but those that new_events has returned, as JSON fields.
+
+        kind: returns only events of this kind, "" for all. fields: returns only events whose fields have these values.
+        """
         self._history += self.new_events()
         wanted = ({"event": kind} if kind else {}) | fields
         return [event for event in self._history if all(event.get(name) == value for name, value in wanted.items())]
@@ -70,31 +76,34 @@ class LocalDaemon:
 
     @property
     def peer(self) -> str:
-        """Its peer id, which its first event names."""
+        """Its peer id, from the PeerStarted event. Raises IndexError before that event."""
         return str(self.events("PeerStarted")[0]["peer"])
 
     def ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
-        """Returns the answer on its control socket to `question` with these arguments.
+        """Sends a question with these arguments to its control socket, and returns the answer.
 
-        Raises DaemonUnreachable when none comes within `timeout_s`, DaemonRefused for an error as answer.
+        Raises DaemonUnreachable when no answer comes within `timeout_s`, DaemonRefused when the answer is an error.
         """
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
-        """Returns the answer on its control socket; None when it does not answer or refuses."""
+        """Asks as `ask` does, but returns None if the daemon does not answer or refuses."""
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             return self.ask(question, timeout_s, **arguments)
         return None
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to the daemon's own process alone; waits for the end, which is intended, after SIGKILL."""
+        """Sends signal `number` to the daemon's process alone, not to processes that it has started.
+
+        After SIGKILL it waits for the end, up to 10 s, and marks it as intended.
+        """
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.end_is_intended = True
             self.process.wait(10.0)
 
     def kill_group(self) -> None:
-        """Kills the daemon and all processes that it has started, and removes its socket and registry file."""
+        """Kills the daemon and all processes that it has started, waits, removes its socket and registry file."""
         self.end_is_intended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -104,20 +113,23 @@ class LocalDaemon:
         paths.unregister(self._socket)
 
     def log(self) -> str:
-        """Returns the last 3000 characters that it has printed, from log.txt; "" when that cannot be read."""
+        """Returns the last 3000 characters of its output, from log.txt; "" when that cannot be read."""
         with contextlib.suppress(OSError):
             return (self.root / "log.txt").read_text(errors="replace")[-3000:]
         return ""
 
     def last_words(self) -> str:
-        """Returns the error that it ended with, or else the last line that it has printed."""
+        """Returns the last error line of its output; without one, its last line."""
         lines = self.log().strip().splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["its log is empty"])[-1]
 
 
 class LocalSwarm:
-    """Starts, watches, kills and stops the daemons of one run, on loopback: a founder, and others that it invites."""
+    """Starts, watches, kills and stops the daemons of one run, on loopback: a founder, and others that it invites.
+
+    It is no context manager: whoever uses it must call `stop` or `kill_all`. daemons: by name, ended ones included.
+    """
 
     def __init__(
         self,
@@ -129,10 +141,10 @@ class LocalSwarm:
         flags: Sequence[str] = (),
         launch: Launch | None = None,
     ) -> None:
-        """Writes the manifest, TOML, to DIR/run.toml; each daemon has its data directory in DIR.
+        """Writes `manifest`, a TOML text, to DIR/run.toml; DIR, `directory`, gets each daemon's data directory.
 
         threads: compute threads of each daemon. corpus: where tokenised texts are kept, default DIR/corpus. flags:
-        further arguments of every `agora-node join`. launch: how a process is started, default a new interpreter.
+        further arguments of every `agora-node join`. launch: starts a process, default start_interpreter.
         """
         self.directory = directory
         self.corpus = corpus or directory / "corpus"
@@ -146,10 +158,11 @@ class LocalSwarm:
     def start(
         self, name: str, *, run: str = "", flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> LocalDaemon:
-        """Starts a daemon in DIR/NAME, its output in log.txt there; waits for nothing but the founder's invite.
+        """Starts a daemon whose data directory is DIR/NAME, with its output in log.txt there; returns at once.
 
-        A name that was used before is the same peer again, with what is left in its directory. run: what it joins,
-        default the invite. flags, environment: for this daemon only, beside those of all.
+        Only for the founder it waits, until that gives its invite. A name that was used before starts the same peer
+        again, with the files that are left. run: what it joins, default the invite. flags, environment: for this daemon
+        only, in addition to those of all.
         """
         root = self.directory / name
         root.mkdir(mode=0o700, exist_ok=True)
@@ -165,18 +178,19 @@ class LocalSwarm:
         return daemon
 
     def take_invite(self, daemon: LocalDaemon) -> str:
-        """Waits for a daemon's invite, returns it, and lets all later daemons join by it.
+        """Waits until a daemon gives its invite, returns it, and lets all later daemons join by it.
 
-        Raises SwarmFailed when none comes within START_SECONDS, or a daemon ends by itself meanwhile.
+        Raises SwarmFailed if none comes within START_SECONDS, or a daemon ends by itself meanwhile.
         """
         answer = self.until(lambda: daemon.try_ask("invite"), f"{daemon.name} to give its invite", START_SECONDS)
         self.invite = str(answer["invite"])
         return self.invite
 
     def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_SECONDS) -> T:
-        """Calls `condition` again and again until its value is true, and returns that value.
+        """Waits until `condition()` is true, which it calls again and again, and returns its value.
 
-        Raises SwarmFailed when a daemon ends by itself, and after `within_s`, as "waited ... for {description}".
+        Raises SwarmFailed when a daemon ends by itself, and after `within_s` seconds with the text "waited ... for
+        {description}".
         """
         deadline = time.monotonic() + within_s
         while not (value := condition()):
@@ -188,7 +202,7 @@ class LocalSwarm:
         return value
 
     def check_alive(self) -> None:
-        """Raises SwarmFailed when daemons have ended by themselves; first waits CAUSE_SECONDS, to name all of them."""
+        """Raises SwarmFailed if daemons have ended by themselves, after waiting CAUSE_SECONDS so as to name all."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while failed := [d for d in self.daemons.values() if not d.end_is_intended and not d.is_alive]:
             if time.monotonic() > deadline or not any(daemon.is_alive for daemon in self.daemons.values()):
@@ -197,13 +211,13 @@ class LocalSwarm:
             time.sleep(POLL_SECONDS)
 
     def terminate(self) -> None:
-        """Sends SIGTERM to all daemons that run, without waiting for their end."""
+        """Sends SIGTERM to all daemons, marks their end as intended, and does not wait for it."""
         for daemon in self.daemons.values():
             daemon.end_is_intended = True
             daemon.process.send_signal(signal.SIGTERM)
 
     def stop(self, within_s: float = STOP_SECONDS) -> dict[str, int | None]:
-        """Ends all daemons: SIGTERM, and SIGKILL after `within_s`. Returns exit codes by name, None for the killed."""
+        """Ends all daemons: SIGTERM, SIGKILL after `within_s` seconds. Returns exit codes by name, None if killed."""
         self.terminate()
         deadline = time.monotonic() + within_s
         codes: dict[str, int | None] = dict.fromkeys(self.daemons)
@@ -214,7 +228,7 @@ class LocalSwarm:
         return codes
 
     def kill_all(self) -> None:
-        """Ends every process that this swarm has started, now."""
+        """Kills every daemon of this swarm, and all processes that they have started."""
         for daemon in self.daemons.values():
             daemon.kill_group()
 
@@ -222,13 +236,13 @@ class LocalSwarm:
 def start_interpreter(
     arguments: Sequence[str], environment: Mapping[str, str], log: Path, within: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """Starts `agora-node ARGUMENTS` in a new interpreter, as users do; it gets SIGTERM when this process dies.
+    """Starts `agora-node` with these arguments in a new interpreter; it gets SIGTERM when this process dies.
 
-    within: a command that replaces itself by the one that follows it, such as `ip netns exec NAME`.
+    log: the file for its output. within: a command that executes the one after it, such as `ip netns exec NAME`.
     """
 
     def terminate_with_parent() -> None:
-        """Runs in the new process: has the kernel send it SIGTERM when its parent dies (PR_SET_PDEATHSIG)."""
+        """Runs in the new process: asks the kernel for a SIGTERM when the parent dies."""
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     with log.open("wb") as output:

@@ -181,10 +181,10 @@ def move(
 def _ask_and_print(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_SECONDS, **arguments: Any
 ) -> paths.Entry:
-    """Asks the daemon that RUN and --dir mean, prints its answer and returns its entry.
+    """Sends a question to the daemon that RUN and --dir mean, prints its answer, and returns its registry entry.
 
-    Raises Failure, which says what to do, when there is not exactly one such daemon, when it refuses, or when it does
-    not answer within `timeout_s`.
+    Raises Failure when there is not exactly one such daemon, when it refuses, or when it does not answer within
+    `timeout_s` seconds.
     """
     entry = _the_daemon(run, directory)
     try:
@@ -199,9 +199,9 @@ def _ask_and_print(
 
 
 def _the_daemon(run: str | None, directory: Path | None) -> paths.Entry:
-    """Returns this user's one running daemon on this machine, narrowed by `run` and `directory` where given.
+    """Returns the registry entry of this user's only running daemon on this machine that is of `run` and `directory`.
 
-    Raises Failure when there is none or more than one.
+    None means any. Raises Failure when there is no such daemon, or more than one.
     """
     entries = paths.daemons()
     if directory is not None:

@@ -1,4 +1,4 @@
-"""`swarm`: for everyone who starts, watches or measures a run.
+"""`swarm`: what people run to start, watch, plan or use a run.
 
 Knows: the commands and their flags. Must not know: how they do it (a module per command).
 """
@@ -365,7 +365,7 @@ def plan(
 
 
 def _find_base_model(named: Path | None) -> Path | None:
-    """Returns the folder that --base-model names. A model of the Hub is fetched if this machine does not have it."""
+    """Returns the folder that --base-model names, None without it; fetches a model of the Hub if it is not here."""
     if named is None:
         return None
     from agora.node.base_model_place import base_model_place

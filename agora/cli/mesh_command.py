@@ -1,6 +1,6 @@
 """`swarm mesh`: writes the WireGuard configurations of a group's own network, and makes a machine's key.
 
-Knows: files and what is printed. Must not know: what a configuration says (agora.node.wireguard).
+Knows: files and what is printed. Must not know: the content of a configuration (agora.node.wireguard).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agora.node import wireguard
 
 
 def make_key(path: Path, *, as_json: bool) -> int:
-    """Makes the key of this machine and prints its public part, for the list of machines."""
+    """Writes this machine's new private key to `path`, prints its public key, and returns the exit code."""
     public = wireguard.write_key(path)
     console.print_line(
         f"the private key is in {path} and stays there; this is the public one, for the list of machines:"
@@ -27,7 +27,10 @@ def make_key(path: Path, *, as_json: bool) -> int:
 
 
 def write_configurations(machines: Path, out: Path, *, as_json: bool) -> int:
-    """Writes OUT/NAME.conf for each machine of the list, and says what to do with them."""
+    """Writes OUT/NAME.conf for each machine of the list, prints what to do with the files, returns the exit code.
+
+    Raises InputError for a wrong list, DiskError when OUT cannot be written.
+    """
     mesh = wireguard.read_mesh(_text_of(machines), str(machines))
     written: dict[str, str] = {}
     try:

@@ -29,11 +29,11 @@ def run(
     name: str | None,
     choice: TuningChoice = NOTHING_CHOSEN,
 ) -> None:
-    """Writes the file `path`, which must be new, and prints what it says and how to go on. The arguments are flags.
+    """Writes a manifest to the new file `path`, and prints a summary and the next command. The arguments are flags.
 
-    name: None for one made of the file's. Raises Failure when the file exists or cannot be written, for a preset
-    beside a base model, for a choice without one, and for a manifest that is not valid; BaseModelError for a base model
-    that cannot be had.
+    name: the run's name, None to make it of the file's. Raises Failure when the file exists or cannot be written, for
+    both a preset and a base model, for a choice without a base model, and for an invalid manifest; BaseModelError for a
+    base model that cannot be fetched or read.
     """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model are two beginnings; give one of them", USAGE)
@@ -65,7 +65,7 @@ def run(
 
 
 def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
-    """Returns what to do about the tokenizer of a preset, for people: [] where plain bytes use the whole vocabulary."""
+    """Returns a line for people about a preset's tokenizer; [] if bytes use the whole vocabulary, or it is a file."""
     if made.data.tokenizer != BYTES or made.model.vocabulary == BYTE_VALUES:
         return []
     return [
@@ -75,9 +75,9 @@ def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
 
 
 def _find_base_model(named: Path) -> tuple[Path, Path]:
-    """Returns the base model's folder, and how to name the same model in the next command.
+    """Returns the base model's folder, and the name of the same model for the next command.
 
-    A model of the Hub is fetched, as its revision is now; then its name has the commit. Raises BaseModelError.
+    A model of the Hub is fetched first; its name then contains the commit. Raises BaseModelError.
     """
     wanted = hub_id_of(named)
     if wanted is None:

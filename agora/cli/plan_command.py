@@ -1,4 +1,4 @@
-"""`swarm plan`: which machine should hold which stages of a run, what speed comes of it, and what would help.
+"""`swarm plan`: shows which machine should hold which stages of a run, at what speed, and what would help.
 
 Knows: the files of the command, how a plan is printed. Must not know: how one is found (agora.plan.search), torch.
 """
@@ -22,20 +22,23 @@ from agora.plan.advice import Gain, explain_bottleneck, gain_of_one_more
 from agora.plan.assignment import Assignment, Plan
 from agora.plan.cost import RunCost
 from agora.plan.cost_of_run import run_cost
-from agora.plan.drawing import picture_lines, picture_svg, table_lines
+from agora.plan.drawing import picture_lines, picture_svg, plan_table
 from agora.plan.machine import Machine
 from agora.plan.peers_file import PeersFile, read_peers
 from agora.plan.search import make_plan
 
 SEED: Final = 0
-"""Of the search: the same file gives the same plan."""
+"""Seed of the search: the same file gives the same plan."""
 MOST_KINDS: Final = 12
-"""For so many kinds at most the command says what one more machine would bring."""
+"""Most kinds of machines for which the command says what one more would add."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """What the command was asked. picture: the SVG file to write. added: the one kind of machine to try once more."""
+    """The flags of the command; immutable.
+
+    peers: the file of machines. picture: the SVG file to write. added: the only kind of which to try one more machine.
+    """
 
     run: str
     peers: Path
@@ -45,7 +48,7 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run's name, its costs, the plan for it, and what one more machine of each kind would bring."""
+    """A run's name, its costs, the plan for it, and what one more machine of each kind would add. Immutable."""
 
     name: str
     cost: RunCost
@@ -54,7 +57,7 @@ class PlannedRun:
 
 
 def run(question: PlanQuestion, *, as_json: bool) -> int:
-    """Prints the plan for the machines of a file, and returns the exit code.
+    """Plans a run for the machines of a file, prints the plan, writes the picture if asked, returns the exit code.
 
     Raises InputError for a wrong file, MemoryError_ when the machines cannot hold the model, and what find_manifest
     raises.
@@ -73,19 +76,21 @@ def run(question: PlanQuestion, *, as_json: bool) -> int:
 
 
 def find_manifest(text: str) -> Manifest:
-    """Returns the manifest of a run: that of a file, signed or not, or one that this machine has joined.
+    """Returns the manifest of the run `text`: a file's, signed or not, or that of a run that this machine has joined.
 
-    Raises InputError or Failure for a run that this machine does not know, ManifestError or DiskError for its file.
+    Raises InputError or Failure for a run that this machine does not know, ManifestError or DiskError for a file that
+    is malformed or cannot be read.
     """
     reference = runs.resolve(text, paths.home_at())
     return reference.draft if reference.draft is not None else find_run(text, ()).signed.manifest
 
 
 def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> PlannedRun:
-    """Returns the plan of a run for these machines. added: the only kind to try once more; None: each of the file's.
+    """Returns the plan of a run for these machines, and what one more of each kind would add.
 
-    Where daemons choose between keeping graphs and repeating forwards, both are planned, and the faster plan is taken.
-    Raises InputError for a machine that can hold no stage, MemoryError_ when all cannot hold the model together.
+    added: the only kind to try; None for each of the file's, up to MOST_KINDS. Where daemons choose themselves whether
+    to keep graphs or to repeat forwards, both are planned, and the faster plan is returned. Raises InputError for a
+    machine that can hold no stage, MemoryError_ when all together cannot hold the model.
     """
     costs = [run_cost(manifest, in_bf16=peers.in_bf16)]
     if manifest.schedule.activations == "auto":
@@ -106,7 +111,7 @@ def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> 
 
 
 def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
-    """Raises InputError, which names the machine, for the first one that can hold no stage of the run."""
+    """Raises InputError, which names the machine, if any of `machines` can hold no stage of the run."""
     stages = [Span(stage, stage) for stage in range(cost.stage_count)]
     needs = [cost.memory(stage, in_host=in_host) for stage in stages for in_host in (False, True)]
     for machine in machines:
@@ -119,13 +124,13 @@ def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
 
 
 def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
-    """Returns what the command prints for people. sign: of which bars are made."""
+    """Returns the lines that the command prints for people. sign: the character that bars are made of."""
     cost, plan = planned.cost, planned.plan
     return [
         f"{planned.name}: {_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
         f"activations: {cost.activations}",
         "",
-        *table_lines(cost, plan),
+        *plan_table(cost, plan),
         "",
         *picture_lines(cost, plan, sign=sign),
         "",
@@ -135,7 +140,7 @@ def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
 
 
 def plan_fields(planned: PlannedRun) -> dict[str, Any]:
-    """Returns the command's JSON object."""
+    """Returns the fields of the command's JSON object."""
     cost, plan = planned.cost, planned.plan
     slowest = plan.bottleneck.stages
     return {
@@ -160,7 +165,7 @@ def plan_fields(planned: PlannedRun) -> dict[str, Any]:
 
 
 def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
-    """Returns what the JSON object says of one machine."""
+    """Returns the fields of one machine in the JSON object."""
     span = assignment.span
     return {
         "name": assignment.machine.name,
@@ -173,12 +178,12 @@ def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
 
 
 def _speed(planned: PlannedRun) -> str:
-    """Returns the plan's speed in words."""
+    """Returns the plan's expected tokens per second in words."""
     return f"{planned.plan.rate * planned.cost.tokens:,.0f} tokens/s expected"
 
 
 def _gain(cost: RunCost, gain: Gain) -> str:
-    """Returns in words what one more machine brings."""
+    """Returns in words what one more machine adds."""
     if gain.factor < 1.0005:
         return "no faster, it would stand by"
     return f"{gain.rate_with * cost.tokens:,.0f} tokens/s, {100 * (gain.factor - 1):.1f} % more"
@@ -197,7 +202,7 @@ def _read(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes the picture. Raises DiskError when it cannot be written."""
+    """Writes `text` to the picture's file, replacing an old one. Raises DiskError when it cannot be written."""
     try:
         paths.replace_text(path, text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`swarm sample`: the present model of a run continues a text.
+"""`swarm sample`: lets the present model of a run continue a text, and prints that.
 
 Knows: the flags, where weights come from (stage_sources), what is printed. Must not know: how a model computes. Loads
 torch only once there are weights.
@@ -19,14 +19,15 @@ from agora.cli.stage_sources import base_model_folder, find_stages, steps_by_sta
 from agora.cli.text_sample import WholeModel, load_model
 
 UNFINISHED: Final = "�"
-"""What decoding puts for the bytes of a character that is not whole yet."""
+"""What decoding returns for the bytes of a character that is not complete yet."""
 MOST_UNFINISHED: Final = 3
+"""Most replacement characters at a text's end that an incomplete character can cause."""
 MOST_SEED: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How text is drawn: at most `tokens` tokens from softmax(logits / temperature). seed: None draws one."""
+    """How text is sampled: at most `tokens` tokens from softmax(logits / temperature). seed: None for a random one."""
 
     tokens: int = 200
     temperature: float = 0.8
@@ -45,7 +46,7 @@ def run(
 ) -> int:
     """Prints how the model of the run `wanted` continues `prompt`, and returns the exit code.
 
-    The text appears as it is drawn, unless `as_json`: then one object has it all. base_model: see base_model_folder.
+    The text is printed as it is sampled; with `as_json`, at the end in one object. base_model: see base_model_folder.
     Raises what find_stages, base_model_folder and load_model raise.
     """
     sources = find_stages(wanted, directories, average=average)
@@ -74,9 +75,9 @@ def run(
 
 
 def _pieces(model: WholeModel, prompt: str, sampling: Sampling, seed: int, taken: list[int]) -> Iterator[str]:
-    """Yields the text that the model goes on with, piece by piece, and adds its token ids to `taken`.
+    """Yields the model's continuation of `prompt`, piece by piece, and appends its token ids to `taken`.
 
-    An empty prompt begins a document. The text ends with the document.
+    An empty prompt begins a document. The text ends after sampling.tokens tokens, or when the model ends the document.
     """
     from agora.model.generation import continue_ids
 
@@ -88,9 +89,9 @@ def _pieces(model: WholeModel, prompt: str, sampling: Sampling, seed: int, taken
 
 
 def decoded_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], taken: list[int]) -> Iterator[str]:
-    """Yields for each id the text that is whole with it, "" inside a character, and adds the id to `taken`.
+    """Yields for each token id the characters that it completes, possibly "", and appends the id to `taken`.
 
-    What stays unfinished at the end comes as U+FFFD.
+    At the end it yields U+FFFD for a character that stays incomplete. decode: returns the text of token ids.
     """
     shown = 0
     for token in ids:
@@ -103,7 +104,7 @@ def decoded_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], t
 
 
 def _show(text: str) -> None:
-    """Prints text without a line's end; what a terminal would take for a command is shown as "?"."""
+    """Prints text without a newline after it, and "?" for characters that are not printable."""
     safe = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
     print(safe, end="", flush=True)
 

@@ -1,4 +1,4 @@
-"""`swarm simulate`: what the daemon's own decisions make of thousands of simulated machines.
+"""`swarm simulate`: runs the daemon's own decisions on thousands of simulated machines, and prints a report.
 
 Knows: where the scenario is read and the report goes. Must not know: how anything is simulated.
 """
@@ -16,9 +16,10 @@ from agora.sim.simulation_report import SimulationReport
 
 
 def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> int:
-    """Runs a scenario and prints its report; returns the exit code. plots: the folder for pictures, None for none.
+    """Runs the scenario of the file `path`, prints its report, and returns the exit code.
 
-    Raises ScenarioError, Failure when the pictures cannot be written.
+    seed: replaces the scenario's, None to keep that. plots: the folder for pictures, None for none. Raises
+    ScenarioError for a wrong scenario, Failure when the pictures cannot be written.
     """
     scenario = load_scenario(path)
     if seed is not None:
@@ -38,7 +39,7 @@ def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> i
 
 
 def _write_plots(report: SimulationReport, folder: Path) -> None:
-    """Writes the pictures as SVG files into a folder, which is made if it is missing."""
+    """Writes the pictures as SVG files into `folder`, which is made if missing. Raises Failure if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, plot in plots_of(report.measured.samples).items():

@@ -27,28 +27,31 @@ COLLECT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What an export reads: a weights file for every stage, and the signed manifest."""
+    """What an export reads: a weights file for every stage, and the signed manifest. Immutable."""
 
     signed: SignedManifest
     kind: str  # "daemon" or "checkpoints", where the files came from
     average: bool  # whether the files hold the moving averages of the weights
     files: tuple[StageFile, ...]
-    base: Path  # the folder that the paths in the manifest begin in
-    daemon: paths.Entry | None = None  # which collected the files
+    base: Path  # base directory for the manifest's relative paths
+    daemon: paths.Entry | None = None  # the daemon that collected the files
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run that this machine knows. homes: data directories that may have checkpoints of it. daemons: those here."""
+    """A run that this machine knows; immutable.
+
+    homes: data directories that may have checkpoints of it. daemons: this machine's registered daemons of the run.
+    """
 
     signed: SignedManifest
     homes: tuple[paths.Home, ...]
     daemons: tuple[paths.Entry, ...]
-    base: Path  # the folder that the paths in the manifest begin in
+    base: Path  # base directory for the manifest's relative paths
 
 
 def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> Sources:
-    """Returns the weights of every stage of a run: collect_stages(find_run(...)), whose arguments these are."""
+    """Returns the weights of every stage of a run, as collect_stages(find_run(...)); see these for the arguments."""
     return collect_stages(find_run(run, directories, ask_daemons=ask_daemons), average=average)
 
 
@@ -56,8 +59,8 @@ def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True)
     """Returns the run, the data directories to look in, and its daemons on this machine.
 
     run: a name, run id, manifest file or invite. directories: data directories, or folders of them; without any, the
-    default one and those beside a manifest file. ask_daemons: if not, no daemon counts. Raises InputError or Failure
-    for a run that this machine does not know, ManifestError or DiskError for a stored manifest that is malformed.
+    default one and those next to a manifest file. ask_daemons: whether to look for daemons. Raises InputError or
+    Failure for a run that this machine does not know, ManifestError or DiskError for a malformed stored manifest.
     """
     homes = [home for directory in directories for home in _homes_in(directory)]
     if not directories:
@@ -69,10 +72,10 @@ def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True)
 
 
 def collect_stages(found: FoundRun, *, average: bool) -> Sources:
-    """Returns the weights of every stage: collected by a daemon of the run, else the newest checkpoints.
+    """Returns the weights of every stage: collected by a daemon of the run or, without one, the newest checkpoints.
 
-    average: prefers the moving averages of the weights, which most runs keep. Raises Failure with exit code 4 when a
-    stage has none.
+    average: whether to take the moving averages of the weights, if the run keeps them. Raises Failure with exit code 4
+    when a stage has no weights.
     """
     signed, reasons = found.signed, list[str]()
     average = average and signed.manifest.optimizer.average_decay > 0
@@ -90,7 +93,7 @@ def collect_stages(found: FoundRun, *, average: bool) -> Sources:
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
-    """Returns `directory` if it is a data directory, else those in it: `swarm demo --dir` keeps one for each peer."""
+    """Returns [directory] if it is a data directory; otherwise those in it, as `swarm demo --dir` has one per peer."""
     home = paths.home_at(directory)
     if home.runs.is_dir():
         return [home]
@@ -103,7 +106,7 @@ def _homes_below(folder: Path) -> list[paths.Home]:
 
 
 def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
-    """Returns the run that `run` means in the first data directory that knows it. Raises InputError if none does."""
+    """Returns what `run` refers to in the first data directory of `homes` that knows it; raises InputError if none."""
     for home in homes[:-1]:
         with contextlib.suppress(InputError):
             return runs.resolve(run, home)
@@ -113,10 +116,10 @@ def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
 def _find_signed_manifest(
     reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.Entry]
 ) -> SignedManifest:
-    """Returns the run's signed manifest: that of `reference`, else the one stored in a data directory of `homes`.
+    """Returns the run's signed manifest: that of `reference`, or the one stored in a data directory of `homes`.
 
-    A draft is the run of the first of `daemons`. Raises Failure for a draft without a daemon and for a manifest that is
-    in no data directory, ManifestError or DiskError for a stored one that is malformed or cannot be read.
+    An unsigned draft counts as the run of the first of `daemons`. Raises Failure for a draft without a daemon and for a
+    manifest that is in no data directory, ManifestError or DiskError for a stored one that is malformed or unreadable.
     """
     if reference.signed is not None:
         return reference.signed
@@ -136,7 +139,10 @@ def _find_signed_manifest(
 
 
 def _ask_to_collect(entry: paths.Entry, count: int, average: bool) -> tuple[StageFile, ...]:
-    """Has a daemon fetch every stage's weights from the swarm. Raises DaemonUnreachable or DaemonRefused."""
+    """Has a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_SECONDS.
+
+    count: the number of stages. Raises DaemonUnreachable or DaemonRefused.
+    """
     with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS, average=average)
     try:
@@ -149,7 +155,10 @@ def _ask_to_collect(entry: paths.Entry, count: int, average: bool) -> tuple[Stag
 def _newest_checkpoints(
     signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str], average: bool
 ) -> tuple[StageFile, ...]:
-    """Returns the newest whole checkpoint of every stage. Raises Failure, with `reasons`, when a stage has none."""
+    """Returns the weights file of every stage's newest whole checkpoint in `homes`.
+
+    Raises Failure when a stage has none. reasons: why no daemon gave the weights, for that sentence.
+    """
     run, count, files = signed.run_id, signed.manifest.stage_count, dict[int, StageFile]()
     name, prefix = (MOMENTS, f"{AVERAGE}.") if average else (WEIGHTS, "")
     for stage, home in itertools.product(range(count), homes):
@@ -168,15 +177,15 @@ def _newest_checkpoints(
 
 
 def steps_by_stage(sources: Sources) -> list[dict[str, int]]:
-    """Returns for each stage its number and the step of its weights, as --json shows them."""
+    """Returns for each stage {"stage": its number, "step": that of its weights}, as --json shows them."""
     return [{"stage": file.stage, "step": file.step} for file in sources.files]
 
 
 def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
-    """Returns the base model's folder: of `flag`, else the setting of the daemon in the first of `directories`.
+    """Returns the folder of the base model that `flag`, the environment or agora.toml names; None if none does.
 
-    Without any, of that in the default data directory. None where none is named. A model of the Hub is fetched if this
-    machine does not have it. Raises SettingsError, and BaseModelError for a model that cannot be had.
+    agora.toml: that in the first of `directories`, or in the default data directory. A model of the Hub is fetched if
+    it is not on this machine. Raises SettingsError for wrong settings, BaseModelError if the model cannot be fetched.
     """
     home = paths.home_at(next(iter(directories), None))
     flags = {"base_model": absolute_name(flag) if flag else None}

@@ -1,4 +1,4 @@
-"""`swarm status`: what a run looks like, from a daemon on this machine or from a peer of the invite.
+"""`swarm status`: shows the state of a run, as a daemon on this machine or a peer of the invite reports it.
 
 Knows: where to ask and how to show the answer. Must not know: how it is made (agora.swarm.status), torch, hivemind.
 """
@@ -27,9 +27,9 @@ Status = Mapping[str, Any]
 
 
 def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int:
-    """Prints the status once, or with `watch` every 2 s until Ctrl-C, and returns the exit code of the last one.
+    """Prints the status once, or with `watch` every 2 s until Ctrl-C; returns the exit code of the last one.
 
-    Raises Failure for `watch` beside `as_json`, and what `fetch` raises.
+    Raises Failure for `watch` together with `as_json`, and what `fetch` raises.
     """
     if watch and as_json:
         raise console.Failure(
@@ -57,9 +57,9 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
 
 
 def fetch(run: str, home: paths.Home) -> Status:
-    """Returns a run's status from a daemon of this machine, else from a peer over the network, else UNREACHABLE.
+    """Returns a run's status from a daemon of this machine; if none answers, from a peer over the network.
 
-    run: what `runs.resolve` takes; raises what that raises.
+    If no peer answers either, returns a status whose health is UNREACHABLE. run, errors: as for runs.resolve.
     """
     reference = runs.resolve(run, home)
     for entry in paths.daemons():
@@ -89,7 +89,7 @@ def fetch(run: str, home: paths.Home) -> Status:
 
 
 def lines_of(status: Status) -> list[str]:
-    """Returns a status for people: a line for the run, tables of stages and peers, notes, and a line for its health."""
+    """Returns a status as lines for people: the run, tables of stages and peers, notes, and the run's health."""
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
     lines = [f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
@@ -108,7 +108,7 @@ def lines_of(status: Status) -> list[str]:
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:
-    """Returns the line that says what of the samples was trained on, and who says so."""
+    """Returns the line about the present epoch: samples seen, repeated and missed, and which peer reported that."""
     return (
         f"samples epoch {samples['epoch']}: {samples['seen']:,} seen, {samples['repeated']:,} repeated, "
         f"{samples['missed']:,} missed, as {samples['told_by']} knew at step {samples['step']}"
@@ -117,7 +117,7 @@ def _samples_line(samples: Mapping[str, Any]) -> str:
 
 def _stage_cells(row: Mapping[str, Any]) -> list[str]:
     """Returns the cells of a stage's row, in the order of STAGE_COLUMNS; "-" for what is not known yet."""
-    is_counted = row.get("replicas_known", row["replicas"]) == row["replicas"]  # by estimate else
+    is_counted = row.get("replicas_known", row["replicas"]) == row["replicas"]  # otherwise an estimate
     held, share, age = (row.get(key) for key in ("tokens_per_step", "share_counted", "staleness"))
     return [
         str(row["stage"]),
@@ -140,7 +140,7 @@ def _peer_cells(peer: Mapping[str, Any]) -> list[str]:
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns the lines of rows under their columns, each as wide as its widest cell."""
+    """Returns the header `columns` and the rows as lines, every column padded to its widest cell."""
     cells = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,4 +1,4 @@
-"""Loads the whole model of a run to write text; what a demo shows of it: some lines, and the command that exports it.
+"""Loads the whole model of a run to write text; makes what a demo shows of it: some lines, and the export command.
 
 Knows: the weights that an export would read, the tokenizer. Must not know: how a model computes, daemons. Loads torch
 only to sample.
@@ -32,14 +32,14 @@ MOST_TOKENS: Final = 240
 
 
 def begin_loading() -> None:
-    """Begins to import what sampling needs, torch above all, in a thread: it takes seconds."""
+    """Starts a thread that imports what sampling needs, mainly torch, which takes seconds; does not wait for it."""
     Thread(target=import_module, args=("agora.model.generation",), daemon=True).start()
 
 
 def try_sample(manifest: Path, seed: int, base_model: Path | None = None) -> list[str]:
-    """Returns LINES lines that the run of a manifest file writes, by the checkpoints beside the file.
+    """Returns up to LINES lines of text that the model writes whose checkpoints are next to the file `manifest`.
 
-    base_model: as for load_model. When that is impossible, prints why and returns [].
+    base_model: as for load_model. If that is impossible, prints why and returns [].
     """
     try:
         sources = find_stages(str(manifest), [manifest.parent], average=True, ask_daemons=False)
@@ -50,7 +50,7 @@ def try_sample(manifest: Path, seed: int, base_model: Path | None = None) -> lis
 
 
 class WholeModel(NamedTuple):
-    """The model of a run in one stage, with its tokenizer. context: the most tokens that it sees."""
+    """The model of a run as one stage, with its tokenizer. context: the most tokens that it attends to. Immutable."""
 
     stage: Stage
     tokenizer: Tokenizer
@@ -60,8 +60,8 @@ class WholeModel(NamedTuple):
 def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
     """Returns the run's model as one stage over all layers, with its tokenizer; sets torch to one thread.
 
-    base_model: the folder of the base model, which runs that train LoRA need: their weights are those beside it. Raises
-    Failure without it, ExportError for damaged weights, and what open_tokenizer and Family.load_stage raise.
+    base_model: the folder of the base model, which runs that train LoRA need: `sources` has only their LoRA matrices.
+    Raises Failure without it, ExportError for damaged weights, and what open_tokenizer and Family.load_stage raise.
     """
     import torch
 
@@ -85,10 +85,10 @@ def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
 
 
 def sample_lines(sources: Sources, seed: int, base_model: Path | None = None) -> list[str]:
-    """Returns LINES lines, none blank, that the model writes from the beginning of a document on.
+    """Returns up to LINES lines, none blank, that the model writes at the begin of a document.
 
-    They are cut to LINE_CHARACTERS. MOST_TOKENS tokens may hold fewer. The same sources and seed give the same lines.
-    Raises what load_model raises.
+    Lines are cut to LINE_CHARACTERS. At most MOST_TOKENS tokens are sampled, which may hold fewer lines. The same
+    sources and seed give the same lines. Raises what load_model raises.
     """
     from agora.model.generation import continue_ids
 
@@ -105,7 +105,7 @@ def sample_lines(sources: Sources, seed: int, base_model: Path | None = None) ->
 
 
 def printable_lines(text: str) -> Iterator[str]:
-    """Yields the lines that are not blank, cut, with "?" for what a terminal should not be given."""
+    """Yields the lines of `text` that are not blank, cut to LINE_CHARACTERS, with "?" for unprintable characters."""
     for line in text.splitlines():
         shown = "".join(letter if letter.isprintable() else "?" for letter in line.expandtabs(4))
         if shown.strip(" ?"):
@@ -113,7 +113,10 @@ def printable_lines(text: str) -> Iterator[str]:
 
 
 def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) -> list[str]:
-    """Returns what a demo prints of its model. directory: that of --dir, None when nothing of the run is kept."""
+    """Returns the lines that a demo prints about its model: the sampled lines, and the command that exports it.
+
+    directory: that of --dir, None when nothing of the run is kept.
+    """
     heading = f"text          what the model writes after {steps} steps; spelling comes first, sense much later:"
     file = "demo/run.toml" if directory is None else str(directory.expanduser().absolute() / "run.toml")
     command = _command("export", file, "--out", "model")
@@ -123,7 +126,7 @@ def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) ->
 
 
 def _command(*arguments: str) -> str:
-    """Returns a command line of `swarm` for a shell, by the path by which this process was started."""
+    """Returns a shell command line `swarm ARGUMENTS`, with the path by which this process was started."""
     program = Path(sys.argv[0]).absolute()
     words = [str(program)] if program.name == "swarm" else [sys.executable, "-m", "agora.cli.main_swarm"]
     return shlex.join([*words, *arguments])

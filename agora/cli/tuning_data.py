@@ -1,7 +1,7 @@
-"""Looks at the data of a run that begins with a base model, before anything is trained: format, samples, rows.
+"""Surveys the data of a run that begins with a base model, before anything is trained: format, samples, rows.
 
-Knows: what a run can learn from, what a row is, which sentence says what is wrong with a file. Must not know: torch,
-manifests. It counts what `swarm data` counts.
+Knows: what a run can learn from, what a row is, what may be wrong with a file. Must not know: torch, manifests. It
+counts what `swarm data` counts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ROWS_OF_A_PAIR: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """A data file and what it would be in training.
+    """A data file, and the counts of its samples and tokens for training. Immutable.
 
-    path: absolute. columns: pairs of the format's name of a column and the file's. found: counted with rows of
-    context + 1 tokens, of which each but the first is a target.
+    path: absolute. columns: pairs of a column's name in the format and its name in the file. found: counted with rows
+    of context + 1 tokens, of which all but the first are targets.
     """
 
     path: Path
@@ -37,21 +37,21 @@ class TrainingData:
 
     @property
     def objective(self) -> Objective:
-        """What is learnt of the file."""
+        """The training objective for which the file was counted."""
         return self.found.objective
 
     @property
     def learnt(self) -> int:
-        """The number of samples that have something to learn within the context."""
+        """Number of samples that have a supervised token within the context."""
         return self.found.samples - self.found.left_out
 
     @property
     def rows(self) -> int:
-        """The rows that hold all samples once: packed sequences, or two for each preference."""
+        """Number of rows that hold all samples once: packed sequences, or two rows for each preference."""
         return ROWS_OF_A_PAIR * self.learnt if self.found.rows is None else self.found.rows
 
     def summary_lines(self, context: int) -> list[str]:
-        """Returns what was found, for people. context: tokens of a row."""
+        """Returns the counts as lines for people. context: tokens of a row."""
         found = self.found
         share = 100 * found.supervised / found.tokens
         packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
@@ -68,7 +68,7 @@ class TrainingData:
 
 
 def known_objective(text: str | None) -> Objective | None:
-    """Returns what --objective says, None if it was not given. Raises Failure for another word."""
+    """Returns the objective that --objective names, None if it was not given. Raises Failure for an unknown one."""
     if text is None:
         return None
     for objective in OBJECTIVES:
@@ -80,11 +80,11 @@ def known_objective(text: str | None) -> Objective | None:
 def read_training_data(
     path: Path, base_model: Path, columns: str | None, objective: Objective | None, context: int
 ) -> TrainingData:
-    """Reads the whole file once and counts what it would be in training with the tokenizer in `base_model`.
+    """Reads the whole file once, and counts its samples and tokens for training with the tokenizer in `base_model`.
 
-    columns: as --columns has them. objective: None for the format's usual one. context: targets of a row. Raises
-    InputError for malformed columns, DataError for what is wrong in the file, DiskError if it cannot be read, Failure
-    if nothing in it can be learnt.
+    columns: the value of --columns. objective: None for the format's usual one. context: number of targets of a row.
+    Raises InputError for malformed columns, DataError if the file is wrong, DiskError if it cannot be read, Failure if
+    nothing in it can be learnt.
     """
     mapped = parse_columns(columns) if columns else {}
     file = open_samples(path.expanduser().absolute(), mapped, objective)
@@ -107,7 +107,7 @@ def read_training_data(
 
 
 def _refuse_unreadable_corpus(file: SampleFile) -> None:
-    """Raises Failure unless a run can read the file as text: in a format of a corpus, with a column `text`."""
+    """Raises Failure unless a run can read the file as a corpus: with a known suffix and the only column `text`."""
     if file.path.is_dir() or file.path.suffix not in READERS:
         known = " or ".join(", ".join(READERS).rsplit(", ", 1))
         raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", USAGE)

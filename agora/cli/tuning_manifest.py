@@ -1,12 +1,12 @@
 """Makes the manifest of a run that begins with a base model: for `swarm new` and for `swarm demo`.
 
-Knows: good values to begin with, and why. Must not know: flags' names on a command line, how layers are computed. Loads
-torch and transformers, which check the base model's files.
+Knows: good default values, and why. Must not know: how flags are parsed, how layers are computed. Loads torch and
+transformers, which check the base model's files.
 
 | trained | objective | learning rate | why |
 |---|---|---|---|
 | all | lm, sft, dpo | 2e-5 | small steps keep what the model knows |
-| lora | lm, sft | 2e-4 | the usual one of QLoRA: its matrices begin at zero and have far to go |
+| lora | lm, sft | 2e-4 | the usual one of QLoRA: its matrices start at zero and must change a lot |
 | lora | dpo | 2e-5 | the loss of a pair sums over all tokens of two answers; at higher rates both become less likely |
 """
 
@@ -48,9 +48,9 @@ TOKENIZER: Final = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class TuningChoice:
-    """What is learnt, of which data, by which parameters; None for what nobody has chosen.
+    """The chosen data, objective and trained parameters; None for what was not chosen. Immutable.
 
-    columns: as "prompt=question,completion=answer". epochs: how often the data is seen.
+    columns: such as "prompt=question,completion=answer". epochs: how often the data is seen.
     """
 
     data: Path | None = None
@@ -63,14 +63,14 @@ class TuningChoice:
 
 @dataclass(frozen=True, slots=True)
 class TuningManifest:
-    """A manifest, and what was found in the data file that it names; None if it names none."""
+    """A manifest, and the counts of the data file that it names, None if it names none. Immutable."""
 
     manifest: Manifest
     data: TrainingData | None
     epochs: float
 
     def summary_lines(self) -> list[str]:
-        """Returns what the run will learn from, and in how many steps, for people; [] without a data file."""
+        """Returns lines for people: the data that the run learns from, and its number of steps; [] without data."""
         if self.data is None:
             return []
         optimizer, model = self.manifest.optimizer, self.manifest.model
@@ -84,11 +84,11 @@ class TuningManifest:
 
 
 def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> TuningManifest:
-    """Returns a manifest that trains the Hugging Face model in `folder`, as chosen.
+    """Returns a manifest, named `name`, that trains the Hugging Face model in `folder` as chosen.
 
     Reads the weights files once, for their hashes, and the data file once. Raises Failure without a tokenizer in the
     folder and for choices that do not fit together, BaseModelError for missing or unreadable files, ManifestError for a
-    config that cannot be trained, TuningMissing without transformers, DataError for what is wrong in the data file.
+    config that cannot be trained, TuningMissing without transformers, DataError if the data file is wrong.
     """
     from agora.model.hf_family import HfFamily
 
@@ -125,7 +125,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
 
 
 def check_choice(choice: TuningChoice) -> Objective | None:
-    """Returns the objective that was chosen, if any. Raises Failure for choices that are wrong or do not fit."""
+    """Returns the chosen objective, None if none was. Raises Failure for choices that are wrong or do not fit."""
     objective = known_objective(choice.objective)
     for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
         if value is not None and value not in known:
@@ -140,7 +140,7 @@ def check_choice(choice: TuningChoice) -> Objective | None:
 
 
 def chosen_parameters(choice: TuningChoice, objective: Objective) -> str:
-    """Returns which parameters are trained, "all" or "lora". Raises Failure where that does not fit the rest."""
+    """Returns which parameters are trained, "all" or "lora". Raises Failure if that does not fit the other choices."""
     trained = choice.trained or ("all" if objective == "lm" else "lora")
     if trained == "all" and objective == "dpo":
         raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", USAGE)
@@ -150,9 +150,9 @@ def chosen_parameters(choice: TuningChoice, objective: Objective) -> str:
 
 
 def fitting_context(data: TrainingData, context: int) -> int:
-    """Returns the context for the data, at most `context`: for dpo the longest answer in whole CONTEXT_BLOCKs.
+    """Returns the context for the data, at most `context`: for dpo, that of the longest sample in whole CONTEXT_BLOCKs.
 
-    Each row of dpo holds one answer and the rest of it is computed for nothing. Other rows are packed full.
+    A row of dpo holds one answer, and its padding costs computation. Rows of other objectives are packed full.
     """
     if data.objective != "dpo":
         return context
@@ -160,7 +160,7 @@ def fitting_context(data: TrainingData, context: int) -> int:
 
 
 def optimizer_values(trained: str, objective: Objective, context: int) -> dict[str, Any]:
-    """Returns what [optimizer] says whatever the data are: rate, tokens of a step, no decay, which average is kept.
+    """Returns the fields of [optimizer] that do not depend on the data file, by name.
 
     Adapters keep no moving average: they learn for a few hundred steps, in which an average would lag behind.
     """
@@ -174,10 +174,10 @@ def optimizer_values(trained: str, objective: Objective, context: int) -> dict[s
 
 
 def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, Any]:
-    """Returns what [optimizer] says of the data: how many steps see the training rows `epochs` times, and warm-up.
+    """Returns target_tokens, total_steps and warmup_steps of [optimizer], so that steps see the data `epochs` times.
 
-    A step has about ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP where that many would leave fewer than
-    MANY_STEPS steps; of text it has TARGET_TOKENS. A row of sft counts as its supervised tokens, as many as the mean.
+    A step has about ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP if otherwise there were fewer than
+    MANY_STEPS steps; of text it has TARGET_TOKENS tokens. A row of sft counts as the mean number of supervised tokens.
     """
     trained_rows = data.rows * (1.0 - heldout_share(data)) * epochs
     if data.objective == "lm":
@@ -192,16 +192,17 @@ def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, An
 
 
 def heldout_share(data: TrainingData) -> float:
-    """Returns the share of the data to hold out: LEAST_HELDOUT, or of few samples what HELDOUT_SAMPLES are of them."""
+    """Returns the share of the data to hold out, 0 to 1: LEAST_HELDOUT of text, about HELDOUT_SAMPLES of samples."""
     if data.objective == "lm":
         return LEAST_HELDOUT
     return round(min(MOST_HELDOUT, max(LEAST_HELDOUT, HELDOUT_SAMPLES / data.learnt)), 3)
 
 
 def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
-    """Returns the text of config.json and its sizes.
+    """Returns the text of the folder's config.json, and the sizes in it.
 
-    Raises BaseModelError if it cannot be read, ManifestError if it cannot be trained, Failure without a tokenizer.
+    Raises BaseModelError if it cannot be read, ManifestError if it cannot be trained, Failure if the folder has no
+    tokenizer.
     """
     from agora.model.base_model import read_config
 
@@ -219,9 +220,9 @@ def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
 
 
 def _hash_weights(folder: Path) -> dict[str, Any]:
-    """Returns what [model] says of the weights: each file's name and SHA-256, and the hash of the list of tensors.
+    """Returns the fields of [model] about the weights: each file's name and SHA-256, and the tensor list's hash.
 
-    Raises BaseModelError for missing or unreadable files.
+    Reads all weights files, which it says in a line. Raises BaseModelError for missing or unreadable files.
     """
     from agora.model.base_model import file_hash, tensor_list_hash, weight_files
 
@@ -233,7 +234,7 @@ def _hash_weights(folder: Path) -> dict[str, Any]:
 
 
 def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
-    """Returns what [data] says of the file: a corpus for lm, else samples with their columns and hashes."""
+    """Returns the fields of [data] about the file: a corpus for lm, otherwise samples with columns and hashes."""
     if data.objective == "lm":
         return {"corpus": (str(data.path),)}
     return {
@@ -245,7 +246,7 @@ def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
 
 
 def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
-    """Returns the SHA-256 of the samples, and of tokenizer and chat template."""
+    """Returns the fields samples_hash and tokenizer_hash: SHA-256 of the samples, and of tokenizer with template."""
     from agora.data.data_hashes import hash_samples, hash_tokenizer
     from agora.data.model_tokenizer import open_training_tokenizer
 

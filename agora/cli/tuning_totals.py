@@ -1,4 +1,4 @@
-"""What the journals of a demo say of tuning: the metrics of its objective, and how many samples were learnt how often.
+"""Adds up what the journals of a demo report of tuning: the objective's metrics, and how many samples were learnt.
 
 Knows: the fields of the events MicrobatchCompleted and SamplesCounted. Must not know: losses, steps, processes, files.
 """
@@ -16,39 +16,39 @@ SAMPLE_COUNTS: Final = ("seen", "repeated", "missed")
 
 @dataclass
 class MetricSums:
-    """Adds up the metrics of some microbatches."""
+    """Sums of the metrics of several microbatches. sums: as in MicrobatchCompleted; empty before the first."""
 
     tokens: int = 0
     sums: list[float] = field(default_factory=list)
 
     def add(self, metrics: Sequence[float], tokens: int) -> None:
-        """Adds one microbatch's sums."""
+        """Adds one microbatch's metric sums and its number of tokens."""
         self.tokens += tokens
         self.sums = [mine + more for mine, more in zip(self.sums or [0.0] * len(metrics), metrics, strict=False)]
 
 
 @dataclass
 class TuningTotals:
-    """Adds up the lines of all journals that are about tuning. step_tokens: the target of a step."""
+    """Adds up the lines of all journals that are about tuning. step_tokens: the target tokens of a step."""
 
     objective: str
     trainable_parameters: int
     step_tokens: int
     samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SAMPLE_COUNTS, 0))
-    steps: list[MetricSums] = field(default_factory=lambda: [MetricSums()])  # of each step's worth; the last may lack
+    steps: list[MetricSums] = field(default_factory=lambda: [MetricSums()])  # per `step_tokens` tokens; last: partial
     evaluated: MetricSums = field(default_factory=MetricSums)
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Adds one line of a journal."""
+        """Adds one line, as its JSON fields, of any peer's journal; ignores lines of other events."""
         if fields.get("event") == "SamplesCounted":
-            if fields["seen"] >= self.samples["seen"]:  # every origin counts what it knows of all of them
+            if fields["seen"] >= self.samples["seen"]:  # every origin counts all samples, as far as it knows of them
                 self.samples = {name: int(fields[name]) for name in SAMPLE_COUNTS}
         elif fields.get("event") == "MicrobatchCompleted" and (metrics := fields.get("metrics")):
             is_training = fields.get("purpose", "train") == "train"
             self._add_metrics(metrics, int(fields.get("tokens", 0)), is_training=is_training)
 
     def _add_metrics(self, metrics: Sequence[float], tokens: int, *, is_training: bool) -> None:
-        """Adds the sums of one microbatch to those of its step, or to those of the evaluation."""
+        """Adds the sums of one microbatch to those of its step or, if not `is_training`, to those of the evaluation."""
         if not is_training:
             self.evaluated.add(metrics, tokens)
             return
@@ -57,7 +57,7 @@ class TuningTotals:
         self.steps[-1].add(metrics, tokens)
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the metrics of the last whole step, and under `first` and `eval` those of the first and held out."""
+        """Returns the last whole step's mean metrics by name; as "first" those of the first, as "eval" held-out."""
         whole = [step for step in self.steps if step.tokens >= self.step_tokens] or self.steps
         last, first, evaluated = (
             {name: round(value, 4) for name, value in named_means(self.objective, part.sums, part.tokens).items()}
@@ -66,7 +66,7 @@ class TuningTotals:
         return {**last, "first": first, "eval": evaluated}
 
     def fields(self) -> dict[str, Any]:
-        """Returns what a demo's result says of tuning."""
+        """Returns the fields of a demo's result about tuning."""
         return {
             "objective": self.objective,
             "trainable_parameters": self.trainable_parameters,

@@ -203,7 +203,7 @@ class LoadedSpan:
     def _on_trained(self) -> None:
         """Called when a training microbatch has left the hop: a share of a step may be complete by that."""
         for stage in self.span.stages:
-            self.replicas.on_microbatch_left(stage, self.hop.training)
+            self.replicas.on_microbatch_left(stage, self.hop.training_count)
 
     async def follow_steps(self) -> None:
         """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled."""
@@ -217,7 +217,7 @@ class LoadedSpan:
             self.keeper.on_stepped(event.stage, event.step)
             for waiting in (self._barrier, self.origin):
                 if waiting is not None:
-                    waiting.stepped()
+                    waiting.notify_step()
 
     def _record_epochs(self, step: int) -> None:
         """Remembers what is done of the epochs at a step of stage 0, and reports how many samples that are."""

@@ -1,4 +1,4 @@
-"""Waits for a change of any kind, for the stages here to have taken a step, and for a mean gradient that comes soon.
+"""Lets coroutines wait: for any change, for a step of this peer's stages, for a mean gradient that is expected soon.
 
 Knows: one event loop, steps by number. Must not know: what changes, who takes steps, or what a microbatch is.
 """
@@ -17,28 +17,28 @@ from agora.clock import loop_time
 MAX_WAIT_FRACTION = 0.5
 """A microbatch waits here for at most this part of its remaining time; the rest is for a peer that is further on."""
 MAX_STEPS_AHEAD = 1
-"""How many steps the stages here may be behind a microbatch's step for it to wait. An origin opens a step when all
-tokens of the step before are counted, by replicas that had taken all steps before that; so a replica that is two steps
-behind must first fetch new state."""
+"""A microbatch waits if the stages here are at most this many steps behind its step; otherwise it is refused. An origin
+opens a step when all tokens of the step before are counted, by replicas that had taken all steps before that; so a
+replica that is two steps behind must first fetch new state."""
 LOOK_S = 0.05
-"""Seconds between two looks at whether a mean is still awaited."""
+"""Seconds between two checks of whether a mean is still awaited."""
 RETRY_MS = 200
-"""Milliseconds after which a caller may ask again that was refused because a stage here is behind."""
+"""Milliseconds after which a caller may ask again if it was refused because a stage here is behind."""
 
 
 class ChangeNotifier:
-    """A condition without a lock: `notify` wakes all that `wait`, in order of arrival; each checks what has changed."""
+    """Wakes waiting coroutines, like a condition variable without a lock: each then checks itself what has changed."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes every waiter. Call it on the loop."""
+        """Wakes all coroutines in `wait`, in the order of their arrival. Call it on the event loop."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self, until: float | None = None) -> None:
-        """Returns at the next `notify`, or at `until` on the loop's clock; None: no time limit."""
+        """Returns at the next `notify`, or at loop time `until`; None means no time limit. Raises no TimeoutError."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._event.wait()
@@ -48,7 +48,7 @@ class StepBarrier:
     """Makes a synchronous run's microbatches wait until the stages here have taken the steps before theirs.
 
     So no gradient of one step is ever counted into another, however far apart the replicas are. A microbatch that waits
-    takes no seat. step_of(stage): steps that a stage of `span` has taken.
+    takes no seat. step_of(stage): returns how many steps a stage of `span` has taken.
     """
 
     def __init__(self, span: Span, step_of: Callable[[int], int]) -> None:
@@ -56,16 +56,16 @@ class StepBarrier:
         self._step_of = step_of
         self._changed = ChangeNotifier()
 
-    def stepped(self) -> None:
+    def notify_step(self) -> None:
         """Wakes the waiting microbatches; call it after each step of a stage of the span."""
         self._changed.notify()
 
     def refuse_early(self, first: int, step: int) -> None:
-        """Raises Busy when a stage from `first` on has taken fewer than `step` - MAX_STEPS_AHEAD steps."""
+        """Raises Busy if a stage from `first` to the span's last is more than MAX_STEPS_AHEAD steps behind `step`."""
         self._require_step(first, step - MAX_STEPS_AHEAD)
 
     async def wait_for_step(self, first: int, step: int, deadline: float) -> None:
-        """Returns when the stages from `first` to the span's last have taken `step` steps.
+        """Waits until the stages from `first` to the span's last have taken `step` steps.
 
         Raises Busy after MAX_WAIT_FRACTION of the time until `deadline`, so that the caller can still ask another peer.
         """
@@ -85,10 +85,11 @@ class StepBarrier:
 
 
 class MeanBarrier:
-    """Makes an asynchronous run's microbatches wait while a mean gradient that comes soon is being formed here.
+    """Makes an asynchronous run's microbatches wait while replicas form a mean gradient that is expected soon.
 
-    They count for the step after it, and so are computed on weights with it. A microbatch that waits takes no seat.
-    awaits_mean(stage): whether such a mean is awaited; it becomes False after a while by itself.
+    The waiting microbatches count for the next step, and so are computed on weights that include that mean. A
+    microbatch that waits takes no seat. awaits_mean(stage): returns whether such a mean is awaited; it must become
+    False after a while, since nothing notifies this barrier of that.
     """
 
     def __init__(self, span: Span, awaits_mean: Callable[[int], bool]) -> None:
@@ -96,14 +97,14 @@ class MeanBarrier:
         self._awaits_mean = awaits_mean
         self._changed = ChangeNotifier()
 
-    def stepped(self) -> None:
+    def notify_step(self) -> None:
         """Wakes the waiting microbatches; call it after each step of a stage of the span."""
         self._changed.notify()
 
     async def wait_for_mean(self, first: int, deadline: float) -> None:
-        """Returns when no mean is awaited in the stages from `first` to the span's last.
+        """Waits while a mean is awaited in any stage from `first` to the span's last.
 
-        After MAX_WAIT_FRACTION of the time until `deadline` it returns in any case.
+        Returns in any case after MAX_WAIT_FRACTION of the time until `deadline`; raises nothing.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         stages = range(first, self._span.last + 1)

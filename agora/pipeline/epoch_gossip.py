@@ -1,6 +1,6 @@
-"""Exchanges with the other origins what is taken and done of the epochs in progress: epoch gossip.
+"""Epoch gossip: exchanges with the other origins which rows of the epochs in progress are taken and done.
 
-Knows: GossipEpochs and GossipedEpochs, when to send them to whom. Must not know: what the state means, rows, training.
+Knows: GossipEpochs and GossipedEpochs, when to send them and to whom. Must not know: what the state means, training.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from agora.swarm.conduct import Offence, ReportOffence
 
 INTERVAL_S: Final = 0.25
 HEARTBEAT_S: Final = 2.0
-"""Seconds after which an origin without news tells its state again, to newcomers above all."""
+"""Seconds after which an origin sends its state again although it has not changed, above all for newcomers."""
 TARGETS: Final = 4
-"""Other origins that are told at once."""
+"""Most other origins to which the state is sent at one interval."""
 CALL_S: Final = 3.0
 REPEAT_S: Final = 60.0
-"""Seconds between two reports that an origin trains on other rows."""
+"""Seconds between two reports that one and the same origin trains on other rows."""
 
 
 class SharedEpochs(Protocol):
-    """What this origin knows of the epochs, as integers to tell others."""
+    """Protocol: what this origin knows of the epochs, as integers to send; implemented by data.EpochShares.
+
+    last_told: what `state` last returned; () before its first call.
+    """
 
     @property
     def last_told(self) -> tuple[int, ...]: ...
     def state(self) -> tuple[int, ...]:
-        """Returns what to tell; called once in every interval."""
+        """Returns the present state as integers to send, and remembers it as last_told."""
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Takes in what another origin told. Raises ProtocolError if malformed, DataError if it is of other rows."""
+        """Merges the state `values` of another origin. Raises ProtocolError if malformed, DataError for other rows."""
 
 
 class EpochGossip:
-    """Tells some other origins, at every interval with news, what this one has taken and done; answers theirs."""
+    """Sends this origin's epoch state, when it has changed, to a few others at every interval; answers theirs."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class EpochGossip:
         on_news: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
     ) -> None:
-        """others: returns the other live origins. on_news: is called at every interval, and whenever some was heard."""
+        """others: returns the other live origins. on_news: is called at every interval and for each received state."""
         self._shares = shares
         self._caller = caller
         self._others = others
@@ -79,7 +82,10 @@ class EpochGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def tick(self) -> None:
-        """Tells TARGETS other origins the state, if it has changed or a heartbeat is due."""
+        """Sends the state to up to TARGETS random origins if it has changed or a heartbeat is due; calls `on_news`.
+
+        Starts one task for each call, and does not wait. Origins to which a call is still open are left out.
+        """
         before, now = self._shares.last_told, loop_time()
         state = self._shares.state()
         if state != before or now - self._told_at >= HEARTBEAT_S:
@@ -90,12 +96,12 @@ class EpochGossip:
         self._on_news()
 
     def answer(self, peer: PeerId, message: GossipEpochs) -> GossipedEpochs:
-        """Takes in another origin's state and returns this one's. Raises ProtocolError for a malformed one."""
+        """Merges another origin's state and returns this one's. Raises ProtocolError for a malformed state."""
         self._merge(peer, message.state)
         return GossipedEpochs(self._shares.last_told or self._shares.state())
 
     async def _tell(self, peer: PeerId, request: GossipEpochs) -> None:
-        """Sends one request and takes in the answer. A malformed answer is reported as an offence."""
+        """Sends one request and merges the state in its answer. Reports a malformed answer as an offence of `peer`."""
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             if not isinstance(reply.message, GossipedEpochs):
@@ -104,12 +110,15 @@ class EpochGossip:
         except ProtocolError as error:
             self._report_offence(peer, Offence.BAD_ANSWER, f"{error.code}: {error}")
         except AgoraError:
-            pass  # whoever cannot be reached is told at a later interval, or is not live
+            pass  # an origin that cannot be reached now gets the state at a later interval, or is not live
         finally:
             del self._calls[peer]
 
     def _merge(self, peer: PeerId, state: Sequence[int]) -> None:
-        """Takes in a state. One of other rows is reported as TaskFailed at most every REPEAT_S, and not used."""
+        """Merges the state of `peer` and calls `on_news`. Raises ProtocolError for a malformed state.
+
+        A state of other rows is not used; TaskFailed reports that, at most every REPEAT_S for each peer.
+        """
         try:
             self._shares.merge(peer, state)
         except DataError as error:

@@ -1,6 +1,6 @@
-"""One peer's work on one microbatch: the nested call of which the whole pipeline is the recursion.
+"""One peer's work on one microbatch. Each hop calls the next one; the gradient comes back as the answer of the call.
 
-Knows: the order of things (seat, forward, next stage, backward, answer). Must not know: how tensors are computed
+Knows: the order of the work (seat, forward, next stage, backward, answer). Must not know: how tensors are computed
 (interfaces.SpanCompute), which peer comes next (router), or who draws microbatches (origin).
 """
 
@@ -23,7 +23,7 @@ from agora.moving_average import MovingAverage
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
-from agora.pipeline.ledger import Work, WorkKey, WorkLedger
+from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
 from agora.pipeline.router import Router
 from agora.pipeline.routing import deadline_for_others
 from agora.stepping import SpanResult
@@ -31,13 +31,16 @@ from agora.stepping import SpanResult
 MIN_USEFUL_S = 0.001
 """Seconds: with less time left, a hop starts nothing."""
 PATH_SAMPLES = 33
-"""`Hop.path_s` is the median of so many latest samples."""
+"""Number of latest samples whose median is `Hop.path_s`."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A Process request with its tensors checked, and its deadline on the loop's clock. boundary: None at stage 0."""
+    """A Process request with its checked tensors, and its deadline on the loop's clock. Immutable.
+
+    boundary: what enters the stage; None at stage 0.
+    """
 
     message: Process
     boundary: WireTensor | None
@@ -45,15 +48,15 @@ class Job:
     deadline: float
 
     @property
-    def train(self) -> bool:
-        """Whether the microbatch has a backward and is counted; otherwise it is only evaluated."""
+    def is_training(self) -> bool:
+        """Whether the microbatch has a backward, and its gradient is counted; otherwise it is only evaluated."""
         return self.message.purpose == "train"
 
 
 class Hop:
     """Answers Process requests while this peer holds its span: forward here, call to the next peer, backward here.
 
-    Other peers and this peer's own origin call `process`. queue: microbatches that wait for the device or are on it.
+    Other peers and this peer's own origin call `process`. queue: number of jobs that wait for the device or are on it.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Hop:
         fault: faults.ReachFault = faults.reach,
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_trained: is called whenever a training microbatch has left this hop, with `training` already lower."""
+        """on_trained: is called after each training microbatch that leaves this hop, when training_count is lowered."""
         self._span = compute.span
         self._is_last = compute.span.last == router.stage_count - 1
         self._compute = compute
@@ -77,8 +80,8 @@ class Hop:
         self._barrier = barrier
         self._fault = fault
         self.queue = 0
-        self.training = 0
-        """Training microbatches whose work has begun here and not ended."""
+        self.training_count = 0
+        """Number of training microbatches whose work has begun here and not ended."""
         self._on_trained = on_trained
         self._busy_s = MovingAverage(0.1)
         self._backward_s = MovingAverage(0.1)
@@ -89,10 +92,11 @@ class Hop:
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
-        First waits, until `deadline` on the loop's clock at most, for its stages to reach the microbatch's step. A
-        repeat gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may be missing
-        at stage 0. on_progress gets each Advance. Raises Busy, NotMyStage or ProtocolError before any work; later
-        Unavailable or an error of the compute, when nothing was counted either. Reports refusals as HopRefused.
+        First waits, at most until loop time `deadline`, for its stages to reach the microbatch's step. A repeated
+        request gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may be
+        missing at stage 0. on_progress is called with each Advance. Raises Busy, NotMyStage or ProtocolError before any
+        work; later Unavailable or an error of the compute, and then the gradient is not counted here. Reports refusals
+        as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -110,46 +114,56 @@ class Hop:
         return answer
 
     async def _join_or_start(self, job: Job, on_progress: OnProgress) -> HopAnswer:
-        """Refuses an overlap or a step too far ahead (Busy), waits for the step, then joins or starts the work."""
+        """Waits for the microbatch's step or for a mean, then starts the work or joins it; returns its answer.
+
+        Raises Busy for a microbatch that went through one of these stages before, or whose step is too far ahead.
+        """
         first, step, last = job.message.stage, job.message.step, self._span.last
         key = WorkKey(job.message.microbatch, first)
-        if job.train:
+        if job.is_training:
             self._ledger.refuse_overlap(key, last)
-        if isinstance(self._barrier, MeanBarrier) and job.train:
+        if isinstance(self._barrier, MeanBarrier) and job.is_training:
             await self._barrier.wait_for_mean(first, job.deadline)
         elif isinstance(self._barrier, StepBarrier) and step:
             self._barrier.refuse_early(first, step)
             await self._barrier.wait_for_step(first, step, job.deadline)
         return await self._ledger.run(key, last, job.deadline, on_progress, lambda work: self._perform(job, work))
 
-    async def _perform(self, job: Job, work: Work) -> HopAnswer:
-        """Computes the span and all after it; tells the callers of begin and end. Raises Unavailable if too late."""
+    async def _perform(self, job: Job, work: RunningWork) -> HopAnswer:
+        """Computes this span, has the later stages computed, and returns the answer.
+
+        Sends the callers "accepted" at the begin and "finished" at the end. Raises Unavailable if too little time is
+        left for this hop alone.
+        """
         stage, left_s = job.message.stage, job.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
             raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])
         work.publish(Advance(stage, self._ledger.me, "accepted", self.queue))
-        self.training += job.train
+        self.training_count += job.is_training
         try:
             await self._fault("hop.accepted")
             answer = await (self._finish(job, work) if self._is_last else self._pass_on(job, work))
         finally:
-            self.training -= job.train
-            if job.train:
+            self.training_count -= job.is_training
+            if job.is_training:
                 self._on_trained()
         work.publish(Advance(stage, self._ledger.me, "finished", self.queue))
         return answer
 
     async def _in_queue(self, job: Awaitable[T]) -> T:
-        """Awaits a job of the device and returns its result; counts the job in `queue` until then."""
+        """Awaits a device job and returns its result; `queue` is one higher until then."""
         self.queue += 1
         try:
             return await job
         finally:
             self.queue -= 1
 
-    async def _finish(self, job: Job, work: Work) -> HopAnswer:
-        """Computes the last hop: forward, loss and, when training, backward as one job; commits the work first."""
-        work.committed = job.train
+    async def _finish(self, job: Job, work: RunningWork) -> HopAnswer:
+        """Does the last hop: forward, loss and, when training, backward, as one device job; returns the answer.
+
+        When training, first marks the work as committed: it then runs to its end even if all callers leave.
+        """
+        work.committed = job.is_training
         result = await self._in_queue(
             self._compute.finish(
                 job.message.microbatch,
@@ -162,8 +176,11 @@ class Hop:
         )
         return self._answer(job, result)
 
-    async def _pass_on(self, job: Job, work: Work) -> HopAnswer:
-        """Computes a hop that is not the last: forward, the call to the next peer, and when training the backward."""
+    async def _pass_on(self, job: Job, work: RunningWork) -> HopAnswer:
+        """Does a hop that is not the last: forward, call to the next peer, backward when training; returns the answer.
+
+        When the gradient from downstream cannot be used, another peer is called with the same forward.
+        """
         microbatch, first, purpose = job.message.microbatch, job.message.stage, job.message.purpose
         try:
             output = await self._in_queue(self._compute.forward(microbatch, first, job.boundary, job.tokens, purpose))
@@ -171,55 +188,64 @@ class Hop:
             onward = replace(job.message, stage=self._span.last + 1)
             while True:
                 until = deadline_for_others(loop_time(), job.deadline, 1.5 * (self._backward_s.value or 0.0))
-                below = await self._router.send(onward, [output, job.tokens], until, work.publish)
-                result = await self._backward(below, job, work) if job.train else SpanResult(None, 0.0)
+                downstream = await self._router.send(onward, [output, job.tokens], until, work.publish)
+                result = await self._backward(downstream, job, work) if job.is_training else SpanResult(None, 0.0)
                 if result is not None:
-                    return self._answer(job, result, below.message)
+                    return self._answer(job, result, downstream.message)
         finally:
             self._compute.forget(microbatch, first)  # does nothing after a backward
 
-    async def _backward(self, below: HopAnswer, job: Job, work: Work) -> SpanResult | None:
-        """Runs the backward here. Unusable gradient: reports its sender, keeps the forward, and returns None."""
-        assert below.gradient is not None and below.peer is not None, "Router.send checks the answer"
+    async def _backward(self, downstream: HopAnswer, job: Job, work: RunningWork) -> SpanResult | None:
+        """Runs the backward on the gradient in `downstream`, commits the work, and returns the result.
+
+        If the gradient cannot be used, reports its sender, keeps the forward, and returns None.
+        """
+        assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
         work.committed = True
         started = loop_time()
         try:
             result = await self._in_queue(
-                self._compute.backward(job.message.microbatch, job.message.stage, below.gradient)
+                self._compute.backward(job.message.microbatch, job.message.stage, downstream.gradient)
             )
         except ProtocolError as error:
             work.uncommit()
-            self._router.report_useless_gradient(self._span.last + 1, below.peer, error)
+            self._router.report_unusable_gradient(self._span.last + 1, downstream.peer, error)
             return None
         self._backward_s = self._backward_s.updated(loop_time() - started)
         return result
 
-    def _answer(self, job: Job, result: SpanResult, below: Processed | None = None) -> HopAnswer:
-        """Returns the answer for upstream: loss, times, gradient. When training, records the times for `path_s`.
+    def _answer(self, job: Job, result: SpanResult, downstream: Processed | None = None) -> HopAnswer:
+        """Returns the answer for upstream: loss, metrics, times and gradient. When training, records the times too.
 
-        The times are this span's own busy milliseconds, and the milliseconds from here to the last hop and back: its
-        own plus those of `below`, the answer from downstream, which also has loss and metrics. below: None at the last
-        hop.
+        downstream: the answer of the next hop, from which loss and metrics are taken; None at the last hop. busy_ms:
+        this span's time on the device. path_ms: busy_ms plus `downstream.path_ms`, to which the router has added the
+        time on the link; it contains no queueing.
         """
-        path_s = result.busy_s + (below.path_ms / 1000.0 if below is not None else 0.0)
-        if job.train:
+        path_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
+        if job.is_training:
             self._busy_s = self._busy_s.updated(result.busy_s)
             self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
-        loss: SpanResult | Processed = result if below is None else below
+        loss: SpanResult | Processed = result if downstream is None else downstream
         message = Processed(loss.loss_sum, loss.tokens, busy_ms, path_ms, loss.log_probabilities, loss.metrics)
         return HopAnswer(message, [] if result.gradient is None else [result.gradient])
 
     @property
     def service_s(self) -> float | None:
-        """The device seconds of a training microbatch here, on average of the latest; None until measured."""
+        """Moving average of the device seconds that a training microbatch takes here; None until measured."""
         return self._busy_s.value
 
     def path_s(self) -> float | None:
-        """Returns the median seconds from here to the last stage and back when nothing waits; None until measured."""
+        """Returns the median seconds of the way from here to the last stage and back, without queueing.
+
+        The median is over the PATH_SAMPLES latest training microbatches; None before the first.
+        """
         return median(self._paths_s) if self._paths_s else None
 
 
 def is_hopeless(left_s: float, own_s: float) -> bool:
-    """Whether `left_s` is less than MIN_USEFUL_S or than half of `own_s`, the usual seconds of this hop's own work."""
+    """Returns whether `left_s` seconds are too few for this hop: less than MIN_USEFUL_S, or than half of `own_s`.
+
+    own_s: the device seconds that a microbatch usually takes here.
+    """
     return left_s < max(MIN_USEFUL_S, 0.5 * own_s)

@@ -1,4 +1,4 @@
-"""What the pipeline needs of the device, as a protocol; the answer of a hop; the tensors that the manifest allows.
+"""Protocols of what the pipeline needs of device and data; the answer of a hop; the tensors that the manifest allows.
 
 Knows: the form of calls and tensors. Must not know: who implements them (train.compute, or arithmetic in tests).
 """
@@ -21,11 +21,12 @@ from agora.stepping import SpanResult
 
 
 class SpanCompute(Protocol):
-    """The device that computes this peer's span of stages.
+    """Protocol: the device that computes this peer's span of stages; implemented by train.Compute.
 
     first: the stage that the microbatch enters. boundary: None at stage 0. purpose, references: as in the message
-    Process. Every failure is an AgoraError, and a cancelled job leaves nothing behind. `finish` (to train) and
-    `backward` count the microbatch: after they returned, its gradient is in the sums; when they raise, it is not.
+    Process. Every failure is an AgoraError, and a cancelled job leaves nothing behind. `finish` (with purpose "train")
+    and `backward` count the microbatch: when they return, its gradient is in the stages' sums; when they raise, it is
+    not.
     """
 
     @property
@@ -34,7 +35,10 @@ class SpanCompute(Protocol):
     async def forward(
         self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
     ) -> WireTensor:
-        """Runs stages `first` to the span's last; returns the boundary. To "train", keeps what `backward` needs."""
+        """Runs stages `first` to the span's last and returns the boundary that leaves the span.
+
+        With purpose "train" it keeps what `backward` needs, until `backward` or `forget`.
+        """
 
     async def finish(
         self,
@@ -45,17 +49,23 @@ class SpanCompute(Protocol):
         purpose: str,
         references: Sequence[float] = (),
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss and, to "train", the backward, as one job."""
+        """Runs stages `first` to the model's last and the loss, as one job; returns loss, times and metrics.
+
+        With purpose "train" it runs the backward too; then the result has the gradient of the boundary.
+        """
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
-        """Runs the backward of an earlier `forward`. After a ProtocolError another gradient may follow."""
+        """Runs the backward of an earlier `forward`, and returns the gradient of the boundary that entered.
+
+        Raises ProtocolError for a gradient that cannot be used; then `backward` may be called again with another one.
+        """
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
-        """Drops the forward that entered at `first` and gets no backward; does nothing when there is none."""
+        """Drops what `forward` kept of the microbatch that entered at `first`; does nothing if nothing is kept."""
 
 
 class NewMicrobatch(Protocol):
-    """A microbatch to train on, and the number by which its source knows it."""
+    """Protocol: a drawn microbatch. tokens: its token ids. number: the number by which its source knows it."""
 
     @property
     def tokens(self) -> WireTensor: ...
@@ -64,46 +74,49 @@ class NewMicrobatch(Protocol):
 
 
 class MicrobatchSource(Protocol):
-    """Where an origin's microbatches come from."""
+    """Protocol: where an origin's microbatches come from; implemented by the run's data."""
 
     def draw(self) -> NewMicrobatch | None:
-        """Returns the next training microbatch; None if there is none until other origins have told more."""
+        """Returns the next training microbatch; None if there is none before more is heard from other origins."""
 
     def completed(self, number: int) -> None:
-        """Records that a drawn microbatch was trained on."""
+        """Records that the drawn microbatch `number` was trained on."""
 
     def released(self, number: int) -> None:
-        """Records that a drawn microbatch is dropped."""
+        """Records that the drawn microbatch `number` was dropped untrained, so that its rows may be drawn again."""
 
     def heldout(self, count: int) -> Iterable[WireTensor]:
-        """Returns at most `count` microbatches that are never trained on, the same at every call."""
+        """Returns the token ids of at most `count` microbatches that are never trained on, the same at every call."""
 
 
 @dataclass(slots=True)
 class HopAnswer(Reply):
-    """A hop's answer to a Process request. peer: who answered, None for this peer itself."""
+    """A hop's answer to a Process request. peer: the peer that answered, None for this peer itself."""
 
     message: Processed
     peer: PeerId | None = None
 
     @property
     def gradient(self) -> WireTensor | None:
-        """Gradient of the boundary that entered; None at stage 0 and when evaluating."""
+        """Gradient of the boundary that entered the hop; None at stage 0 and when evaluating."""
         return self.tensors[0] if self.tensors else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 LEAST_LOG_PROBABILITY: Final = -1000.0
-"""The least log-probability of a token that an answer may tell of a reference, in nats."""
+"""The least log-probability of a token under the reference that an answer may contain, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireShapes:
-    """The dtype and shape of boundaries and their gradients in this run, the shape of tokens, and the objective."""
+    """The tensors that this run allows: dtype and shape of boundaries and gradients, shape of tokens. Immutable.
+
+    objective: its kind, by which answers are checked: "lm", "sft" or "dpo".
+    """
 
     boundary: tuple[str, tuple[int, ...]]
     gradient: tuple[str, tuple[int, ...]]
@@ -112,21 +125,21 @@ class WireShapes:
 
     @property
     def rows(self) -> int:
-        """The rows of a microbatch."""
+        """The number of rows of a microbatch."""
         return self.tokens_shape[-2]
 
     @property
     def targets(self) -> int:
-        """The targets of a microbatch, supervised or not."""
+        """The number of targets of a microbatch, whether supervised or not."""
         return self.rows * (self.tokens_shape[-1] - 1)
 
     def are_references(self, values: Sequence[float], expected: bool) -> bool:
-        """Returns whether these can be the rows' log-probabilities; if none are expected, whether there are none."""
+        """Returns whether `values` can be the log-probabilities of all rows; if not `expected`, whether it is empty."""
         least = LEAST_LOG_PROBABILITY * self.tokens_shape[-1]
         return len(values) == (self.rows if expected else 0) and all(least <= value for value in values)
 
     def find_problem(self, message: Processed, purpose: str) -> str | None:
-        """Returns what is wrong with the numbers of an answer to a request of this purpose, None if nothing is."""
+        """Returns what is wrong, in words, with an answer's numbers for a request of `purpose`; None if nothing is."""
         if not math.isfinite(message.loss_sum) or message.tokens > self.targets:
             return f"sent the loss {message.loss_sum} over {message.tokens} tokens"
         if not self.are_references(message.log_probabilities, purpose == "reference"):
@@ -139,7 +152,10 @@ class WireShapes:
     def boundary_and_tokens(
         self, message: Process, tensors: Sequence[WireTensor]
     ) -> tuple[WireTensor | None, WireTensor]:
-        """Returns a Process request's boundary (None at stage 0) and tokens; ProtocolError unless they fit this run."""
+        """Returns the boundary (None at stage 0) and the tokens of a Process request.
+
+        Raises ProtocolError if these, or the request's references, are not of the form that the manifest implies.
+        """
         if message.purpose == "reference" and self.objective != "dpo":
             raise ProtocolError("bad-message", "this run compares with no reference")
         if not self.are_references(message.references, self.objective == "dpo" and message.purpose != "reference"):

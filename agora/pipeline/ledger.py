@@ -1,7 +1,7 @@
 """The work ledger: a microbatch that enters this peer is started once; a repeat joins it or gets the kept answer.
 
 Knows: seats, running tasks, who waits for them, the answers given; docs/routing.md has the table. Must not know: what
-the work computes. The ledger lives as long as the peer, not as its span: after a move it still answers repeats.
+the work computes. The ledger lives as long as the peer, longer than its span: after a move it still answers repeats.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
 MAX_CACHE_BYTES = 256 << 20
-"""Bytes of all kept answers together, at most."""
+"""Most bytes of all kept answers together."""
 MAX_CACHE_AGE_S = 900.0
 """Seconds after which a kept answer is dropped."""
 MAX_CACHE_ENTRIES = 65536
-"""Answers that are kept, at most."""
+"""Most answers that are kept."""
 ENTRY_BYTES = 512
-"""Bytes that a kept answer costs beside its tensors, about; evaluation answers have no tensors at all."""
+"""Approximate bytes of a kept answer beyond its tensors; answers to evaluations have no tensors at all."""
 CLOSED_RETRY_MS = 2000
-"""Milliseconds after which a caller may ask again that was refused because this peer takes no new work."""
+"""Milliseconds after which a caller that was refused because this peer takes no new work may retry."""
 MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
-"""The bounds of the milliseconds after which a caller may ask again that found all seats taken."""
+"""Least and most milliseconds after which a caller that found all seats taken may retry."""
 OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
-"""Milliseconds after which a caller may ask again whose microbatch entered elsewhere, or is still being cancelled."""
+"""Milliseconds after which a caller may retry a microbatch that entered at another stage, or is being cancelled."""
 ANSWERS_PER_SEAT = 32
-"""After so many answers without a lack of memory, a seat that was given up for it is offered again."""
+"""Number of answers without a lack of memory after which a seat that was given up for it is offered again."""
 MAX_ENDING_S = 5.0
 """Seconds for which `WorkLedger.finish` waits for cancelled work to end."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkKey:
-    """What makes two requests the same work: the microbatch, and the stage at which it enters this peer."""
+    """Identifies work: the microbatch, and the stage at which it enters this peer. Equal keys are the same work."""
 
     microbatch: MicrobatchId
     stage: int
 
 
 class AnswerCache:
-    """Keeps the newest answers to finished work: at most `max_bytes`, none older than `max_age_s`. Has no clock."""
+    """Keeps the newest answers to finished work: at most `max_bytes`, none older than `max_age_s` seconds.
+
+    Has no clock of its own: `now` is passed in.
+    """
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES, max_age_s: float = MAX_CACHE_AGE_S) -> None:
         self._max_bytes = max_bytes
@@ -60,13 +63,13 @@ class AnswerCache:
         self.nbytes = 0
 
     def get(self, key: WorkKey, now: float) -> HopAnswer | None:
-        """Returns the answer to this work, None when it is not kept."""
+        """Returns the kept answer to this work, or None."""
         self._drop_old(now)
         entry = self._entries.get(key)
         return entry[1] if entry else None
 
     def stages_of(self, microbatch: MicrobatchId, now: float) -> dict[int, int]:
-        """Returns, by the stage at which answered work of this microbatch entered, the last stage that it ran."""
+        """Returns which stages ran in answered work of this microbatch: the last stage by entry stage; {} if none."""
         self._drop_old(now)
         return self._last_stages.get(microbatch, {})
 
@@ -96,11 +99,12 @@ class AnswerCache:
                 del self._last_stages[key.microbatch]
 
 
-class Work:
-    """One piece of running work, and the callers that wait for it; `newest` is the newest progress of each stage.
+class RunningWork:
+    """Work that runs in `task`, and the callers that wait for it. last: the last stage that it runs here.
 
-    Whoever performs it sets `committed` when the gradient may be counted from now on: then the work runs to its end
-    even without callers, so that a repeat finds the answer. last: the last stage that it runs here.
+    newest: the latest progress message of each stage. committed: set by the function that performs the work, from the
+    moment when the gradient may be counted; from then on the work runs to its end even without callers, so that a
+    repeat finds the answer. cancelled: whether `cancel` was called.
     """
 
     task: asyncio.Task[HopAnswer]
@@ -113,7 +117,7 @@ class Work:
         self.newest: dict[int, Advance] = {}
 
     def publish(self, news: Advance) -> None:
-        """Passes progress to every caller, and keeps the newest of each stage for callers that join later."""
+        """Passes a progress message to every caller, and keeps it as the latest of its stage for later callers."""
         self.newest[news.stage] = news
         for on_progress in list(self.callers):
             on_progress(news)
@@ -134,7 +138,7 @@ class WorkLedger:
     """Runs this peer's work: starts each microbatch once, on one of `max_seats` seats, and keeps the answer.
 
     A repeat joins the running work or gets the kept answer. When the last caller leaves, uncommitted work is cancelled.
-    Work that runs out of memory costs a seat, which is offered again after ANSWERS_PER_SEAT answers.
+    When work runs out of memory, there is one seat less, which is offered again after ANSWERS_PER_SEAT answers.
     """
 
     def __init__(self, me: PeerId, max_seats: int, report: events.Report) -> None:
@@ -143,17 +147,20 @@ class WorkLedger:
         self._answers_since = 0  # answers since the number of seats last changed
         self._report = report
         self._answers = AnswerCache()
-        self._works: dict[WorkKey, Work] = {}
+        self._works: dict[WorkKey, RunningWork] = {}
         self._refusal = ""
         self._seat_s = MovingAverage(0.1)
 
     @property
     def taken(self) -> int:
-        """Seats taken: work that runs, or was cancelled and has not ended yet."""
+        """Number of seats taken: by work that runs, or was cancelled and has not ended yet."""
         return len(self._works)
 
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
-        """Returns the kept answer to the same work, reporting RepeatServed and "finished"; None if there is none."""
+        """Returns the kept answer to a repeated request; None if there is none.
+
+        With an answer, it reports RepeatServed and calls on_progress with "finished"; `queue` goes into that message.
+        """
         answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:
             self._report(events.RepeatServed(message.microbatch.hex(), message.stage))
@@ -161,9 +168,9 @@ class WorkLedger:
         return answer
 
     def refuse_overlap(self, key: WorkKey, last: int) -> None:
-        """Raises Busy when the microbatch entered here at another stage and went through one of `key.stage` to `last`.
+        """Raises Busy if the microbatch entered here at another stage and went through any of `key.stage` to `last`.
 
-        It would be counted twice there, and the gradient that this entry asks for was never made.
+        It would be counted twice in those stages, and the gradient that this request asks for was never computed.
         """
         past = self._answers.stages_of(key.microbatch, loop_time()).items()
         present = [(w.key.stage, w.last) for w in self._works.values() if w.key.microbatch == key.microbatch]
@@ -177,12 +184,13 @@ class WorkLedger:
         last: int,
         deadline: float,
         on_progress: OnProgress,
-        start: Callable[[Work], Awaitable[HopAnswer]],
+        start: Callable[[RunningWork], Awaitable[HopAnswer]],
     ) -> HopAnswer:
-        """Joins the work `key`, or starts it with `start` on a free seat, and returns its answer.
+        """Joins the running work `key`, or starts it as `start(work)` on a free seat; returns its answer.
 
-        last: the last stage that it runs here. Joined work that fails before our `deadline` is started again for us.
-        Raises what the work raises, and Busy when it cannot be started by `deadline`.
+        last: the last stage that the work runs here. If joined work fails before this caller's `deadline` (loop time),
+        it is started again. Raises what the work raises, and Busy when no seat is free or an earlier, cancelled attempt
+        has not ended by `deadline`.
         """
         while True:
             work = self._works.get(key)
@@ -203,15 +211,18 @@ class WorkLedger:
                     raise
 
     def stop_accepting(self, reason: str) -> None:
-        """Makes new work raise Busy from now on; `reason` completes "this peer is ...". Repeats are still served."""
+        """Refuses new work with Busy from now on; `reason` completes "this peer is ...". Still serves repeats."""
         self._refusal = reason
 
     def start_accepting(self) -> None:
-        """Takes new work again."""
+        """Accepts new work again, after stop_accepting or finish."""
         self._refusal = ""
 
     async def finish(self, within_s: float, reason: str) -> bool:
-        """Stops accepting, waits at most `within_s` for running work, cancels the rest; returns whether all ended."""
+        """Stops accepting work, waits at most `within_s` seconds for running work, and cancels the rest.
+
+        Returns whether all work ended without being cancelled.
+        """
         self.stop_accepting(reason)
         if self._works:
             await asyncio.wait([work.task for work in self._works.values()], timeout=within_s)
@@ -222,11 +233,11 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
-        """Takes a seat and starts `start(work)` in a new task; returns the Work, without waiting.
+    def _start(self, key: WorkKey, last: int, start: Callable[[RunningWork], Awaitable[HopAnswer]]) -> RunningWork:
+        """Takes a seat and starts `start(work)` in a new task; returns the work without waiting for it.
 
-        last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
-        seats are taken or this ledger accepts no more.
+        last: the last stage that the work runs here. Raises Busy, with the time after which to retry, when all seats
+        are taken or this ledger accepts no new work.
         """
         if self._refusal:
             raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
@@ -234,10 +245,10 @@ class WorkLedger:
             free_in_ms = 1000.0 * (self._seat_s.value or 0.0) / self._seats  # on average, the next one of all seats
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
             raise Busy(f"all {self._seats} seats are taken", retry_ms)
-        work = self._works[key] = Work(key, last)
+        work = self._works[key] = RunningWork(key, last)
 
         async def perform() -> HopAnswer:
-            """The task: awaits the work, keeps its answer and the time it took; frees the seat, also after an error."""
+            """Awaits the work and returns its answer, which it keeps; frees the seat in any case."""
             started = loop_time()
             try:
                 answer = await start(work)
@@ -256,19 +267,19 @@ class WorkLedger:
         return work
 
     def _give_up_a_seat(self) -> None:
-        """Called when work ran out of memory: from now on one microbatch less than now may be here at once."""
+        """Lowers the seats to one fewer than are taken now, at least 1; called when work ran out of memory."""
         self._seats, self._answers_since = max(1, min(self._seats, self.taken) - 1), 0
         self._report(events.SeatsChanged(self._seats, self._max_seats, "the device was out of memory"))
 
     def _count_answer(self) -> None:
-        """Called for each answer: offers one more seat, where some were given up, after ANSWERS_PER_SEAT of them."""
+        """Called for each answer: after every ANSWERS_PER_SEAT answers, adds one of the seats that were given up."""
         self._answers_since += 1
         if self._seats < self._max_seats and self._answers_since >= ANSWERS_PER_SEAT:
             self._seats, self._answers_since = self._seats + 1, 0
             self._report(events.SeatsChanged(self._seats, self._max_seats, "memory has sufficed since"))
 
-    async def _wait(self, work: Work, on_progress: OnProgress) -> HopAnswer:
-        """Returns the work's answer. When the last caller stops waiting, cancels the work unless it is committed."""
+    async def _wait(self, work: RunningWork, on_progress: OnProgress) -> HopAnswer:
+        """Waits for the work's answer and returns it. When the last caller leaves, cancels uncommitted work."""
         work.callers.append(on_progress)
         try:
             return await asyncio.shield(work.task)
@@ -277,8 +288,8 @@ class WorkLedger:
             if not work.callers and not work.committed:
                 work.cancel()
 
-    def _end(self, work: Work) -> None:
-        """Frees the seat; called at the task's end, and after it, since a cancelled task may never have begun."""
+    def _end(self, work: RunningWork) -> None:
+        """Frees the seat. Called in the task and again when it is done: a task that is cancelled early never runs."""
         if self._works.get(work.key) is work:
             del self._works[work.key]
         if work.task.done() and not work.task.cancelled():

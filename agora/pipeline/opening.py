@@ -2,8 +2,8 @@
 
 Knows: measured times, bounds, quotas of a step. Must not know: who measured them, or a clock (`now` is passed in).
 
-By Little's law x = round trip / period microbatches fill a pipeline in which nothing waits. 4 * sqrt(x) more, the
-square-root staffing rule (Halfin and Whitt, 1981), keep its slowest stage busy at every hiccup.
+By Little's law x = round trip / period microbatches fill a pipeline in which nothing waits. 4 * sqrt(x) more, by the
+square-root staffing rule (Halfin and Whitt, 1981), keep its slowest stage busy although times vary.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Literal
 from agora.moving_average import MovingAverage
 
 SAFETY = 4.0
-"""The number of square roots of x that are in flight beyond x, see above."""
+"""x + SAFETY * sqrt(x) microbatches are in flight, see above."""
 PER_STAGE = 2
-"""Microbatches in flight for each stage, at the start and at least: one that is computed and one that travels."""
+"""Least microbatches in flight for each stage, and the number at the start: one is computed while one travels."""
 MAX_GAP_PERIODS = 10.0
-"""One gap between two completions counts as at most so many mean periods."""
+"""One gap between two completions counts as at most this number of mean periods."""
 GRACE_S = 3.0
-"""Seconds for which an origin of a synchronous run has nothing open before it opens what the step still lacks."""
+"""Seconds that an origin of a synchronous run waits with nothing open before it opens what the step still lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The number of microbatches that an origin may have in flight, and the reason for it in words.
+    """The number of microbatches that an origin may have in flight (`limit`), and the reason in words. Immutable.
 
-    shortage: why these are fewer than the round trip would use and which settings change it, for people; "" if not.
+    shortage: if a setting keeps the limit below what the round trip would use, a sentence for users that says which;
+    "" otherwise.
     """
 
     limit: int
@@ -39,10 +40,10 @@ class Credit:
 def measured_credit(
     round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int, most_in_flight: int = 2**31
 ) -> Credit:
-    """Returns x + 4 * sqrt(x) for x = round trip / period: at least two for each stage, at most `ceiling`.
+    """Returns a credit of x + 4 * sqrt(x), x = round_trip_s / period_s; at least two for each stage, at most `ceiling`.
 
-    round_trip_s: what a microbatch takes that never waits. period_s: the mean seconds between two completions. Either
-    is None before it was measured. most_in_flight: another bound, the one that schedule.staleness sets.
+    round_trip_s: seconds that a microbatch takes if it never waits. period_s: the mean seconds between two completions.
+    Either is None before it was measured. most_in_flight: a second upper bound, from schedule.staleness.
     """
     is_stale_beyond, ceiling = most_in_flight <= ceiling, max(1, min(ceiling, most_in_flight))
     setting = " by schedule.staleness" if is_stale_beyond else ""
@@ -67,17 +68,20 @@ def measured_credit(
 
 
 def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int) -> int:
-    """Returns how many microbatches an origin may have in flight: its part of staleness * `microbatches`, at least 1.
+    """Returns how many microbatches origin `rank` of `origins` may have in flight; at least 1.
 
-    A microbatch in flight is computed on weights that are older than the step its gradient goes into. All origins
-    together so hold at most the share `staleness` of a step's `microbatches`.
+    All origins together may have staleness * `microbatches` in flight, `microbatches` being those of a step: each of
+    them is computed on weights that are older than the step into which its gradient goes. See equal_quota.
     """
     return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The mean time between two completions, without the gaps that a stall or a pause makes."""
+    """Measures the mean time between two completions, without the gaps that a stall or a pause makes. Immutable.
+
+    last_at: when the last completion was; None at the start and after an interruption.
+    """
 
     period_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
     last_at: float | None = None
@@ -92,21 +96,22 @@ class Pace:
         return Pace(self.period_s.updated(gap), now)
 
     def interrupted(self) -> Pace:
-        """Returns the pace after a pause or a stall: the gap to the next completion is not counted."""
+        """Returns the pace after a pause or a stall: the gap until the next completion will not count."""
         return replace(self, last_at=None)
 
 
 def equal_quota(microbatches: int, rank: int, origins: int) -> int:
-    """Returns how many of a step's microbatches origin `rank` of `origins` opens; the remainder goes to the first."""
+    """Returns how many of `microbatches` origin `rank` (from 0) of `origins` opens; the first ones open one more."""
     base, rest = divmod(microbatches, max(1, origins))
     return base + (1 if rank < rest else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Stage 0 in a synchronous run: its present step, the microbatches of that step, and how many it still lacks.
+    """Stage 0 in a synchronous run. Immutable.
 
-    This origin is number `rank`, from 0, of the `origins` that open them.
+    step: its present step. microbatches: number of those of a step. lacking: how many of them are not counted yet. This
+    origin is number `rank`, from 0, of the `origins` that open them.
     """
 
     step: int
@@ -118,11 +123,11 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What an origin sees around it before it decides whether to open a microbatch.
+    """What an origin sees around it before it decides whether to open a microbatch. Immutable.
 
-    ready: enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s. most_in_flight: see
-    staleness_limit. before_mean: how many may be open until the mean of this peer's share of a step is in, lest more be
-    computed on weights without it; None where means are not waited for, and `most_in_flight` bounds staleness.
+    ready: whether enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
+    most_in_flight: see staleness_limit. before_mean: how many microbatches may be open until the mean of this peer's
+    share of a step is applied; more would be computed on weights without it. None where origins do not wait for means.
     """
 
     ready: bool = True
@@ -134,14 +139,17 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class StepQuota:
-    """How many microbatches of `step` this origin still opens. `idle_since`: when it had none left and none open."""
+    """How many microbatches of `step` this origin still has to open (`left`). Immutable.
+
+    idle_since: when this origin first had none left and none open; None if it has.
+    """
 
     step: int = -1
     left: int = 0
     idle_since: float | None = None
 
     def renewed(self, now: float, state: StepState) -> StepQuota:
-        """Returns the next quota, once nothing is left of this one and all opened microbatches are back.
+        """Returns the next quota; to be called when nothing is left of this one and no microbatch is open.
 
         | stage 0                                      | the quota                                  |
         |----------------------------------------------|--------------------------------------------|
@@ -149,7 +157,7 @@ class StepQuota:
         | is at the same step, for less than GRACE_S   | still 0                                    |
         | is at the same step, for GRACE_S             | an equal part of what the step lacks       |
 
-        The last rule covers quotas that do not add up, because origins come and go.
+        The last rule completes steps whose quotas do not add up, because origins come and go.
         """
         if state.step != self.step:
             return StepQuota(state.step, equal_quota(state.microbatches, state.rank, state.origins))
@@ -162,7 +170,7 @@ class StepQuota:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The decision of next_opening: open a microbatch, wait or stop, and why; `quota` is the quota after it."""
+    """The decision of next_opening and its reason in words; `quota` is the quota after it. Immutable."""
 
     action: Literal["open", "wait", "stop"]
     reason: str
@@ -181,8 +189,8 @@ def next_opening(
 ) -> Opening:
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or (when leaving) stops.
 
-    The first reason to wait that holds is given: too few replicas serve the run, it is paused, its quota of a
-    synchronous step is opened, as many are open as may be before a mean, or as its credit allows.
+    It waits, for the first of these reasons that holds: too few replicas serve the run; it is paused; its quota of a
+    synchronous step is opened; as many are open as may be before a mean; as many are open as its credit allows.
     """
     if leaving:
         return Opening("stop", "this peer is leaving", quota)

@@ -1,7 +1,7 @@
-"""Draws microbatches and keeps each until it is completed: where everything that the swarm trains on begins.
+"""Draws this peer's microbatches, sends them through the swarm, and keeps each until it is completed.
 
 Knows: what was opened and what came back. Must not know: routing, or the contents of tensors. A failed attempt is
-followed by another of the same id and data, with twice the time: only leaving drops microbatches.
+followed by another one with the same id and data and twice the time: only leaving drops microbatches.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surrounding
 from agora.pipeline.reference_cache import ReferenceCache
 
 MIN_PATIENCE_S = 20.0
-"""Seconds that an attempt may take, at least, once an attempt was measured."""
+"""An attempt may take at least this number of seconds, once an attempt was measured."""
 PATIENCE_FACTOR = 10.0
-"""An attempt may take this many times what attempts usually take: room for a hung peer at every stage."""
+"""An attempt may take this many times what attempts usually take, so that a peer may hang at every stage."""
 MAX_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
-"""Seconds that an attempt may take, at most: the longest deadline of the protocol."""
+"""An attempt may take at most this number of seconds, the longest deadline of the protocol."""
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
-"""Seconds of rest after a microbatch's first failed attempt, and at most; they double with each attempt."""
+"""Seconds of pause after a microbatch's first failed attempt, which double with each attempt, and their maximum."""
 DRAW_AGAIN_S = 0.1
-"""Seconds after which an origin whose source had no microbatch asks it again."""
+"""Seconds after which an origin asks its source again if that had no microbatch."""
 LOOK_AGAIN_S = 0.5
-"""Seconds after which an origin that waits for replicas, or for a step, looks again at what is around it."""
+"""Seconds after which an origin that waits for replicas, or for a step, calls `look` again."""
 
 
 @dataclass(frozen=True, slots=True)
 class OriginConfig:
-    """How this origin opens microbatches. first_patience_s: the time of an attempt before any was measured.
+    """How this origin opens microbatches; immutable.
 
-    ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to measure it. objective:
-    the manifest's; dpo first asks the swarm what the reference says of each microbatch with a row that it has not yet
-    asked for.
+    ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to use a measured credit.
+    first_patience_s: seconds that an attempt may take before any was measured. objective: the manifest's kind; with
+    "dpo" the origin first asks the swarm for the log-probabilities under the reference of rows that it does not know.
     """
 
     me: PeerId
@@ -62,9 +62,9 @@ class OriginConfig:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch of this origin: its data, and the peer last seen to hold it at each stage.
+    """One microbatch of this origin: its data, and in `path` the peer last seen to hold it, by stage.
 
-    references: as in the message Process.
+    started: loop time of its opening. step, references: as in the message Process.
     """
 
     id: MicrobatchId
@@ -76,7 +76,7 @@ class Microbatch:
     path: dict[int, PeerId] = field(default_factory=dict)
 
     def record_progress(self, news: Advance) -> None:
-        """Records the peer that news of a later stage (not 0) names, as the hint of the next attempt."""
+        """Records in `path` the peer that `news` names, unless it is of stage 0: a hint for the next attempt."""
         if news.stage > 0:
             self.path[news.stage] = news.peer
 
@@ -84,8 +84,9 @@ class Microbatch:
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    look: is called before each decision to open one. loss, microbatch_tokens, metrics: moving averages of the training
-    loss, in nats per token, of the tokens that count in a microbatch, and of the objective's metrics by name.
+    look: is called before each decision to open one. completed: number of microbatches trained on so far. credit: the
+    present limit of microbatches in flight, and why. loss, microbatch_tokens, metrics: moving averages of the training
+    loss, in nats per token; of the number of tokens that count in a microbatch; of the objective's metrics by name.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Origin:
         return {name: mean.value for name, mean in self.metrics.items() if mean.value is not None}
 
     async def run(self) -> None:
-        """Opens and delivers training microbatches until `leave` has ended, or until cancelled, which drops them."""
+        """Opens training microbatches and sends each until it succeeds. Ends after `leave`; cancelling drops them."""
         async with asyncio.TaskGroup() as group:
             while (drawn := await self._next_drawn()) is not None:
                 microbatch = self._new_microbatch(drawn.tokens, "train", max(self._quota.step, 0))
@@ -147,7 +148,10 @@ class Origin:
                 task.add_done_callback(self._forget_finished)
 
     async def leave(self, within_s: float) -> int:
-        """Opens no more, waits at most `within_s` for the open microbatches, cancels the rest, returns how many."""
+        """Opens no more microbatches, waits at most `within_s` seconds for the open ones, and cancels the rest.
+
+        Returns how many were cancelled.
+        """
         self._leaving = True
         self._changed.notify()
         until = loop_time() + within_s
@@ -159,23 +163,24 @@ class Origin:
         return len(dropped)
 
     def pause(self) -> None:
-        """Opens no training microbatch until `resume`; those that are open are finished."""
+        """Opens no training microbatch until `resume`; goes on with those that are open."""
         self._paused = True
 
     def resume(self) -> None:
-        """Opens microbatches again; the pause does not count in the measured pace."""
+        """Opens microbatches again after `pause`; the pause does not count in the measured pace."""
         self._paused = False
         self._pace = self._pace.interrupted()
         self._changed.notify()
 
-    def stepped(self) -> None:
+    def notify_step(self) -> None:
         """Makes `run` check again whether to open a microbatch; call it after each step of this peer's stage 0."""
         self._changed.notify()
 
     async def evaluate(self, count: int, within_s: float) -> events.EvaluationDone:
-        """Sends at most `count` held-out microbatches through the swarm; returns and reports mean loss and metrics.
+        """Sends at most `count` held-out microbatches through the swarm; returns mean loss and metrics.
 
-        Raises Unavailable when they are not back in `within_s`, or when no text is held out.
+        Reports the returned EvaluationDone too. Raises Unavailable when the answers are not back within `within_s`
+        seconds, or when no text is held out.
         """
         started, loss_sum, token_count = loop_time(), 0.0, 0
         metrics: tuple[float, ...] = ()
@@ -203,7 +208,7 @@ class Origin:
         return result
 
     async def _next_drawn(self) -> NewMicrobatch | None:
-        """Waits until the next microbatch may be opened and returns it, or None once this origin is leaving."""
+        """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving."""
         while True:
             seen, quota = self._look(), self._quota
             decision = self._decide(seen)
@@ -233,9 +238,9 @@ class Origin:
         return decision
 
     def _measured_credit(self, seen: Surroundings) -> Credit:
-        """Returns the manifest's `max_in_flight`, or if it is 0 the measured credit; at most the config's ceiling.
+        """Returns a credit of the manifest's max_in_flight, or, if that is 0, the measured credit.
 
-        The measured one is bounded by the staleness that the manifest allows, too.
+        Both are at most the config's ceiling; the measured one also keeps to the staleness that the manifest allows.
         """
         config = self._config
         if config.max_in_flight:
@@ -245,13 +250,13 @@ class Origin:
         return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.most_in_flight)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
-        """Returns a microbatch of these tokens, with a new id that is unique in the run."""
+        """Returns a microbatch of these tokens that starts now, with a new id that is unique in the run."""
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
     async def _train(self, microbatch: Microbatch, number: int) -> None:
-        """Delivers one training microbatch, then updates averages and pace, and raises the credit's ceiling by one.
+        """Sends one training microbatch until it succeeds; then updates averages and pace, raises the credit's ceiling.
 
-        number: that of its source, which hears what became of it.
+        number: by which the source knows it; the source is told whether it was completed or released.
         """
         try:
             message = (await self._deliver_with_references(microbatch)).message
@@ -269,13 +274,13 @@ class Origin:
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
     async def _deliver_with_references(self, microbatch: Microbatch) -> HopAnswer:
-        """Delivers a microbatch; for dpo with its references, which were remembered or are asked for first."""
+        """Sends a microbatch until it succeeds and returns the answer; with "dpo" first fills in its references."""
         if self._config.objective == "dpo":
             microbatch.references = await self._references_of(microbatch.tokens)
         return await self._deliver(microbatch)
 
     async def _references_of(self, tokens: WireTensor) -> tuple[float, ...]:
-        """Returns what the reference says of the rows: from an earlier answer, else from a new reference request."""
+        """Returns the rows' log-probabilities under the reference: remembered ones, or else those of a new request."""
         known = self._references.look_up(tokens)
         if known is not None:
             return known
@@ -283,7 +288,10 @@ class Origin:
         return self._references.remember(tokens, answer.message.log_probabilities)
 
     async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
-        """Makes attempts until one succeeds and returns its answer; reports the microbatch's start and its end."""
+        """Makes attempts until one succeeds and returns its answer; reports the microbatch's start and its end.
+
+        There is no limit of attempts; cancelling ends it, and reports MicrobatchDropped.
+        """
         name = microbatch.id.hex()
         self._report(events.MicrobatchStarted(name, microbatch.purpose))
         attempt, answer = 0, None
@@ -304,9 +312,10 @@ class Origin:
         return answer
 
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
-        """Sends the microbatch through the whole pipeline once; after a failure sleeps a little and returns None.
+        """Sends the microbatch through the whole pipeline once and returns the answer; after a failure sleeps: None.
 
-        The time it may take and the sleep double with every `attempt`, up to MAX_PATIENCE_S and MAX_RETRY_S.
+        attempt: number of earlier attempts. The time it may take and the sleep double with each, up to MAX_PATIENCE_S
+        and MAX_RETRY_S.
         """
         started, usual_s, doubled = loop_time(), self._attempt_s.value, 2.0 ** min(attempt, 16)
         first = self._config.first_patience_s if usual_s is None else max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
@@ -338,6 +347,6 @@ class Origin:
         return None
 
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
-        """Called when a microbatch's task has ended: removes it from those in flight, and wakes `run` and `leave`."""
+        """Removes an ended microbatch task from those in flight, and wakes `run` and `leave`."""
         self._open.discard(task)
         self._changed.notify()

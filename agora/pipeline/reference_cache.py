@@ -1,6 +1,6 @@
-"""Remembers what the reference said of rows of preference pairs: frozen weights say the same in every epoch.
+"""Remembers the log-probabilities of rows of preference pairs under the frozen reference: they never change.
 
-A row is known by its content, so it does not matter in which microbatch of an epoch it comes. Knows: rows as bytes,
+A row is known by its content, so it does not matter in which microbatch of an epoch it is. Knows: rows as bytes,
 log-probabilities. Must not know: who was asked, epochs, the pipeline.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from agora_protocol.tensors import WireTensor
 
 MAX_ROWS: Final = 1 << 18
-"""Rows remembered, some 200 bytes of memory each. Of more rows the first ones stay: every epoch asks for the others."""
+"""Most rows that are remembered, about 200 bytes each. The first ones stay; every epoch asks for the others again."""
 KEY_BYTES: Final = 16
 
 
@@ -37,9 +37,9 @@ class ReferenceCache:
         return known if len(known) == len(found) else None
 
     def remember(self, tokens: WireTensor, log_probabilities: Sequence[float]) -> tuple[float, ...]:
-        """Remembers what an answer said of a microbatch's rows [b], and returns what is now held of them.
+        """Remembers the log-probabilities of a microbatch's rows [b], and returns those to use for them [b].
 
-        A row that was known keeps its first value, so that it is compared with the same one in every epoch.
+        A row that was known keeps its first value, which is returned, so that every epoch compares with the same value.
         """
         told = []
         for key, value in zip(_row_keys(tokens), log_probabilities, strict=True):
@@ -50,9 +50,9 @@ class ReferenceCache:
 
 
 def _row_keys(tokens: WireTensor) -> list[bytes]:
-    """Returns a key of each row [b] of token ids [b, s + 1], or of ids and marks [2, b, s + 1].
+    """Returns a key for each of the b rows: token ids [b, s + 1], or ids and marks [2, b, s + 1].
 
-    The dtype does not count: a row travels as the narrowest one that the whole microbatch fits into.
+    The key does not depend on the dtype: tokens are sent in the narrowest one that fits the whole microbatch.
     """
     values = np.frombuffer(tokens.data, np.dtype(tokens.dtype)).reshape(tokens.shape).astype("<i4")
     rows = np.moveaxis(values, -2, 0)

@@ -31,21 +31,21 @@ from agora.swarm.view import View
 MIN_ATTEMPT_S = 0.001
 """Seconds: with less time left, no peer is asked."""
 MAX_REASONS = 8
-"""How many peers' reasons an Unavailable names: the last ones."""
+"""Number of peers whose reasons an Unavailable names; the last ones."""
 NEWS_PER_STAGE = 8
-"""An attempt brings one progress message for every stage that it passes, more where calls were repeated; more than this
-are dropped, because every caller before us would have to pass them on."""
+"""Most progress messages of one kind that are passed on for each stage in an attempt. One is usual, more come where
+calls were repeated; the rest are dropped, because every caller upstream would have to pass them on."""
 UNAVAILABLE_FAILURES = 3
-"""Failures in a row that are counted, at most, of a peer that could not get further downstream: with three it is not
-called for a second. It may not be its fault."""
+"""Most failures in a row that are counted of a peer that found no peer further downstream, which may not be its fault.
+With three failures it is not called for a second."""
 
 
 @dataclass(slots=True)
-class Trip:
-    """One microbatch in `Router.send`: its request and tensors, and what its attempts have taught.
+class RoutedCall:
+    """One microbatch in `Router.send`: its request and tensors, and what its attempts have shown.
 
-    hint: who has it, at first as the caller says. passed_on: the peer of each stage that our own callers have heard of.
-    reasons: why each peer failed.
+    hint: which peers hold it; at first those that the caller names. passed_on: by stage, the peer of which upstream has
+    heard. reasons: why each peer failed, by id.
     """
 
     process: Process
@@ -58,13 +58,14 @@ class Trip:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def record_progress(self, news: Advance, callee: PeerId) -> bool:
-        """Records a progress message of `callee` in the hint; returns whether it is new to our own callers.
+        """Records a progress message of `callee` in the hint.
 
-        A callee may speak of itself at its own stage, and of any peer at later stages; anything else is ignored.
+        Returns whether upstream has not yet heard of this peer at that stage. A callee may report itself at its own
+        stage, and any peer at later stages; anything else is ignored, with False.
         """
         own = news.stage == self.process.stage
         if not (news.peer == callee if own else news.stage > self.process.stage):
@@ -76,7 +77,7 @@ class Trip:
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
-        """Records why `peer` failed and removes it from the hint; if it holds the result, at its second failure."""
+        """Records why `peer` failed and removes it from the hint; one that holds the result, at its second failure."""
         if peer not in self.hint.finished or peer in self.reasons:
             self.hint.finished.discard(peer)
             if self.hint.peers.get(self.process.stage) == peer:
@@ -84,16 +85,16 @@ class Trip:
         self.reasons[peer] = reason
 
     def request(self, deadline_ms: int) -> Process:
-        """Returns the message of one attempt, with a hint of the nearest stages."""
+        """Returns the Process message of one attempt, with hints for the nearest MAX_HINTS later stages."""
         ahead = sorted((stage, peer) for stage, peer in self.hint.peers.items() if stage > self.process.stage)
         return replace(self.process, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
 
 
 class Router:
-    """Sends microbatches to peers of later stages: chooses each, calls it, and tries another when it fails or is busy.
+    """Sends microbatches to peers of later stages: chooses a peer, calls it, tries another when it fails or is busy.
 
-    offences: records bad answers, and says who must not be called. round_trip_s(peer): returns the seconds measured on
-    the idle link, None when unknown.
+    offences: records bad answers, and says which peers must not be called. round_trip_s(peer): returns the seconds
+    measured on the idle link, None when unknown. table: what was measured of every peer.
     """
 
     def __init__(
@@ -121,43 +122,46 @@ class Router:
         self._pace = Pace()
 
     def view_changed(self) -> None:
-        """Wakes every microbatch that waits for a peer; call it whenever the membership view has changed."""
+        """Wakes every microbatch that waits for a peer; must be called whenever the membership view has changed."""
         self._changed.notify()
 
     async def send(
         self, process: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
     ) -> HopAnswer:
-        """Sends a microbatch to stage `process.stage` and returns the answer of the peer that computed it.
+        """Sends a microbatch to a peer of stage `process.stage`, and returns the answer of the peer that computed it.
 
-        tensors: [boundary, tokens]. Tries one peer after another, and waits while no peer serves the stage, until
-        `deadline` on the loop's clock; then raises Unavailable. The answer's `path_ms` includes the link to that peer.
+        tensors: [boundary, tokens]. Tries one peer after another, and waits while no peer serves the stage. Raises
+        Unavailable at the loop time `deadline`. The answer's `path_ms` includes the time on the link to that peer.
         """
-        trip = Trip(process, tensors, deadline, on_progress, PathHint(dict(process.hint)))
+        routed = RoutedCall(process, tensors, deadline, on_progress, PathHint(dict(process.hint)))
         while True:
-            attempt = await self._next_attempt(trip)
-            if (answer := await self._try(trip, attempt)) is not None:
+            attempt = await self._next_attempt(routed)
+            if (answer := await self._try(routed, attempt)) is not None:
                 return answer
 
-    async def _next_attempt(self, trip: Trip) -> Attempt:
-        """Chooses the next peer and charges it; waits while none is ready. Raises Unavailable at the deadline."""
-        stage = trip.process.stage
+    async def _next_attempt(self, routed: RoutedCall) -> Attempt:
+        """Waits until a peer is ready, charges it and returns the attempt. Raises Unavailable at the deadline."""
+        stage = routed.process.stage
         while True:
             now = loop_time()
-            choice = self._choose(now, trip)
-            if trip.deadline - now < MIN_ATTEMPT_S:
-                reasons = [f"{peer[-8:]} {reason}" for peer, reason in trip.reasons.items()][-MAX_REASONS:]
+            choice = self._choose(now, routed)
+            if routed.deadline - now < MIN_ATTEMPT_S:
+                reasons = [f"{peer[-8:]} {reason}" for peer, reason in routed.reasons.items()][-MAX_REASONS:]
                 raise Unavailable(stage, reasons or [choice.reason])
             if choice.peer is not None:
-                return self.table.sent(now, stage, choice.peer, trip.payload_bytes, trip.deadline)
-            await self._changed.wait(min(trip.deadline, choice.look_again_at))
+                return self.table.sent(now, stage, choice.peer, routed.payload_bytes, routed.deadline)
+            await self._changed.wait(min(routed.deadline, choice.look_again_at))
 
-    def _choose(self, now: float, trip: Trip) -> Choice:
-        """Chooses a peer of the stage that is not shut out; reports RouteChanged when none or the first serves it."""
-        stage = trip.process.stage
+    def _choose(self, now: float, routed: RoutedCall) -> Choice:
+        """Chooses a peer of the stage that is not shut out. Updates the table from the view first.
+
+        Reports RouteChanged when the last peer of the stage is gone, and when there is one again.
+        """
+        stage = routed.process.stage
         replicas = self._view_of().replicas(stage)
         shut_out = {view.peer: s for view in replicas if (s := self._offences.shut_out_s(view.peer)) > 0.0}
         self.table.update(stage, replicas, shut_out.keys())
-        choice = self.table.choose(now, trip.process.microbatch, stage, trip.payload_bytes, trip.hint)
+        choice = self.table.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
         if shut_out:  # the end of a shut-out brings a candidate, as a change of the view does
             choice = replace(choice, look_again_at=min(choice.look_again_at, now + min(shut_out.values())))
         is_empty = not self.table.costs(stage)
@@ -166,16 +170,16 @@ class Router:
             self._report(events.RouteChanged(stage, choice.peer or "", choice.reason))
         return choice
 
-    async def _try(self, trip: Trip, attempt: Attempt) -> HopAnswer | None:
-        """Makes one call and records its outcome in the table. Returns the answer; None after Busy or a failure."""
+    async def _try(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer | None:
+        """Makes one call and records its outcome in the table; returns the answer, or None after Busy or a failure."""
         try:
-            answer = self._checked(trip, attempt.peer, await self._call(trip, attempt))
+            answer = self._checked(routed, attempt.peer, await self._call(routed, attempt))
         except Busy as refusal:
             self.table.busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
-            trip.reasons[attempt.peer] = "busy"
+            routed.reasons[attempt.peer] = "busy"
         except AgoraError as error:
-            self._record_failure(trip, attempt, error)
-        except BaseException:  # we leave the call
+            self._record_failure(routed, attempt, error)
+        except BaseException:  # this side leaves the call
             self.table.abandoned(attempt)
             raise
         else:
@@ -184,29 +188,29 @@ class Router:
             self._changed.notify()
         return None
 
-    async def _call(self, trip: Trip, attempt: Attempt) -> Reply:
-        """Calls the attempt's peer and returns its reply; passes its progress on to those who called us."""
+    async def _call(self, routed: RoutedCall, attempt: Attempt) -> Reply:
+        """Calls the attempt's peer and returns its reply; passes its progress messages on to this peer's callers."""
         stage, peer = attempt.stage, attempt.peer
         limit, counts = NEWS_PER_STAGE * (self.stage_count - stage), Counter[str]()
 
         def on_progress(news: Advance) -> None:
-            """Records one progress message and passes it on if it is new to our callers; ignores it beyond `limit`."""
+            """Records one progress message and passes it on if it is new upstream; ignores those beyond `limit`."""
             counts[news.event] += 1
             if counts[news.event] > limit:
                 return
-            is_new = trip.record_progress(news, peer)
+            is_new = routed.record_progress(news, peer)
             if news.peer == peer and news.stage == stage and news.event == "accepted":
                 self.table.accepted(loop_time(), attempt, min(news.queue, 1 << 20), self._round_trip_s(peer))
             if is_new:
-                trip.on_progress(news)
+                routed.on_progress(news)
 
-        request = trip.request(attempt.deadline_ms)
-        return await self._caller.call(peer, request, trip.tensors, deadline=attempt.until, on_progress=on_progress)
+        request = routed.request(attempt.deadline_ms)
+        return await self._caller.call(peer, request, routed.tensors, deadline=attempt.until, on_progress=on_progress)
 
-    def _checked(self, trip: Trip, peer: PeerId, reply: Reply) -> HopAnswer:
-        """Returns the reply if it is a well-formed answer; else reports a BAD_ANSWER and raises ProtocolError."""
+    def _checked(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
+        """Returns a well-formed reply as a HopAnswer; for any other reports BAD_ANSWER and raises ProtocolError."""
         message, tensors = reply.message, list(reply.tensors)
-        purpose = trip.process.purpose
+        purpose = routed.process.purpose
         expected = 1 if purpose == "train" else 0
         if not isinstance(message, Processed):
             problem = ProtocolError("bad-message", f"answered process with {type(message).__name__}")
@@ -222,7 +226,7 @@ class Router:
         raise problem
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
-        """Records an answer's times in the table; returns the answer with the time on the link added to its path_ms."""
+        """Records an answer's times in the table; returns the answer with the time on the link added to `path_ms`."""
         now = loop_time()
         self._pace = self._pace.completed(now)
         service_s, period_s = answer.message.busy_ms / 1000.0, self._pace.period_s.value or math.inf
@@ -230,17 +234,17 @@ class Router:
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
-    def _record_failure(self, trip: Trip, attempt: Attempt, error: AgoraError) -> None:
-        """Records a failed call in the table and the trip, and reports MicrobatchRerouted."""
+    def _record_failure(self, routed: RoutedCall, attempt: Attempt, error: AgoraError) -> None:
+        """Records a failed call in the table and in `routed`, and reports MicrobatchRerouted."""
         now, reason = loop_time(), f"{error.code}: {error}"
         if isinstance(error, Unavailable):
             self.table.failed(now, attempt, 0.0, UNAVAILABLE_FAILURES)
         else:
             self.table.failed(now, attempt, now - attempt.started)
-        trip.record_failure(attempt.peer, reason)
-        self._report(events.MicrobatchRerouted(trip.process.microbatch.hex(), attempt.stage, attempt.peer, reason))
+        routed.record_failure(attempt.peer, reason)
+        self._report(events.MicrobatchRerouted(routed.process.microbatch.hex(), attempt.stage, attempt.peer, reason))
 
-    def report_useless_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
-        """Reports a USELESS_GRADIENT of `peer`, and counts a failure in the table, so that its siblings are asked."""
+    def report_unusable_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
+        """Reports a USELESS_GRADIENT of `peer`, and counts a failure in the table, so that other replicas are asked."""
         self._offences.report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
         self.table.rejected(loop_time(), stage, peer)

@@ -3,7 +3,7 @@
 Knows: what was measured of every peer that serves a stage. Must not know: a clock (`now` is an argument), the network,
 or randomness. The functions are pure; a RoutingTable changes only itself, and only by the calls to it. The rule is
 weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2) plus the least expected
-finish time; docs/routing.md explains it, and docs/notes/routing.md says what differs from SWARM.
+finish time; docs/routing.md explains it, and docs/notes/routing.md lists the differences from SWARM.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from agora.moving_average import MovingAverage
 from agora.swarm.view import PeerView
 
 UNMEASURED_SERVICE_S = 0.25
-"""Device seconds that a microbatch is assumed to take before any peer of the stage was measured."""
+"""Device seconds that a microbatch is assumed to take until a peer of the stage has been measured."""
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest sample in the moving averages of PeerCost."""
 BACKOFF_S = 0.25
-"""Seconds for which a peer is not called after its first failure at least; they double with each failure in a row."""
+"""Least seconds that a peer is not called after its first failure; they double with each further failure in a row."""
 MAX_BACKOFF_S = 60.0
-"""Seconds for which a peer that fails is not called, at most."""
+"""Most seconds that a failing peer is not called."""
 MAX_BACKOFF_WITHOUT_SIBLING_S = 4.0
-"""The same seconds while every peer of the stage fails."""
+"""The same maximum while every peer of the stage fails."""
 MAX_FAILURES = 64
-"""Failures in a row that are counted of one peer, at most."""
+"""Most failures in a row that are counted of one peer."""
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
-"""The bounds of the seconds for which a peer that was BUSY is not called, whatever its refusal asks for."""
+"""Least and most seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
 SEAT_WAITS = 128
-"""How many of a peer's latest waits for a seat are kept."""
+"""Number of latest times from sending to a seat that are kept of a peer."""
 NEWCOMER_CALLS = 2
-"""Calls that may be open to a peer that has never answered, once another peer of its stage has."""
+"""Most open calls to a peer that has never answered, once another peer of its stage has."""
 MAX_OWN_FRACTION = 0.25
-"""The largest part of its remaining time that a caller keeps for itself: a wrong estimate must not starve the rest."""
+"""Largest part of its remaining time that a caller keeps for itself, so that a wrong estimate leaves others enough."""
 
 
 @dataclass(slots=True)
 class PeerCost:
-    """What a caller knows about one peer of a later stage. Only `RoutingTable` changes it."""
+    """What a caller knows about one peer of a later stage; only RoutingTable changes it."""
 
     virtual_s: float = 0.0  # seconds of work that were charged to the peer so far
     service_s: float = UNMEASURED_SERVICE_S  # its mean device time per microbatch
-    round_trip_s: float = 0.0  # mean round trip of the link, as far as it can be told from the transfer
+    round_trip_s: float = 0.0  # mean round trip of the link, as far as it can be separated from the transfer
     bytes_per_s: float = math.inf  # mean rate of the link; infinite until a transfer was measured
     call_s: float = 0.0  # mean length of a whole call, everything downstream included
     answers: int = 0  # how often the peer has answered
     seats: int = 0  # how often it has given a microbatch a seat
-    open_calls: int = 0  # our calls to it that are open
-    call_limit: float = math.inf  # how many calls it lets us have open, learnt from BUSY
-    queue: int = 0  # microbatches at its device, as it said at `queue_at`
+    open_calls: int = 0  # this caller's calls to it that are open
+    call_limit: float = math.inf  # how many open calls it accepts of this caller, learnt from BUSY
+    queue: int = 0  # microbatches at its device, as it reported at `queue_at`
     queue_at: float = 0.0  # when it last gave a seat
-    sent_since: int = 0  # microbatches that we have sent since `queue_at`
+    sent_since: int = 0  # microbatches that this caller has sent since `queue_at`
     failures: int = 0  # failed calls in a row
     failed_at: float = 0.0  # when the last counted failure happened
     wasted_s: float = 0.0  # the longest time that one of these failures took
@@ -67,19 +67,20 @@ class PeerCost:
     seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))  # from sending to a seat
 
     def queue_now(self, now: float) -> float:
-        """Returns the expected number of microbatches before ours: the reported queue, fading, plus ours since then."""
-        # at a quarter of the peer's speed, because other callers keep filling the queue between our calls
+        """Returns the expected microbatches before a new one: the reported queue, less served, plus sent ones."""
+        # served at a quarter of the peer's speed, because other callers keep filling the queue meanwhile
         served = 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6)
         return max(0.0, self.queue - served) + self.sent_since
 
     def idle_finish_s(self, payload_bytes: int) -> float:
-        """Returns the seconds from sending a microbatch to the end of its service when nothing else waits there."""
+        """Returns the seconds from sending a microbatch to the end of its device work if nothing else waits there."""
         return self.round_trip_s + payload_bytes / self.bytes_per_s + self.service_s
 
     def crossing_s(self, bytes_there: int, bytes_back: int, period_s: float) -> float:
         """Returns a microbatch's seconds on the link, both ways, without waiting: a round trip and two transfers.
 
-        The transfers count as at most `period_s`, the time between two microbatches on this link; more is a queue.
+        The transfers count as at most `period_s`, the time between two microbatches on this link: anything more is
+        time in a queue. bytes_there, bytes_back: sizes of request and answer.
         """
         least = min(self.seat_waits_s, default=self.round_trip_s)
         round_trip = min(self.round_trip_s, least)
@@ -89,7 +90,7 @@ class PeerCost:
 
 @dataclass(frozen=True, slots=True)
 class PathHint:
-    """The peers last seen to hold a microbatch, by entry stage; those in `finished` hold its result."""
+    """Which peers were last seen to hold a microbatch, by entry stage; those in `finished` hold its result."""
 
     peers: dict[int, PeerId] = field(default_factory=dict)
     finished: set[PeerId] = field(default_factory=set)
@@ -97,7 +98,7 @@ class PathHint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The peer to ask, or None, and why. `look_again_at`: when a choice of None may change without any event."""
+    """The peer to ask, or None, and why. look_again_at: when a choice of None may change without any event."""
 
     peer: PeerId | None
     reason: str
@@ -106,9 +107,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One call of a microbatch to one peer. charge_s: the virtual runtime that the peer was charged for it.
+    """One call of a microbatch to one peer; immutable.
 
-    until: the time at which we stop waiting. deadline_ms: what the peer is told, a little less, see deadline_to_send.
+    cost: the peer's entry in the table. until: the time at which the caller stops waiting. deadline_ms: the time that
+    the peer is given, a little less, see deadline_to_send. charge_s: virtual runtime that the peer was charged for it.
     """
 
     stage: int
@@ -123,9 +125,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One peer as `choose_next` sees it. ready_at: infinite when only an answer of that peer can make it ready.
+    """One peer as choose_next sees it; immutable.
 
-    lead_s: work charged to it beyond the least charged peer. finish_s: expected seconds until it has computed ours.
+    ready_at: when it may be called; infinite when only an answer of that peer can make it ready. lead_s: seconds of
+    work charged to it beyond the least charged peer. finish_s: expected seconds until it has computed the microbatch.
+    obstacle: why it is not ready, in words; "" if it is.
     """
 
     peer: PeerId
@@ -138,16 +142,16 @@ class Candidate:
 def choose_next(
     now: float, microbatch: MicrobatchId, stage: int, candidates: Sequence[Candidate], hint: PathHint
 ) -> Choice:
-    """Chooses the peer of `stage` to ask: the hinted one if it is ready, else the ready one of least lead_s + finish_s.
+    """Returns the peer of `stage` to ask: the hinted one if it is ready, or the ready one of least lead_s + finish_s.
 
-    Waits (peer None) when none is ready, or when the hinted one holds the result and is ready within BACKOFF_S.
+    The peer is None when none is ready, and when the hinted one holds the result and will be ready within BACKOFF_S.
     """
     hinted = next((c for c in candidates if c.peer == hint.peers.get(stage)), None)
     if hinted is not None and hinted.ready_at <= now:
         verb = "already holds the result of" if hinted.peer in hint.finished else "already works on"
         return Choice(hinted.peer, f"{verb} this microbatch")
     if hinted is not None and hinted.peer in hint.finished and hinted.ready_at <= now + BACKOFF_S:
-        # a connection that broke just before the answer: anybody else would count the microbatch a second time
+        # its connection broke just before the answer: any other peer would count the microbatch a second time
         return Choice(None, f"the peer that holds the result is {hinted.obstacle}", hinted.ready_at)
     ready = [c for c in candidates if c.ready_at <= now]
     if not candidates:
@@ -162,7 +166,7 @@ def choose_next(
 
 
 def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: int) -> list[Candidate]:
-    """Returns a Candidate for each peer of a stage: when it is ready, its lead and its expected finish time."""
+    """Returns a Candidate for each peer in `costs`, the peers of one stage, for a microbatch of `payload_bytes`."""
     if not costs:
         return []
     floor = virtual_floor(costs.values(), payload_bytes)
@@ -179,7 +183,10 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
 
 
 def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str]:
-    """Returns when a peer may be called, and the obstacle until then. healthy, measured: any peer of its stage is."""
+    """Returns when a peer may be called, and the obstacle until then in words.
+
+    healthy: whether any peer of its stage has no failures. measured: whether any has answered.
+    """
     if cost.failures:
         if cost.open_calls and healthy:
             return math.inf, "on trial"
@@ -194,7 +201,10 @@ def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str
 
 
 def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
-    """Returns the least virtual runtime that counts: the largest minus twice the longest idle finish time."""
+    """Returns the least virtual runtime that counts: the largest less twice the longest idle finish time.
+
+    So a peer that was idle for long does not get all microbatches until it has caught up.
+    """
     costs = list(costs)
     horizon = 2.0 * max(cost.idle_finish_s(payload_bytes) for cost in costs)
     return max(cost.virtual_s for cost in costs) - horizon
@@ -202,9 +212,10 @@ def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StagePeers:
-    """The peers of one stage by the last `update`: `live` are the replicas other than this peer and those shut out.
+    """The peers of one stage at the last RoutingTable.update; immutable, but for the costs.
 
-    costs: the costs of the live ones, and those of others while calls to them are open.
+    live: the replicas other than this peer and those shut out. costs: the costs of the live ones, and of other peers
+    while calls to them are open.
     """
 
     replicas: Sequence[PeerView] = ()
@@ -216,7 +227,8 @@ class StagePeers:
 class RoutingTable:
     """The costs of all peers of the later stages, from which the router chooses. It changes only by the calls below.
 
-    Each choice begins with `update`. Exactly one of `answered`, `busy`, `failed` and `abandoned` ends an attempt.
+    Call `update` before each choice. `sent` begins an attempt; exactly one of `answered`, `busy`, `failed` and
+    `abandoned` must end it.
     """
 
     def __init__(self, me: PeerId, stage_count: int) -> None:
@@ -225,12 +237,12 @@ class RoutingTable:
         self._stages: defaultdict[int, StagePeers] = defaultdict(StagePeers)
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
-        """Returns what is known of each peer that serves `stage` and is not shut out, by the last `update`."""
+        """Returns the cost, by id, of each peer that served `stage` and was not shut out at the last `update`."""
         peers = self._stages[stage]
         return {peer: cost for peer, cost in peers.costs.items() if peer in peers.live}
 
     def update(self, stage: int, replicas: Sequence[PeerView], shut_out: Collection[PeerId] = frozenset()) -> None:
-        """Sets which peers serve `stage`: adds newcomers, forgets those gone or shut out, forgives restarted ones."""
+        """Sets which peers serve `stage`: adds new ones, drops those gone or shut out, forgives restarted ones."""
         known = self._stages[stage]
         if known.replicas is replicas and known.shut_out == shut_out:
             return  # the same view as at the last microbatch
@@ -248,14 +260,14 @@ class RoutingTable:
                 cost.busy_until, cost.call_limit, cost.queue, cost.sent_since = 0.0, math.inf, 0, 0
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
-        """Chooses a peer of `stage` for a microbatch, see choose_next; a peer of None when nobody can be asked now."""
+        """Chooses the peer of `stage` to ask for a microbatch, see choose_next; None if none can be asked now."""
         costs = self.costs(stage)
         if not costs and self._stages[stage].shut_out:
             return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
         return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
 
     def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
-        """Charges `peer` for one microbatch and returns the attempt, which ends at `deadline` or before."""
+        """Charges `peer` for a microbatch that is sent to it; returns the attempt, which ends by `deadline`."""
         costs = self.costs(stage)
         cost = costs[peer]
         charge_s = max(cost.service_s, payload_bytes / cost.bytes_per_s)  # it occupies the slower of device and link
@@ -268,9 +280,10 @@ class RoutingTable:
         return Attempt(stage, peer, cost, now, until, deadline_ms, payload_bytes, charge_s)
 
     def accepted(self, now: float, attempt: Attempt, queue: int, ping_s: float | None) -> None:
-        """Records that the peer took a seat, with a queue of `queue` microbatches.
+        """Records that the peer gave the microbatch a seat, and has `queue` microbatches at its device.
 
-        Of the wait, ping_s (the idle link's, None if unknown) counts as round trip, the rest as transfer.
+        Of the time since sending, ping_s (the idle link's round trip, None if unknown) counts as round trip and the
+        rest as transfer.
         """
         cost, waited_s = attempt.cost, now - attempt.started
         round_trip = waited_s if ping_s is None else min(waited_s, ping_s)
@@ -283,10 +296,10 @@ class RoutingTable:
         cost.seat_waits_s.append(waited_s)
 
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
-        """Records an answer, which took `service_s` on the peer's device by its own word, and forgives its failures.
+        """Records an answer, clears the peer's failures, and returns the seconds on the link, see PeerCost.crossing_s.
 
-        answer_bytes: of its tensors. period_s: time between two answers to this caller. Returns the seconds on the
-        link, see PeerCost.crossing_s.
+        service_s: seconds on the peer's device, as the peer says. answer_bytes: bytes of the answer's tensors.
+        period_s: time between two answers to this caller.
         """
         cost, call_s = attempt.cost, now - attempt.started
         cost.service_s = _average(cost.service_s, max(1e-6, min(service_s, call_s)), cost.answers)
@@ -298,32 +311,32 @@ class RoutingTable:
         return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s)
 
     def abandoned(self, attempt: Attempt) -> None:
-        """Records that the call ended without work, or that we left it: the charge is taken back, nothing is learnt."""
+        """Records that the call ended without work, or was left: takes back the charge, and measures nothing."""
         cost = attempt.cost
         cost.virtual_s -= attempt.charge_s
         cost.open_calls -= 1
         cost.sent_since = max(0, cost.sent_since - 1)
 
     def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
-        """Records BUSY: takes back the charge, limits the peer to its present calls, none new in `retry_after_s`."""
+        """Records BUSY: takes back the charge, limits the peer to the calls now open, none new in `retry_after_s`."""
         self.abandoned(attempt)
         cost = attempt.cost
         cost.call_limit = float(max(1, cost.open_calls))
         cost.busy_until = max(cost.busy_until, now + min(max(retry_after_s, MIN_BUSY_S), MAX_BUSY_S))
 
     def failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = MAX_FAILURES) -> None:
-        """Takes back the charge and counts a failure, up to `max_failures`. wasted_s: seconds that the call cost us."""
+        """Takes back the charge and counts a failure, up to `max_failures` in a row. wasted_s: seconds of the call."""
         self.abandoned(attempt)
         _count_failure(attempt.cost, now, wasted_s, max_failures)
 
     def rejected(self, now: float, stage: int, peer: PeerId) -> None:
-        """Counts a failure of `peer` after all: its answer had the right form, but could not be used."""
+        """Counts a failure of `peer` after `answered`: its answer had the right form, but could not be used."""
         if cost := self._stages[stage].costs.get(peer):
             _count_failure(cost, now, 0.0, MAX_FAILURES)
 
 
 def _count_failure(cost: PeerCost, now: float, wasted_s: float, max_failures: int) -> None:
-    """Counts a failure. Those within BACKOFF_S count once, because one broken connection fails all calls on it."""
+    """Counts a failure in `cost`. Failures within BACKOFF_S count once: one broken connection fails all its calls."""
     cost.wasted_s = max(cost.wasted_s, wasted_s)
     if not cost.failures or now >= cost.failed_at + BACKOFF_S:
         cost.failures = min(cost.failures + 1, max(max_failures, cost.failures))
@@ -331,9 +344,10 @@ def _count_failure(cost: PeerCost, now: float, wasted_s: float, max_failures: in
 
 
 def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0.0) -> PeerCost:
-    """Returns the PeerCost of a new peer: medians of its siblings' charged time, service time and round trip.
+    """Returns the PeerCost of a new peer: medians over its stage's other peers, `siblings`, of charged time and speed.
 
-    capacity: microbatches per second that the peer claims, 0 for unknown; it may only lower the expected speed.
+    capacity: microbatches per second that the peer claims, 0 for unknown. Where siblings were measured, the claim may
+    only lower the expected speed.
     """
     siblings = list(siblings)
     measured = [cost for cost in siblings if cost.answers]
@@ -350,15 +364,16 @@ def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0
 
 
 def _average(value: float, sample: float, samples: int) -> float:
-    """Returns the moving average `value` of `samples` samples after one more; the first replaces an assumed value."""
+    """Returns the moving average after a further `sample`. value: the average of the `samples` before, assumed if 0."""
     return MovingAverage(AVERAGE_WEIGHT, value, samples).updated(sample).value or 0.0
 
 
 def attempt_deadline(now: float, deadline: float, expected_s: float, others: int, depth: int = 1) -> float:
-    """Returns when to leave a callee and ask one of `others`, on the clock of `now`; `deadline` when there are none.
+    """Returns when to leave a callee and ask another peer, on the clock of `now`; `deadline` if `others` is 0.
 
-    It is after depth / (depth + 1) of the remaining time, depth being the stages from the callee to the last, so that
-    every caller keeps an equal part for a retry; but not before 2 * expected_s, the time of two usual calls.
+    It is after depth / (depth + 1) of the remaining time, so that every caller keeps an equal part for a retry; but not
+    before 2 * expected_s, the time of two usual calls. others: number of other peers to ask. depth: number of stages
+    from the callee to the last.
     """
     remaining = deadline - now
     if others <= 0 or remaining <= 0:
@@ -367,11 +382,11 @@ def attempt_deadline(now: float, deadline: float, expected_s: float, others: int
 
 
 def deadline_for_others(now: float, deadline: float, own_s: float) -> float:
-    """Returns by when others must be done: min(own_s, MAX_OWN_FRACTION of the remaining time) before `deadline`."""
+    """Returns when others must be done: min(own_s, MAX_OWN_FRACTION of the remaining time) before `deadline`."""
     return deadline - min(own_s, MAX_OWN_FRACTION * max(0.0, deadline - now))
 
 
 def deadline_to_send(now: float, until: float, return_s: float) -> int:
-    """Returns the milliseconds until deadline_for_others, to tell a callee; return_s: for its answer to arrive."""
+    """Returns the milliseconds that a callee is given: until `until`, less `return_s` seconds for its answer."""
     left = deadline_for_others(now, until, return_s) - now
     return max(1, min(MAX_DEADLINE_MS, int(left * 1000.0)))

@@ -1,4 +1,4 @@
-"""What a plan waits for and why, in words, and what one more machine would bring. Pure.
+"""Explains in words what limits the rate of a plan, and computes what one more machine would add. Pure.
 
 Knows: plans and the search. Must not know: files, the terminal, peers.
 """
@@ -21,11 +21,12 @@ REMEDIES: Final[Mapping[Limit, str]] = {
     "download": "machines with more download, or a boundary codec with fewer bytes, help",
     "memory": "nobody fits them; a machine with more memory helps",
 }
+"""What helps against each limit, as the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What one more machine brings. rate_without, rate_with: of the whole swarm, microbatches per second."""
+    """What one more machine adds: microbatches per second of the whole swarm without it and with it. Immutable."""
 
     machine: Machine
     rate_without: float
@@ -33,12 +34,12 @@ class Gain:
 
     @property
     def factor(self) -> float:
-        """Returns how many times faster the swarm is with the machine; 1: it only stands by."""
+        """How many times as fast the swarm is with the machine; 1 if it adds nothing."""
         return self.rate_with / self.rate_without
 
 
 def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
-    """Returns a sentence: which stages are the slowest, at what rate, what limits how much of it, and what helps."""
+    """Returns a sentence that names the slowest stages, their rate in tokens per second, what limits it, what helps."""
     stages, limit = plan.bottleneck.stages, plan.bottleneck.limit
     holders = [found for found in plan.assignments if found.span is not None and stages.first in found.span]
     limited = sum(found.rate.microbatches for found in holders if found.rate.limit == limit)
@@ -52,7 +53,7 @@ def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
 
 
 def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> Gain:
-    """Returns what `machine` would add to the machines of `plan`, all of them placed anew; never less than nothing."""
+    """Returns what `machine` would add if it joined the machines of `plan`, all of them placed anew; never a loss."""
     machines = [found.machine for found in plan.assignments]
     with_it = make_plan(cost, [*machines, machine], rng, start=plan)
     return Gain(machine, plan.rate, max(plan.rate, with_it.rate))

@@ -1,6 +1,6 @@
-"""A plan: which machine holds which stages, what share of their microbatches it gets, and what comes of it. Pure.
+"""A plan: which machine holds which stages, what share of their microbatches it gets, and the resulting rates. Pure.
 
-Knows: the words of a plan. Must not know: how one is found (search.py), how it is printed, peers.
+Knows: the fields of a plan. Must not know: how one is found (search.py), how it is printed, peers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from agora.plan.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One machine's place in a plan.
+    """One machine's place in a plan; immutable.
 
-    span: the stages it holds; None: it stays idle. in_host: its optimizer state lies in host memory. rate: what it
-    could do at its span. share: the part of the microbatches of its stages that it gets, 0 to 1.
+    span: the stages it holds, None if it stays idle. rate: what it could do at its span. in_host: whether its optimizer
+    state lies in host memory. share: the part of its stages' microbatches that it gets, 0 to 1.
     """
 
     machine: Machine
@@ -30,7 +30,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The stages that the others wait for, and what bounds most of the work of those who hold them."""
+    """The slowest stages of a plan, and what limits most of the rate of the machines that hold them. Immutable."""
 
     stages: Span
     limit: Limit
@@ -38,9 +38,10 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who holds what. rate: microbatches per second of the whole swarm; stage_rates: of each stage's holders together.
+    """Which machine holds which stages. Immutable.
 
-    assignments: one for each machine, in the order in which the machines were given.
+    assignments: one for each machine, in the order in which the machines were given. stage_rates: microbatches per
+    second of each stage's holders together. rate: that of the whole swarm, the least of stage_rates.
     """
 
     assignments: tuple[Assignment, ...]

@@ -1,4 +1,4 @@
-"""How few machines can hold a whole model, one span each: what memory alone allows. Pure.
+"""Finds how few machines can hold a whole model, one span each, by memory alone. Pure.
 
 Knows: which spans fit which machine. Must not know: speeds, groups, replicas.
 """
@@ -14,17 +14,18 @@ import numpy as np
 from agora.plan.span_rates import Rates
 
 MOST_CANDIDATES: Final = 32
-"""So many sets of machines are followed at once. With few enough kinds of machines that is all sets, and exact."""
+"""Most sets of machines that are extended in parallel. With few kinds of machines these are all sets; then the result
+is exact."""
 
 Reach: TypeAlias = tuple[int, ...]
-"""For each first stage, the stage after the last one that a machine can hold from there; the first stage if none."""
+"""How far a machine's memory goes: for each first stage, the stage after the last one that it can hold from there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Machines in the order of the spans that they can hold, and the stage after the last one held.
+    """Machines, by index, in the order of the adjacent spans that they can hold from stage 0 on. Immutable.
 
-    ends[i]: the stage after the span of the machine with index machines[i]; its span begins where the one before ends.
+    ends[i]: the stage after the span of machine machines[i]; its span begins where the one before ends.
     """
 
     machines: tuple[int, ...] = ()
@@ -32,16 +33,16 @@ class Coverage:
 
     @property
     def reached(self) -> int:
-        """Returns how many stages, from the first on, are held."""
+        """How many stages are held, from stage 0 on."""
         return self.ends[-1] if self.ends else 0
 
 
 def fewest_holders(rates: Rates) -> Coverage:
-    """Returns a coverage of all stages by as few machines as found, or of as many stages as all machines can hold.
+    """Returns a coverage of all stages by the fewest machines found; if that is impossible, of the most stages found.
 
-    rates: of `span_rates`; a rate above 0 says that the span fits. Machines with the same reach are exchangeable, and
-    of two orders of the same machines only the one that reaches further matters, as whoever begins later also ends
-    later or at the same stage.
+    rates: as span_rates returns them; a rate above 0 says that the span fits. Machines with the same reach are
+    exchangeable. Of two orders of the same machines only the one that reaches further matters, because a machine whose
+    span begins later never has to end it earlier.
     """
     stages = rates.shape[-1] - 1
     reaches = [tuple(reach) for reach in ((rates > 0).sum(axis=2) + np.arange(stages + 1)).tolist()]
@@ -56,7 +57,10 @@ def fewest_holders(rates: Rates) -> Coverage:
 def _longer(
     candidates: dict[tuple[Reach, ...], Coverage], reaches: Sequence[Reach]
 ) -> dict[tuple[Reach, ...], Coverage]:
-    """Returns the candidates with one more machine, the furthest of each set of kinds, at most MOST_CANDIDATES."""
+    """Returns candidates of one more machine: for each set of kinds the one that reaches furthest.
+
+    Keys are the sorted reaches of the machines. Of more than MOST_CANDIDATES, those that reach furthest are returned.
+    """
     longer: dict[tuple[Reach, ...], Coverage] = {}
     for kinds, found in candidates.items():
         for reach, machine in _unused_kinds(found, reaches).items():
@@ -69,7 +73,7 @@ def _longer(
 
 
 def _unused_kinds(found: Coverage, reaches: Sequence[Reach]) -> dict[Reach, int]:
-    """Returns the first machine of each kind that `found` does not use yet."""
+    """Returns, for each kind of machine by its reach, the index of the first machine that `found` does not use yet."""
     used = set(found.machines)
     unused: dict[Reach, int] = {}
     for machine, reach in enumerate(reaches):

@@ -1,10 +1,10 @@
-"""Where to cut a model for given groups of machines: the spans that make the slowest group fastest, exactly. Pure.
+"""Cuts a model into spans for given groups of machines so that the slowest group is fastest, exactly. Pure.
 
 Knows: the rate of each group at each span. Must not know: how groups are chosen (local_search.py), memory, links: a
-rate of 0 says that nobody in the group can hold the span.
+rate of 0 says that no machine of the group can hold the span.
 
-The dynamic program of PipeDream and many after it, for sums of rates: with g[s, j] the best rate of the slowest of the
-first s groups when they hold stages 0 to j - 1, and R_s[i, j] the rate of group s at stages i to j - 1,
+The dynamic program of PipeDream and of many later planners, for sums of rates: with g[s, j] the best rate of the
+slowest of the first s groups when they hold stages 0 to j - 1, and R_s[i, j] the rate of group s at stages i to j - 1,
 
     g[0, 0] = infinity;    g[s, j] = max over i of min(g[s - 1, i], R_s[i, j]);    the answer is g[groups, stages].
 
@@ -26,27 +26,27 @@ from agora.plan.machine import Machine
 from agora.plan.span_rates import Rates, span_rates
 
 Groups: TypeAlias = NDArray[np.int64]
-"""The number of each machine's group, from 0 on in the order of the stages, or one of these two:"""
+"""For each machine the number of its group, from 0 on in the order of the stages; or IDLE_GROUP or ALONE."""
 IDLE_GROUP: Final = -1
-"""The machine is in no group yet, or stays idle."""
+"""Instead of a group's number: the machine is in no group yet, or stays idle."""
 ALONE: Final = -2
-"""The machine holds the whole model and does whole microbatches, beside the groups."""
+"""Instead of a group's number: the machine holds the whole model and does whole microbatches by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The span of each group, in the order of the groups, and the rate of the slowest: microbatches per second."""
+    """The span of each group, in order, and the slowest group's rate in microbatches per second. Immutable."""
 
     spans: tuple[Span, ...]
     rate: float
 
 
 def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
-    """Returns the cuts that maximise the slowest group's rate. None if no cuts give every group a rate above 0.
+    """Returns the cuts that maximise the slowest group's rate; None if no cuts give every group a rate above 0.
 
-    rates: of `span_rates`. group_of: the group of each machine; those with a negative number are left out. Since each
-    group gets at least one stage, group s begins at a stage from s to s + stages - count: only these corners of the
-    arrays are added up.
+    rates: as span_rates returns them. group_of: the group of each machine; those with a negative number are left out.
+    count: the number of groups. Since each group gets at least one stage, group s begins at a stage from s to
+    s + stages - count: only these corners of the arrays are added up.
     """
     room = rates.shape[-1] - count
     if room < 1:
@@ -72,16 +72,16 @@ def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
 
 
 def rates_in_groups(rates: Rates, cuts: Cuts) -> Rates:
-    """Returns the rate that each machine would have in each group, shape [machines, groups]."""
+    """Returns the rate that each machine would have at each group's span, shape [machines, groups]."""
     begins = [span.first for span in cuts.spans]
     ends = [span.last + 1 for span in cuts.spans]
     return rates[:, begins, ends]
 
 
 def cut_for_groups(cost: RunCost, groups: Sequence[Sequence[Machine]]) -> Cuts | None:
-    """Returns the best cuts for groups of machines, given in the order of their stages. None if they cannot hold all.
+    """Returns the best cuts for groups of machines, given in the order of their stages; None if no cuts are possible.
 
-    Every group gets at least one stage. A machine that its group's span does not fit adds nothing to the group's rate.
+    Every group gets at least one stage. A machine whose memory its group's span does not fit adds nothing to the rate.
     """
     machines = [machine for group in groups for machine in group]
     group_of = np.array([number for number, group in enumerate(groups) for _ in group], dtype=np.int64)

@@ -26,18 +26,22 @@ USUAL_WIDTHS: Final[dict[str, dict[str, int]]] = {
     "gemma2": {"intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gemma3_text": {"intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
 }
-"""What transformers takes for sizes that a config.json leaves out, by model_type."""
+"""Sizes that transformers uses where a config.json leaves them out, by model_type."""
 USUAL_SOFTCAP: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""What gemma2 takes where its config does not say."""
+"""Soft caps that transformers uses for gemma2 where its config leaves them out."""
 
 WINDOWED: Final = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+"""Model types some of whose layers may attend to a window of the latest tokens only."""
 WINDOW_PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}
-"""Each so many layers, one attends to all tokens before it; for configs that name no layer types."""
+"""In configs that name no layer types, every n-th layer attends to all earlier tokens; n by model_type."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSize:
-    """One linear layer of a decoder layer. last_outputs: its outputs in the model's last layer; 0: as in the others."""
+    """The sizes of one linear layer of a decoder layer; immutable.
+
+    last_outputs: its number of outputs in the model's last layer; 0 means the same as in the other layers.
+    """
 
     name: str
     reads: LinearInput
@@ -47,22 +51,22 @@ class LinearSize:
     last_outputs: int = 0
 
     def outputs_in(self, *, is_last: bool) -> int:
-        """Returns the number of outputs in a layer. is_last: whether it is the model's last layer."""
+        """Returns the number of outputs in a decoder layer. is_last: whether that is the model's last layer."""
         return self.last_outputs if is_last and self.last_outputs else self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The sizes of a decoder.
+    """The sizes of a decoder; immutable.
 
     width: values of a token inside a layer. stream: values of a token in the residual stream and the embedding. norms:
     norms of `width` values in a layer. norm_vectors: vectors of each norm. heads, head_width, key_value_width: of
     attention. head_norms: whether queries and keys are normed. positions: rows of learnt positions. attends_to_all:
     whether attention is eager and keeps all pairs. masked_layers: those whose attention takes a mask, for its window.
     copies_attended: whether the heads' output is copied before its projection. caps_logits: whether logits are capped.
-    is_gated: whether the feed-forward has a gate. fixed_vocabulary: token ids that have a fixed row beside their learnt
-    one, 0 for none. frozen_as: what frozen weights are kept as; None: all are trained. lora_rank, lora_targets,
-    dropout: of LoRA.
+    is_gated: whether the feed-forward has a gate. fixed_vocabulary: number of token ids that have a fixed embedding row
+    in addition to their learnt one. frozen_as: the format in which frozen weights are kept; None if all weights are
+    trained. lora_rank, lora_targets, dropout: LoRA's settings.
     """
 
     width: int
@@ -90,20 +94,20 @@ class DecoderSizes:
 
     @property
     def query_width(self) -> int:
-        """Returns the values of a token in all query heads."""
+        """Number of values of a token in all query heads together."""
         return self.heads * self.head_width
 
     @property
     def inner_width(self) -> int:
-        """Returns the inner width of the feed-forward."""
+        """Number of inner values of a token in the feed-forward."""
         return next(linear.inputs for linear in self.linears if linear.reads == "inner")
 
     def is_last(self, layer: int) -> bool:
-        """Returns whether this is the model's last layer."""
+        """Returns whether layer number `layer` is the model's last."""
         return layer == self.layers - 1
 
     def has_lora(self, linear: LinearSize) -> bool:
-        """Returns whether a linear layer has LoRA; without targets all have it, if LoRA is trained at all."""
+        """Returns whether a linear layer has LoRA; all have it if the run trains LoRA and names no targets."""
         return self.frozen_as is not None and (not self.lora_targets or linear.name in self.lora_targets)
 
 
@@ -120,7 +124,7 @@ def decoder_sizes(model: ModelSection) -> DecoderSizes:
 
 
 def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
-    """Returns the sizes of the family subspace: output projections have `subspace` rows, in the last layer all."""
+    """Returns the sizes of the subspace family; output projections have `subspace` rows, in the last layer `width`."""
     head_width = model.width // model.heads
     key_value_width, last = model.key_value_heads * head_width, model.width
     return DecoderSizes(
@@ -146,12 +150,12 @@ def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
 
 
 def _llama_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
-    """Returns the sizes of a decoder of Hugging Face built as Llama is: Mistral, Qwen and Gemma among them."""
+    """Returns the sizes of a Hugging Face decoder that is built like Llama: also Mistral, Qwen and Gemma."""
     kind, width = sizes_in(dict(config)).model_type, model.width
     usual = USUAL_WIDTHS[kind]
 
     def size_of(key: str, otherwise: int = 0) -> int:
-        """Returns a size of the config, else transformers' usual one, else `otherwise`."""
+        """Returns the size `key` of the config; without it transformers' usual one; without that `otherwise`."""
         return int(config.get(key) or usual.get(key) or otherwise)
 
     heads = size_of("num_attention_heads")
@@ -214,7 +218,7 @@ def _gpt2_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
 
 
 def _training(model: HfSection) -> dict[str, Any]:
-    """Returns the fields of DecoderSizes that say what is trained."""
+    """Returns the fields of DecoderSizes that say what is trained, by name; {} if all weights are."""
     if model.trained == "all":
         return {}
     targets = model.lora_targets
@@ -227,13 +231,13 @@ def _training(model: HfSection) -> dict[str, Any]:
 
 
 def _softcap(config: Mapping[str, Any], kind: str, key: str) -> float:
-    """Returns at which value attention or logits are capped, 0 for not at all."""
+    """Returns the value at which attention scores or logits are capped; 0 if they are not."""
     usual = USUAL_SOFTCAP[key] if kind == "gemma2" else 0.0
     return float(config.get(key, usual) or 0.0) if kind in ("gemma2", "gemma3_text") else 0.0
 
 
 def _has_window(config: Mapping[str, Any], kind: str, layer: int, context: int) -> bool:
-    """Returns whether a layer attends only to the last tokens, fewer than a sequence has, so that it takes a mask."""
+    """Returns whether a layer attends to a window shorter than `context`, so that its attention takes a mask."""
     window = config.get("sliding_window", 4096)
     if kind not in WINDOWED or window is None or context <= int(window):
         return False

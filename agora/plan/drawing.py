@@ -16,16 +16,19 @@ from agora.plan.cost import RunCost
 
 HEADINGS: Final = ("MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "OF")
 MOST_COLUMNS: Final = 64
-"""A picture in a terminal has at most so many columns of stages; each stands for several where there are more."""
+"""Most columns of stages in a terminal picture; with more stages, each column stands for several."""
 LABEL_WIDTH: Final = 28
 STAGE_PIXELS, ROW_PIXELS, LABEL_PIXELS, PICTURE_PIXELS = 24, 26, 210, 960
 COLOURS: Final = {"compute": "#4878a8", "upload": "#c87137", "download": "#8a6bb0", "memory": "#999999"}
-"""Of a machine's bar, by what limits it."""
+"""Colour of a machine's bar, by the resource that limits its rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """Machines that do the same. label: their names in short. one: the assignment of the first of them."""
+    """Equal machines with equal assignments, which share a row; immutable.
+
+    label: their names in short. one: the assignment of the first of them.
+    """
 
     label: str
     count: int
@@ -33,7 +36,7 @@ class PlanRow:
 
 
 def plan_rows(plan: Plan) -> list[PlanRow]:
-    """Returns the machines of a plan, equal ones in one row, in the order of their stages; idle ones last."""
+    """Returns one row for each group of equal machines of a plan, in the order of their stages; idle ones last."""
     groups: dict[object, list[Assignment]] = {}
     for assignment in plan.assignments:
         key = (replace(assignment.machine, name=""), assignment.span, assignment.in_host, round(assignment.share, 3))
@@ -42,23 +45,23 @@ def plan_rows(plan: Plan) -> list[PlanRow]:
     return sorted(rows, key=_place)
 
 
-def table_lines(cost: RunCost, plan: Plan) -> list[str]:
-    """Returns the lines of the table: machines, stages, share of each stage's microbatches, speed, limit, memory."""
+def plan_table(cost: RunCost, plan: Plan) -> list[str]:
+    """Returns the table as lines: a header, then one line for each group of equal machines; columns as in HEADINGS."""
     cells = [list(HEADINGS), *(_cells(cost, row) for row in plan_rows(plan))]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
 def picture_lines(cost: RunCost, plan: Plan, *, sign: str = "#") -> list[str]:
-    """Returns the lines of the picture: a bar of `sign` for each row of machines, and the slowest stages marked."""
+    """Returns the terminal picture as lines: a ruler of stages, a bar of `sign` for each row, marks of the slowest."""
     count, columns = cost.stage_count, min(cost.stage_count, MOST_COLUMNS)
 
     def column_of(stage: int) -> int:
-        """Returns the column that a stage falls into."""
+        """Returns the column in which a stage is drawn."""
         return stage * columns // count
 
     def bar(first: int, last: int, mark: str) -> str:
-        """Returns the columns of stages `first` to `last` filled with `mark`."""
+        """Returns all columns as text: those of stages `first` to `last` are `mark`, the others dots."""
         begin, end = column_of(first), column_of(last)
         return "." * begin + mark * (end - begin + 1) + "." * (columns - end - 1)
 
@@ -68,7 +71,7 @@ def picture_lines(cost: RunCost, plan: Plan, *, sign: str = "#") -> list[str]:
         span = row.one.span
         drawn = "." * columns if span is None else bar(span.first, span.last, sign)
         tail = "idle" if span is None else row.one.rate.limit
-        lines.append(f"{_fitted(row.label):<{LABEL_WIDTH}}  {drawn}  {tail}")
+        lines.append(f"{_truncated(row.label):<{LABEL_WIDTH}}  {drawn}  {tail}")
     slowest = plan.bottleneck.stages
     lines.append(f"{'slowest':<{LABEL_WIDTH}}  {bar(slowest.first, slowest.last, '^').replace('.', ' ').rstrip()}")
     return lines
@@ -103,8 +106,8 @@ def picture_svg(cost: RunCost, plan: Plan, title: str) -> str:
 
 
 def _svg_row(cost: RunCost, row: PlanRow, y: float, pixels: float) -> list[str]:
-    """Returns the elements of one row of machines, whose top is at `y`. pixels: of one stage."""
-    elements, span = [_text(10, y + 15, _fitted(row.label))], row.one.span
+    """Returns the SVG elements of one row of machines. y: its top, in pixels. pixels: width of one stage."""
+    elements, span = [_text(10, y + 15, _truncated(row.label))], row.one.span
     right = LABEL_PIXELS + pixels * cost.stage_count + 10
     if span is None:
         return [*elements, _text(right, y + 15, "idle")]
@@ -123,7 +126,7 @@ def _text(x: float, y: float, text: str, size: int = 12) -> str:
 
 
 def _cells(cost: RunCost, row: PlanRow) -> list[str]:
-    """Returns a row of the table."""
+    """Returns the cells of one table row, one for each of HEADINGS."""
     one, machine = row.one, row.one.machine
     if one.span is None:
         return [row.label, "idle", "", "", "", "", f"{machine.memory / 1e9:,.1f} GB"]
@@ -141,16 +144,16 @@ def _cells(cost: RunCost, row: PlanRow) -> list[str]:
 
 
 def _label(names: Sequence[str]) -> str:
-    """Returns the names of equal machines; of more than two the first, the last, and how many."""
+    """Returns the names of equal machines as one label; of more than two, the first, the last, and their number."""
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _fitted(label: str) -> str:
-    """Returns a label that is short enough for the picture."""
+def _truncated(label: str) -> str:
+    """Returns a label, cut to LABEL_WIDTH characters."""
     return label if len(label) <= LABEL_WIDTH else f"{label[: LABEL_WIDTH - 3]}..."
 
 
 def _place(row: PlanRow) -> tuple[int, int, str]:
-    """Returns where a row comes: by its first and last stage; idle machines after all others."""
+    """Returns the sort key of a row: its first and last stage; idle machines come after all others."""
     span = row.one.span
     return (1 << 30, 0, row.label) if span is None else (span.first, span.last, row.label)

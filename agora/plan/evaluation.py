@@ -1,6 +1,6 @@
-"""What comes of spans that somebody has chosen: rates, shares of the microbatches, the bottleneck, as a plan. Pure.
+"""Evaluates chosen spans: computes rates, shares of the microbatches and the bottleneck, as a plan. Pure.
 
-Knows: the cost model and the words of a plan. Must not know: how the spans were chosen; the benchmark judges other
+Knows: the cost model and the fields of a plan. Must not know: how the spans were chosen; the benchmark evaluates other
 planners' spans with the same function.
 """
 
@@ -16,12 +16,14 @@ from agora.plan.cost import Limit, Rate, RunCost
 from agora.plan.machine import Machine
 
 IDLE = Rate(0.0, "memory")
+"""The rate of a machine without a span."""
 
 
 def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Span | None]) -> Plan:
-    """Returns the plan in which each machine holds its span; None: it is idle. A span that does not fit adds nothing.
+    """Returns the plan in which each machine holds the span at its place in `spans`; None means that it is idle.
 
-    The rate of the swarm is that of the stage whose holders are slowest together.
+    A machine whose memory its span does not fit is idle too. The rate of the swarm is that of the stage whose holders
+    are slowest together.
     """
     rates = [IDLE if span is None else cost.rate(m, span) for m, span in zip(machines, spans, strict=True)]
     stage_rates = [0.0] * cost.stage_count
@@ -37,10 +39,10 @@ def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Sp
 
 
 def integer_shares(rates: Sequence[float], microbatches: int) -> list[int]:
-    """Returns how many of so many microbatches each replica gets, so that the last one ends as early as possible.
+    """Returns how many of `microbatches` each replica gets, so that the last one is done as early as possible.
 
-    rates: microbatches per second; a replica with 0 gets none. Each next microbatch goes to the one that would end it
-    first, which is optimal. Raises ValueError if there are microbatches and no rate is above 0.
+    rates: microbatches per second of each replica; one with 0 gets none. Each microbatch in turn goes to the replica
+    that would finish it first, which is optimal. Raises ValueError if there are microbatches and no rate is above 0.
     """
     shares = [0] * len(rates)
     ends = [(1.0 / rate, replica) for replica, rate in enumerate(rates) if rate > 0]
@@ -55,10 +57,10 @@ def integer_shares(rates: Sequence[float], microbatches: int) -> list[int]:
 
 
 def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: int) -> list[float]:
-    """Returns the part of the microbatches that each machine gets, so that those of each stage's holders add up to 1.
+    """Returns each machine's share of the microbatches, 0 to 1, so that the shares of each stage's holders add up to 1.
 
-    Holders of longer spans come first, each with the part that its rate is of the slowest stage of its span; what they
-    leave is shared out by rate among the others. Exact where of two spans that overlap one contains the other.
+    Holders of longer spans come first: each gets its rate divided by the rate of the slowest stage of its span. What
+    they leave is divided by rate among the others. Exact if of any two overlapping spans one contains the other.
     """
     totals: dict[Span, float] = {}
     for span, rate in zip(spans, rates, strict=True):
@@ -67,11 +69,12 @@ def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: in
     left = [1.0] * stage_count
     share_of: dict[Span, float] = {}
     for span in sorted(totals, key=lambda span: (-len(span), span.first)):
-        beside = [
+        unshared = [
             sum(total for other, total in totals.items() if stage in other and other not in share_of)
             for stage in span.stages
         ]
-        share_of[span] = min(left[span.first : span.last + 1]) * totals[span] / min(beside) if totals[span] > 0 else 0.0
+        most = min(left[span.first : span.last + 1])
+        share_of[span] = most * totals[span] / min(unshared) if totals[span] > 0 else 0.0
         for stage in span.stages:
             left[stage] -= share_of[span]
     return [
@@ -81,7 +84,10 @@ def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: in
 
 
 def _assignment(cost: RunCost, machine: Machine, span: Span | None, rate: Rate, share: float) -> Assignment:
-    """Returns one machine's place; one that its span does not fit is idle."""
+    """Returns the machine's assignment: idle without a span or with rate 0.
+
+    in_host is set if the optimizer's state does not fit on the device together with the rest.
+    """
     if span is None or rate.microbatches <= 0:
         return Assignment(machine, None, IDLE)
     in_host = not cost.memory(span).fits(machine)
@@ -89,7 +95,7 @@ def _assignment(cost: RunCost, machine: Machine, span: Span | None, rate: Rate, 
 
 
 def _bottleneck(assignments: Sequence[Assignment], stage_rates: Sequence[float]) -> Bottleneck:
-    """Returns the first run of stages with the lowest rate, and what limits most of the rate of its holders."""
+    """Returns the first consecutive stages with the lowest rate, and what limits most of the rate of their holders."""
     lowest = min(stage_rates) * (1 + 1e-9)
     first = next(stage for stage, rate in enumerate(stage_rates) if rate <= lowest)
     last = first

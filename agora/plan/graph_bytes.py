@@ -1,4 +1,4 @@
-"""Says how many bytes autograd keeps of a microbatch between forward and backward, layer by layer. Pure.
+"""Computes how many bytes autograd keeps of a microbatch between forward and backward, layer by layer. Pure.
 
 The counts are of the tensors that torch's backward formulas need, checked against what autograd really saves. Knows:
 sizes of decoders. Must not know: torch, manifests, machines.
@@ -33,7 +33,7 @@ HALF: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSize:
-    """rows: sequences of a microbatch. context: tokens of each. has_segments: rows hold several sequences each."""
+    """The size of a microbatch: `rows` of `context` tokens. has_segments: whether a row holds several sequences."""
 
     rows: int
     context: int
@@ -41,14 +41,14 @@ class MicrobatchSize:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of the microbatch."""
+        """Number of tokens of the microbatch."""
         return self.rows * self.context
 
 
 def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *, in_bf16: bool) -> float:
     """Returns the bytes that the graph of decoder layer number `layer` keeps of a microbatch.
 
-    in_bf16: products are in bf16, as on a GPU.
+    in_bf16: whether products are computed in bf16, as on a GPU.
     """
     value = HALF if in_bf16 else FLOAT
     per_token: float = FLOAT * _norm_values(sizes, layer) + value * (
@@ -62,7 +62,7 @@ def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *,
 
 
 def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the bytes that the final norm and the head keep, without the loss."""
+    """Returns the bytes that the graphs of the final norm and the head keep of a microbatch, without the loss."""
     value = HALF if in_bf16 else FLOAT
     capped = value * sizes.vocabulary if sizes.caps_logits else 0
     head_input = value * sizes.width if sizes.frozen_as is None else 0
@@ -71,15 +71,15 @@ def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
 
 
 def loss_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the bytes that logits, log-probabilities and the logits' gradient take for a moment."""
+    """Returns the bytes that logits, log-probabilities and the logits' gradient take while the loss is computed."""
     copies = 3 * FLOAT + (2 * HALF if in_bf16 else 0)
     return batch.tokens * sizes.vocabulary * copies
 
 
 def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the bytes that the backward of a layer takes beyond its graph, which is freed on the way.
+    """Returns the most bytes that the backward of a layer takes for a moment beyond its graph.
 
-    These are the gradients of the widest values, and where matrices are kept in fewer bits one of them in full.
+    These are the gradients of the widest values and, where matrices are kept in fewer bits, one matrix in full.
     """
     value = HALF if in_bf16 else FLOAT
     widest = max(2 * sizes.inner_width, 3 * sizes.query_width)
@@ -96,19 +96,19 @@ def _norm_copies(sizes: DecoderSizes) -> int:
 
 
 def _norm_values(sizes: DecoderSizes, layer: int) -> int:
-    """Returns the float32 values of a token that norms keep; a norm of a frozen embedding needs none."""
+    """Returns how many float32 values of a token a layer's norms keep; a norm of a frozen embedding keeps none."""
     of_heads = sizes.query_width + sizes.key_value_width if sizes.head_norms else 0
     needless = sizes.width if layer == 0 and sizes.frozen_as is not None else 0
     return _norm_copies(sizes) * (sizes.norms * sizes.width + of_heads) - needless
 
 
 def _learns(sizes: DecoderSizes, linear: LinearSize) -> bool:
-    """Returns whether the backward needs a linear layer's input: its matrix is trained, or LoRA beside it."""
+    """Returns whether the backward needs a linear layer's input: its matrix is trained, or it has LoRA."""
     return sizes.frozen_as is None or sizes.has_lora(linear)
 
 
 def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
-    """Returns the values of a token that linear layers keep as inputs, but those that attention keeps as output."""
+    """Returns how many values of a token the linear layers keep as inputs, without those kept as attention's output."""
     values = 0
     for reads, group in groupby(sizes.linears, key=lambda linear: linear.reads):
         learning = [linear for linear in group if _learns(sizes, linear)]
@@ -118,18 +118,18 @@ def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
 
 
 def _inner_values(sizes: DecoderSizes) -> int:
-    """Returns the inner values of a token that the activation function and the gate keep."""
+    """Returns how many inner values of a token the activation function and the gate keep."""
     return (3 if sizes.is_gated else 4) * sizes.inner_width
 
 
 def _attention_values(sizes: DecoderSizes, has_mask: bool, in_bf16: bool) -> float:
-    """Returns the values of a token that attention keeps: queries, keys, values, output and sums over the heads."""
+    """Returns how many values of a token attention keeps: queries, keys, values, output and sums over the heads."""
     shared = sizes.query_width if sizes.attends_to_all or has_mask else sizes.key_value_width
     return 2 * sizes.query_width + 2 * shared + (0 if sizes.attends_to_all else sizes.heads * (2 if in_bf16 else 1))
 
 
 def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize, value: int) -> float:
-    """Returns the bytes kept for pairs of tokens: eager attention's scores and their softmax, or a mask."""
+    """Returns the bytes that attention keeps for pairs of tokens: eager attention's scores and softmax, or a mask."""
     pairs = batch.context**2
     if sizes.attends_to_all:
         return 2.0 * value * batch.rows * sizes.heads * pairs
@@ -139,7 +139,7 @@ def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize,
 
 
 def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
-    """Returns the bytes for each token that LoRA's dropout keeps: what was dropped, and what is left."""
+    """Returns the bytes that LoRA's dropout keeps for each token: its mask and its output."""
     if not sizes.dropout:
         return 0.0
     return sum(linear.inputs * (value + 1) for linear in sizes.linears if sizes.has_lora(linear))

@@ -1,9 +1,9 @@
-"""Better groups of machines, step by step: the best move or swap for the slowest group, then the best cuts again. Pure.
+"""Improves groups of machines step by step: the best move or swap for the slowest group, then the best cuts. Pure.
 
-Knows: the rates of machines at spans. Must not know: the cost model, where groups came from, when to stop looking.
+Knows: the rates of machines at spans. Must not know: the cost model, where groups came from, when to stop searching.
 
-With the cuts fixed, a machine has one rate in each group, so that every move and every swap that the slowest group is
-part of can be judged at once. The cuts are made again when no exchange helps, until those do not help either.
+With the cuts fixed, a machine has one rate in each group, so that all moves and swaps of the slowest group are compared
+in one array operation. When no exchange helps, the cuts are made anew, until those do not help either.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from agora.plan.cuts import ALONE, IDLE_GROUP, Cuts, Groups, best_cuts, rates_in
 from agora.plan.span_rates import Rates
 
 SMALLEST_GAIN: Final = 1e-9
-"""A relative gain below this is rounding, and would let the search go in circles."""
+"""A relative gain below this is a rounding error, which could let the search run in circles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Machines in groups with the best cuts for them, and machines that hold the whole model beside the groups.
+    """Groups of machines with the best cuts for them. Immutable; no one may change its array.
 
-    group_of: of each machine. rate_alone: of the machines beside the groups together, in microbatches per second.
+    group_of: the group number of each machine, or IDLE_GROUP or ALONE. rate_alone: microbatches per second of all
+    machines that are ALONE, which hold the whole model each.
     """
 
     group_of: Groups
@@ -34,19 +35,19 @@ class Grouping:
 
     @property
     def count(self) -> int:
-        """Returns the number of groups."""
+        """Number of groups."""
         return len(self.cuts.spans)
 
     @property
     def rate(self) -> float:
-        """Returns the rate of the slowest group and of the machines beside the groups, in microbatches per second."""
+        """Microbatches per second of the whole swarm: those of the slowest group plus those of the ALONE machines."""
         return self.cuts.rate + self.rate_alone
 
 
 def improve(rates: Rates, group_of: Groups, count: int) -> Grouping | None:
-    """Returns a grouping that no single move or swap for its slowest group makes faster. None if no cuts are possible.
+    """Returns a grouping that no single move or swap for its slowest group makes faster; None if no cuts are possible.
 
-    group_of: where to begin; it is not changed.
+    group_of: the groups to begin with; the array is not changed. count: their number.
     """
     cuts = best_cuts(rates, group_of, count)
     if cuts is None:
@@ -61,9 +62,9 @@ def improve(rates: Rates, group_of: Groups, count: int) -> Grouping | None:
 
 
 def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
-    """Returns the groups after a few random changes: machines move or swap, or two groups change places.
+    """Returns a copy of the groups after a few random changes: machines move or swap, or two groups change places.
 
-    A machine that fits the whole model may also leave the groups for a place beside them, or come back.
+    A machine that fits the whole model may also become ALONE, or join a group again.
     """
     group_of = grouping.group_of.copy()
     if grouping.count > 1 and rng.random() < 0.25:
@@ -81,20 +82,26 @@ def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
 
 
 def scatter(rates: Rates, count: int, rng: random.Random) -> Groups:
-    """Returns random groups; half of the machines that fit the whole model stand beside them."""
+    """Returns random groups; of the machines that fit the whole model, about half are ALONE if `count` is above 1."""
     fits_all = (rates[:, 0, -1] > 0) & (count > 1)
     return np.array([ALONE if fits and rng.random() < 0.5 else rng.randrange(count) for fits in fits_all.tolist()])
 
 
 def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
-    """Returns the grouping with each machine that does not fit its group's span in the slowest group that it fits."""
+    """Returns the grouping after each unused machine was moved to the slowest group whose span it can hold.
+
+    Unused are idle machines and those that cannot hold their group's span. The cuts stay.
+    """
     at_spans = rates_in_groups(rates, grouping.cuts)
-    return replace(grouping, group_of=_placed_where_they_fit(at_spans, grouping.group_of))
+    return replace(grouping, group_of=_place_unused(at_spans, grouping.group_of))
 
 
 def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
-    """Returns the groups after the best moves and swaps for the slowest group, one after another, until none helps."""
-    group_of = _placed_where_they_fit(at_spans, group_of)
+    """Returns the groups after the best moves and swaps for the slowest group, one after another, until none helps.
+
+    at_spans: as rates_in_groups returns them.
+    """
+    group_of = _place_unused(at_spans, group_of)
     if at_spans.shape[1] < 2:
         return group_of
     totals = _totals(at_spans, group_of)
@@ -115,9 +122,9 @@ def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
 def _best_exchange(
     at_spans: Rates, group_of: Groups, totals: Rates, members: Groups, others: Groups
 ) -> tuple[float, int, int]:
-    """Returns the best rate after one exchange, the member that leaves the slowest group (-1: none), and who comes.
+    """Returns the best rate after one exchange, the machine that leaves the slowest group (-1: none), and its newcomer.
 
-    totals: the rate of each group. members, others: the machines of the slowest group, and all the others.
+    totals: the rate of each group. members: the machines of the slowest group. others: those of all other groups.
     """
     if not len(others):
         return 0.0, -1, -1
@@ -132,15 +139,15 @@ def _best_exchange(
 
 
 def _rest(totals: Rates, slowest: int) -> Rates:
-    """Returns, for each group, the least rate of all groups but that one and the slowest one."""
+    """Returns, for each group, the least rate among all groups other than that one and the slowest one."""
     order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
     rest = np.full(len(totals), totals[order[0]])
     rest[order[0]] = totals[order[1]] if len(order) > 1 else np.inf
     return rest
 
 
-def _placed_where_they_fit(at_spans: Rates, group_of: Groups) -> Groups:
-    """Returns the groups with each machine that adds nothing to its group moved to the slowest group that it fits."""
+def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
+    """Returns a copy of the groups in which each unused machine is in the slowest group whose span it can hold."""
     group_of = group_of.copy()
     totals = _totals(at_spans, group_of)
     machines = np.arange(len(group_of))
@@ -155,7 +162,7 @@ def _placed_where_they_fit(at_spans: Rates, group_of: Groups) -> Groups:
 
 
 def _totals(at_spans: Rates, group_of: Groups) -> Rates:
-    """Returns the rate of each group."""
+    """Returns the rate of each group at its span: the sum over its machines."""
     placed = np.flatnonzero(group_of >= 0)
     totals = np.zeros(at_spans.shape[1])
     np.add.at(totals, group_of[placed], at_spans[placed, group_of[placed]])

@@ -23,14 +23,14 @@ from agora.plan.machine import Machine
 MAX_FILE_BYTES: Final = 1 << 20
 MOST_MACHINES: Final = 2048
 USABLE_MEMORY: Final = 0.9
-"""The part of a device's memory that stages may take; the rest is for its context and for fragments."""
+"""The part of a device's memory that stages may take; the rest is for the device's context and for fragmentation."""
 BYTES_PER_MBIT: Final = 1e6 / 8
 PRECISIONS: Final = ("bf16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A kind of accelerator. tflops: 10^12 operations per second reached on decoder layers. memory_gb: 10^9 bytes."""
+    """A kind of accelerator. tflops: 10^12 operations per second, reached on decoder layers. memory_gb: 10^9 bytes."""
 
     tflops: float
     memory_gb: float
@@ -52,7 +52,7 @@ ACCELERATORS: Final[dict[str, Accelerator]] = {
 
 @dataclass(frozen=True, slots=True)
 class NumberKey:
-    """The bounds of a key whose value is a number; both ends are allowed. what: the value in words, with its unit."""
+    """The bounds, both included, of a key whose value is a number. what: the value in words, with its unit."""
 
     what: str
     least: float
@@ -73,9 +73,10 @@ MACHINE_KEYS: Final = ("name", "kind", *NUMBER_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class PeersFile:
-    """The machines of a plan. kinds: one for each table of the file, named as the table is.
+    """The machines that a peers.toml names; immutable.
 
-    in_bf16: whether their products are in bf16.
+    kinds: one machine for each table of the file, with the table's name. machines: all of them, a table's `count`
+    machines with numbered names. in_bf16: whether they compute products in bf16.
     """
 
     machines: tuple[Machine, ...]
@@ -83,9 +84,9 @@ class PeersFile:
     in_bf16: bool
 
     def kind_named(self, name: str) -> Machine:
-        """Returns a machine of the file's kind, or of the accelerator, of this name.
+        """Returns the file's kind of machine with this name or, if it has none, a machine with the accelerator `name`.
 
-        An accelerator that the file does not have gets the median link of those that it has. Raises InputError.
+        The latter gets the link of the file's machine of median upload. Raises InputError for an unknown name.
         """
         known = {kind.name: kind for kind in self.kinds}
         if name in known:
@@ -104,7 +105,10 @@ class PeersFile:
 
 
 def read_peers(text: str, source: str) -> PeersFile:
-    """Returns the machines that the text of a peers file names. Raises InputError, one sentence begun with `source`."""
+    """Returns the machines that `text`, the content of a peers file, names.
+
+    Raises InputError for anything that is wrong in it; the sentence begins with `source`.
+    """
     if len(text) > MAX_FILE_BYTES:
         raise InputError(f"{source}: the file has more than {MAX_FILE_BYTES} characters; is it a list of machines?")
     try:
@@ -125,7 +129,10 @@ def read_peers(text: str, source: str) -> PeersFile:
 
 
 def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -> tuple[Machine, ...]:
-    """Returns every machine, those of a table with `count` numbered. Raises InputError for too many or equal names."""
+    """Returns all machines; those of a table with `count` get numbered names.
+
+    Raises InputError for more than MOST_MACHINES, and for two of the same name.
+    """
     machines: list[Machine] = []
     for kind, table in zip(kinds, tables, strict=True):
         count = table.get("count", 1)
@@ -142,7 +149,7 @@ def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -
 
 
 def _kind(table: Mapping[str, Any], where: str) -> Machine:
-    """Returns the machine that a table describes. where: begins an error. Raises InputError."""
+    """Returns the machine that a [[machine]] table describes. where: the begin of the InputError's sentence."""
     for key in table:
         if key not in MACHINE_KEYS:
             raise InputError(f"{where} has no key {describe(key)}; {suggest(key, MACHINE_KEYS)}")
@@ -168,7 +175,7 @@ def _kind(table: Mapping[str, Any], where: str) -> Machine:
 
 
 def _name(table: Mapping[str, Any], where: str) -> str:
-    """Returns the name of a table's machine: `name`, else its kind. Raises InputError."""
+    """Returns the name of a table's machine: its `name`, by default its `kind`. Raises InputError for a bad one."""
     name = table.get("name", table.get("kind", ""))
     if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable():
         raise InputError(f"{where} has the name {describe(name)}; give it 1 to 64 printable characters.")
@@ -176,7 +183,7 @@ def _name(table: Mapping[str, Any], where: str) -> str:
 
 
 def _accelerator(table: Mapping[str, Any], where: str) -> Accelerator | None:
-    """Returns the accelerator that `kind` names, None without that key. Raises InputError for an unknown one."""
+    """Returns the accelerator that the table's `kind` names; None without that key. Raises InputError if unknown."""
     if "kind" not in table:
         return None
     kind = table["kind"]
@@ -186,7 +193,7 @@ def _accelerator(table: Mapping[str, Any], where: str) -> Accelerator | None:
 
 
 def _number(key: str, value: object, where: str) -> float:
-    """Returns the value of a key that is a number within its bounds. Raises InputError."""
+    """Returns `value`, which must be a number within the bounds of `key`; raises InputError if it is not."""
     bounds = NUMBER_KEYS[key]
     is_number = isinstance(value, int if key == "count" else int | float) and not isinstance(value, bool)
     if not isinstance(value, int | float) or not is_number or not math.isfinite(value):

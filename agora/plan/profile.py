@@ -1,7 +1,7 @@
-"""Measures how fast this machine computes a run's own layers, and remembers it for the next start.
+"""Measures how fast this machine computes a run's own layers, and keeps the result in a file for the next start.
 
 One layer of the run, with random weights, computes its forward and its backward at a few numbers of rows; a line
-through the times gives what a microbatch costs at any size. Knows: torch, stages, the clock, one file. Must not know:
+through the times gives the time of a microbatch of any size. Knows: torch, stages, the clock, one file. Must not know:
 peers, daemons, which stages are held.
 """
 
@@ -33,22 +33,23 @@ from agora.train.device import has_native_bf16
 
 VERSION: Final = 1
 ROWS: Final = (1, 2, 4)
-"""Numbers of rows that are timed, as far as a microbatch has them and the time allows."""
+"""Numbers of rows that are timed, as far as a microbatch has so many and the time allows it."""
 REPEATS: Final = 5
 BUDGET_S: Final = 1.0
+"""Seconds that a measurement may take at a start."""
 USUAL_FLOPS: Final = 2e10
 """Operations per second of a usual processor, for the decision whether to measure at all."""
 MAX_FILE_BYTES: Final = 4096
 MOST_FLOPS: Final = 1e17
-"""No accelerator does more; a file that says so is not believed."""
+"""No accelerator reaches more; a file that says so is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How fast a machine computes a run's layers.
+    """How fast a machine computes a run's layers; immutable.
 
-    flops: operations per second at the run's own microbatch. fixed_s, row_s: a layer's forward and backward of b rows
-    take fixed_s + b * row_s seconds.
+    flops: operations per second at the size of the run's microbatch. fixed_s, row_s: forward and backward of one layer
+    for b rows take fixed_s + b * row_s seconds.
     """
 
     flops: float
@@ -59,8 +60,8 @@ class Profile:
 def find_profile(folder: Path, manifest: Manifest, device: torch.device, budget_s: float = BUDGET_S) -> Profile | None:
     """Returns the profile that an earlier start has written to `folder`, or measures one and writes it there.
 
-    None where a single row would take longer than `budget_s` even on a fast machine: a start must not wait for that,
-    and what the first microbatches take tells more. A folder that cannot be written only means to measure again.
+    Returns None if measuring would take a usual machine longer than `budget_s`: a start must not wait for that, and the
+    times of the first microbatches are more exact. If the folder cannot be written, the next start measures again.
     """
     key = profile_key(manifest, device)
     path = folder / f"profile-{key[:16]}.json"
@@ -74,7 +75,7 @@ def find_profile(folder: Path, manifest: Manifest, device: torch.device, budget_
 
 
 def is_quick(manifest: Manifest, budget_s: float) -> bool:
-    """Returns whether a usual machine computes one row through one layer twice within `budget_s`."""
+    """Returns whether a usual machine computes one row's forward and backward in one layer twice within `budget_s`."""
     layer = manifest.model.layers // 2
     row = MicrobatchSize(1, manifest.model.context, manifest.has_marks)
     return (
@@ -83,7 +84,7 @@ def is_quick(manifest: Manifest, budget_s: float) -> bool:
 
 
 def profile_key(manifest: Manifest, device: torch.device) -> str:
-    """Returns a digest of what a profile depends on: hardware, threads, versions, the run's model and microbatch."""
+    """Returns a hex digest of what a profile depends on: hardware, threads, versions, the run's model, microbatch."""
     on_gpu = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if on_gpu else f"{platform.processor()} {os.cpu_count()}"
     parts = [hardware, platform.machine(), torch.__version__, torch.get_num_threads(), VERSION]
@@ -92,7 +93,7 @@ def profile_key(manifest: Manifest, device: torch.device) -> str:
 
 
 def read_profile(path: Path, key: str) -> Profile | None:
-    """Returns the profile that `path` has for `key`; None without one, and for a file that is malformed."""
+    """Returns the profile in the file `path`; None if there is none, it is malformed, or it is of another key."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return None
@@ -108,7 +109,7 @@ def read_profile(path: Path, key: str) -> Profile | None:
 
 
 def write_profile(path: Path, key: str, profile: Profile) -> None:
-    """Writes the profile over an old one, at once. Raises OSError."""
+    """Writes the profile to `path`, replacing an old one atomically. Raises OSError."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"key": key, **asdict(profile)}), encoding="utf-8")
     temporary.replace(path)
@@ -117,9 +118,10 @@ def write_profile(path: Path, key: str, profile: Profile) -> None:
 def measure_profile(
     manifest: Manifest, device: torch.device, budget_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> Profile:
-    """Returns the profile of this machine: of one layer in the middle of the model, without embedding and head.
+    """Measures and returns this machine's profile, by one layer in the middle of the model.
 
-    Ends after about `budget_s`, but times one row at least. Raises TypeError for a family without formulas.
+    Ends after about `budget_s` seconds, but times at least one row. Raises TypeError for a model family without
+    formulas. clock: returns seconds.
     """
     layer = manifest.model.layers // 2
     stage = _filled_stage(manifest, range(layer, layer + 1)).to(device)
@@ -136,9 +138,10 @@ def measure_profile(
 
 
 def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Returns (a, b) of the line a + b * rows with the least squared errors, neither below 0.
+    """Returns a and b, both at least 0, of the line a + b * rows with the least squared errors.
 
-    times: (rows, seconds), one at least. Where the line would begin below 0, and from one time alone, a is 0.
+    times: pairs of (rows, seconds), at least one. a is 0 if there is one time only, or if the line would begin below 0
+    or not rise.
     """
     through_zero = sum(rows * seconds for rows, seconds in times) / sum(rows**2 for rows, _ in times)
     if len(times) < 2:
@@ -150,7 +153,7 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _filled_stage(manifest: Manifest, layers: range) -> Stage:
-    """Returns the stage of `layers` with small random values, which take as long as real ones; no file is read."""
+    """Returns a stage of `layers` on the CPU with small random weights, which compute as fast as real ones."""
     with torch.device("meta"):
         stage = family_of(manifest.model).make_stage(layers)
     stage.allocate()
@@ -168,7 +171,10 @@ def _filled_stage(manifest: Manifest, layers: range) -> Stage:
 def _seconds(
     stage: Stage, manifest: Manifest, device: torch.device, rows: int, deadline: float, clock: Callable[[], float]
 ) -> float:
-    """Returns the median seconds of a forward and backward of `rows` rows, after one that warms up."""
+    """Returns the median seconds of a forward and backward of `rows` rows, after one run to warm up.
+
+    Repeats REPEATS times, or until `deadline` on `clock`, but at least once.
+    """
     tokens = torch.zeros(rows, manifest.model.context, dtype=torch.int64, device=device)
     entry = tokens
     if not stage.is_first:
@@ -186,7 +192,7 @@ def _seconds(
 
 
 def _forward_and_backward(stage: Stage, entry: Tensor, tokens: Tensor, device: torch.device) -> None:
-    """Computes a stage's output and all its gradients once, and waits for the device."""
+    """Computes a stage's output and all its gradients once, drops them, and waits until the device is done."""
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_native_bf16(device)):
         output = stage(entry, tokens)
     inputs: list[Tensor] = [parameter for _, parameter in stage.trained_parameters()]

@@ -2,10 +2,10 @@
 
 Knows: the search's order and its budget. Must not know: model families, devices, peers.
 
-1. coverage.py finds how few machines can hold the model: so many groups are the fewest.
-2. For each number of groups, first_groups.py deals the machines out, cuts.py finds the best spans, exactly, and
+1. coverage.py finds how few machines can hold the model: that is the least number of groups.
+2. For each number of groups, first_groups.py divides the machines, cuts.py finds the best spans, exactly, and
    local_search.py exchanges machines until no exchange helps.
-3. The most promising numbers of groups are disturbed at random and improved again, within a budget.
+3. The best groupings, of a few numbers of groups, are changed at random and improved again, within a budget.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from agora.plan.machine import Machine
 from agora.plan.span_rates import Rates, span_rates
 
 COUNTS_TRIED_ONE_BY_ONE: Final = 8
+"""The first numbers of groups are tried one by one."""
 COUNT_GROWTH: Final = 1.3
-"""After the first few, numbers of groups grow by this factor, as neighbours differ little."""
+"""Factor from one tried number of groups to the next, after the first ones: neighbours differ little."""
 PROMISING: Final = 3
-"""So many numbers of groups are searched further."""
+"""Number of best groupings that are searched further."""
 GOOD_ENOUGH: Final = 0.9995
-"""The search ends at this part of the bound that no plan can pass."""
+"""The search ends when a plan reaches this part of the upper bound."""
 SEARCH_WORK: Final = 24_000_000
-"""Machines x stages^2 x disturbances of one number of groups: bounds the time, whatever the size of the swarm."""
+"""Machines x stages^2 x random changes of one grouping: limits the time, whatever the size of the swarm."""
 FEWEST_DISTURBANCES: Final = 10
 MOST_DISTURBANCES: Final = 150
 ANEW: Final = 0.5
-"""So many of the disturbances begin anew with random groups, which finds in small swarms what no exchange leads to."""
+"""The part of the random changes that start from wholly random groups; in small swarms these reach groupings that
+exchanges do not."""
 
 
 def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *, start: Plan | None = None) -> Plan:
-    """Returns the plan with the highest rate that is found; the same machines and generator give the same plan.
+    """Returns the fastest plan found; the same machines and the same state of `rng` give the same plan.
 
-    start: a plan for the first ones of these machines; the result is at least as fast as that with newcomers added.
-    Raises MemoryError_ if the machines cannot hold the model together, and InputError without machines.
+    start: a plan for the first ones of `machines`; the search also begins from its groups. Raises MemoryError_ if the
+    machines together cannot hold the model, InputError without machines.
     """
     if not machines:
         raise InputError("a plan needs machines, and there is none; name at least one.")
@@ -65,14 +67,17 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
 
 
 def compute_bound(cost: RunCost, machines: Iterable[Machine]) -> float:
-    """Returns the rate, in microbatches per second, of machines that always compute: no plan can be faster."""
+    """Returns an upper bound of a plan's rate, in microbatches per second: that of machines that always compute."""
     return sum(machine.flops for machine in machines) / cost.flops(Span(0, cost.stage_count - 1))
 
 
 def _best_grouping(
     rates: Rates, holders: Coverage, good_enough: float, rng: random.Random, start: Plan | None
 ) -> Grouping | None:
-    """Returns the fastest grouping of all numbers of groups; of equally fast ones that with the fewest groups."""
+    """Returns the fastest grouping found over all numbers of groups; of equally fast ones, that with fewer groups.
+
+    good_enough: a rate at which the search ends. Returns None if no grouping can hold the model.
+    """
     best_of_count: dict[int, Grouping] = {}
     for grouping in _from_plan(rates, start):
         best_of_count[grouping.count] = grouping
@@ -90,7 +95,10 @@ def _best_grouping(
 
 
 def _first_groupings(rates: Rates, count: int, holders: Coverage) -> Iterator[Grouping | None]:
-    """Yields groupings to begin from, improved: of all machines, and of those only that do not fit the whole model."""
+    """Yields improved first groupings into `count` groups; None for groups that cannot hold the model.
+
+    First of all machines; then, with the machines that fit the whole model ALONE, of the others.
+    """
     alone = rates[:, 0, -1] > 0
     for groups in first_groups(rates, count, holders, np.zeros_like(alone)):
         yield improve(rates, groups, count)
@@ -101,12 +109,12 @@ def _first_groupings(rates: Rates, count: int, holders: Coverage) -> Iterator[Gr
 
 
 def _preference(grouping: Grouping) -> tuple[float, int]:
-    """Returns what is greater for the better one of two groupings: the rate, then fewer groups."""
+    """Returns a sort key that is greater for the better of two groupings: the higher rate, then fewer groups."""
     return grouping.rate, -grouping.count
 
 
 def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
-    """Returns the best grouping with one group more that a split of one group leads to. None if there is none."""
+    """Returns the best grouping with one more group, of those that split_groups leads to; None if there is none."""
     count = grouping.count + 1
     most = max(FEWEST_DISTURBANCES, SEARCH_WORK // (10 * _work(rates)))
     candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), most))
@@ -117,14 +125,14 @@ def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
 
 
 def _from_plan(rates: Rates, start: Plan | None) -> list[Grouping]:
-    """Returns the grouping that comes of a plan for some of the machines, if there is one."""
+    """Returns [the improved grouping of the plan `start`], or [] without a plan or if it has no groups."""
     groups = groups_of_plan(start, len(rates)) if start is not None else None
     grouping = improve(rates, *groups) if groups is not None else None
     return [grouping] if grouping is not None else []
 
 
 def _group_counts(fewest: int, most: int) -> Iterator[int]:
-    """Yields the numbers of groups to try: the first few one by one, then fewer and fewer, and the last."""
+    """Yields the numbers of groups to try, rising from `fewest` to `most`: first one by one, then by COUNT_GROWTH."""
     count = fewest
     while count < most:
         yield count
@@ -133,7 +141,7 @@ def _group_counts(fewest: int, most: int) -> Iterator[int]:
 
 
 def _searched(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
-    """Returns the best grouping after random disturbances, each improved; one that is no worse is the next start."""
+    """Returns the best grouping found by random changes, each improved; one that is no worse is changed next."""
     best = current = grouping
     for _ in range(max(FEWEST_DISTURBANCES, min(MOST_DISTURBANCES, SEARCH_WORK // _work(rates)))):
         if best.rate >= good_enough:
@@ -148,13 +156,13 @@ def _searched(rates: Rates, grouping: Grouping, good_enough: float, rng: random.
 
 
 def _work(rates: Rates) -> int:
-    """Returns how many additions one look for the best cuts takes."""
+    """Returns about how many additions one call of best_cuts takes."""
     machines, begins, ends = rates.shape
     return int(machines * begins * ends)
 
 
 def _what_lacks(cost: RunCost, machines: Sequence[Machine], holders: Coverage) -> str:
-    """Returns the sentence of the error: how far the machines' memory goes, and what the other stages need."""
+    """Returns the error's sentence: how many stages fit the machines, and how much memory the other stages need."""
     rest = Span(holders.reached, cost.stage_count - 1)
     lacking = cost.memory(rest).device / 1e9
     together = sum(machine.memory for machine in machines) / 1e9

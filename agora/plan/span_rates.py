@@ -1,4 +1,4 @@
-"""The rate of every machine at every span of a run, as one array that a search can look up. Pure.
+"""Computes the rate of every machine at every span of a run, as one array that a search can look up. Pure.
 
 Knows: numpy, and the formulas of RunCost, which it calls once for each span. Must not know: groups, plans.
 """
@@ -17,7 +17,7 @@ from agora.plan.cost import RunCost
 from agora.plan.machine import Machine
 
 Rates: TypeAlias = NDArray[np.float64]
-"""Microbatches per second; the last two axes are [first stage, last stage + 1] of a span, 0 where no span is meant."""
+"""Microbatches per second; the last two axes are a span's [first stage, last stage + 1]; 0 where that is no span."""
 
 
 def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
@@ -39,7 +39,7 @@ def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
 
 
 class _SpanNeeds:
-    """What each span needs, by the cost model: operations, bytes sent, received, and held; arrays [begin, end]."""
+    """What each span needs by the cost model, as arrays [begin, end]: operations, bytes sent, received and held."""
 
     def __init__(self, cost: RunCost) -> None:
         size = cost.stage_count + 1
@@ -58,7 +58,7 @@ class _SpanNeeds:
         self.device_beside_host[place], self.host[place] = beside_host.device, beside_host.host
 
     def rates_of(self, machine: Machine) -> Rates:
-        """Returns the machine's rate at each span, by the formula of `RunCost.rate`."""
+        """Returns the machine's rate at each span [begin, end], by the formula of RunCost.rate; 0 if it cannot."""
         fits = self.device <= machine.memory
         fits |= (self.device_beside_host <= machine.memory) & (self.host <= machine.host_memory)
         seconds = np.maximum(self.flops / machine.flops, self.upload / machine.upload)

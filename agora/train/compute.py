@@ -232,7 +232,7 @@ class Compute:
 
     # --- for the replicas, the checkpoints and the export of a stage; each runs between two jobs of microbatches
 
-    def publish_policy(self, stage: int, policy: StepPolicy) -> None:
+    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         """Replaces the policy that decides when `stage` steps or closes a share by itself. From any thread."""
         self.trainer.stage(stage).policy = policy
 

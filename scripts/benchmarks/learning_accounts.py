@@ -45,7 +45,7 @@ class Accounts:
     @property
     def counted(self) -> float:
         """Share of the computed tokens that went into a step, of the stage with the least."""
-        return min(stage.counted for stage in self.stages) / self.computed
+        return min(stage.counted_tokens for stage in self.stages) / self.computed
 
     @property
     def missed(self) -> float:

@@ -123,7 +123,7 @@ class SwarmContender:
         of the stage with the least. step_fill: tokens that a step holds by its target, the mean over all steps.
         """
         taken, target = sum(stage.steps for stage in self.steps), self._manifest.optimizer.target_tokens
-        counted, computed = [stage.counted for stage in self.steps], self.tokens_computed
+        counted, computed = [stage.counted_tokens for stage in self.steps], self.tokens_computed
         return {
             "steps": "/".join(str(stage.steps) for stage in self.steps),
             "counted_%": round(100 * min(counted) / computed, 1) if computed else None,

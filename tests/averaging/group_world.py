@@ -81,7 +81,7 @@ class FakeStage:
     def step_of(self, stage: int) -> int:
         return self.step
 
-    def publish_policy(self, stage: int, policy: StepPolicy) -> None:
+    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         self.policy = policy
 
     async def count(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from agora_protocol.messages import Averaged
 
-from agora.averaging.aggregate import Aggregation, aggregate, capped, magnitude
+from agora.averaging.aggregate import Aggregation, aggregate, cap_weights, magnitude
 from agora.averaging.plausibility import MAX_RATIO, MagnitudeBound
 
 SIZE = 512
@@ -40,7 +40,7 @@ def test_no_share_of_the_whole_is_more_than_two_nths(members: int) -> None:
     rng = random.Random(members)
     for _ in range(50):
         weights = [10.0 ** rng.uniform(-6, 18) for _ in range(members)]
-        lowered = capped(weights)
+        lowered = cap_weights(weights)
         most = 2.0 / members * sum(lowered)
         assert all(it <= most * (1 + 1e-9) for it in lowered)
         for before, after in zip(weights, lowered, strict=True):
@@ -60,8 +60,8 @@ def test_no_share_of_the_whole_is_more_than_two_nths(members: int) -> None:
     ],
 )
 def test_what_the_cap_makes_of_weights(weights: list[float], expected: list[float]) -> None:
-    assert capped(weights) == pytest.approx(expected)
-    assert capped(weights[::-1]) == pytest.approx(expected[::-1]), "whoever comes first"
+    assert cap_weights(weights) == pytest.approx(expected)
+    assert cap_weights(weights[::-1]) == pytest.approx(expected[::-1]), "whoever comes first"
 
 
 def test_a_liar_about_its_weight_moves_ten_members_by_two_tenths() -> None:
@@ -69,7 +69,7 @@ def test_a_liar_about_its_weight_moves_ten_members_by_two_tenths() -> None:
     weights = [1.0] * 9 + [1e9]
     assert torch.allclose(averaged(values, weights).values, torch.full((SIZE,), 0.2))
     exact = averaged(values, weights, cap=False).values
-    assert float(exact[0]) > 0.99, "in synchronous runs nothing is capped: weights are how many tokens there are"
+    assert float(exact[0]) > 0.99, "in synchronous runs nothing is cap_weights: weights are how many tokens there are"
 
 
 def test_shares_sum_to_one() -> None:

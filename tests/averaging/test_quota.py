@@ -55,13 +55,13 @@ def test_a_replica_that_counts_nothing_has_no_quota() -> None:
 
 def test_a_rate_follows_what_is_counted_and_is_unknown_at_first() -> None:
     rate = TokenRate()
-    assert rate.after(100, 0.5).value is None
+    assert rate.after(100, 0.5).per_second is None
     for _ in range(100):
         rate = rate.after(25, 0.25)
-    assert rate.value == pytest.approx(100.0)
+    assert rate.per_second == pytest.approx(100.0)
     for _ in range(int(RATE_DECAY_S / 0.25)):
         rate = rate.after(50, 0.25)
-    assert rate.value == pytest.approx(200.0 - 100.0 / 2.718, rel=0.03), "1/e of what was is left after the memory"
+    assert rate.per_second == pytest.approx(200.0 - 100.0 / 2.718, rel=0.03), "1/e of what was is left after the memory"
 
 
 def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:

@@ -36,7 +36,7 @@ from agora.clock import loop_time
 from agora.net.incoming import IncomingCall
 from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors, fitting
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.ledger import Work, WorkKey, WorkLedger
+from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
 from agora.swarm.conduct import Offence
 
 ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
@@ -63,7 +63,7 @@ class Peer:
     async def finish(self, request: Process, answer: HopAnswer) -> None:
         """Does a microbatch's work, as the hop of a span does."""
 
-        async def work(_: Work) -> HopAnswer:
+        async def work(_: RunningWork) -> HopAnswer:
             return answer
 
         await self.ledger.run(

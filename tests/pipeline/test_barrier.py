@@ -22,7 +22,7 @@ class Stages:
     def step(self, *stages: int) -> None:
         for stage in stages:
             self.steps[stage] += 1
-        self.barrier.stepped()
+        self.barrier.notify_step()
 
 
 def now() -> float:
@@ -157,7 +157,7 @@ def test_microbatches_wait_for_a_mean_in_their_stages_until_it_is_in_or_not_awai
         await asyncio.sleep(1.0)
         assert not waiting.done()
         awaited.clear()
-        barrier.stepped()
+        barrier.notify_step()
         await waiting
         assert now() == pytest.approx(began + 1.0), "at once"
         awaited[2] = True

@@ -184,7 +184,7 @@ def test_a_microbatch_waits_for_the_next_step_and_is_sent_away_at_once_with_any_
         await asyncio.sleep(10.0)
         assert not early.done()
         steps[1] = 4
-        barrier.stepped()
+        barrier.notify_step()
         assert 10.0 <= await early < 11.0
 
     run(work())
@@ -200,12 +200,12 @@ def test_a_microbatch_waits_for_a_mean_that_comes_soon_and_is_in_work_from_then_
             last.hop.process(process(1, microbatch), tensors, began + 600.0, lambda advance: None)
         )
         await asyncio.sleep(10.0)
-        assert not answer.done() and last.hop.training == last.ledger.taken == 0
+        assert not answer.done() and last.hop.training_count == last.ledger.taken == 0
         awaited.clear()
         await asyncio.sleep(0.07)
-        assert last.hop.training == 1
+        assert last.hop.training_count == 1
         await answer
-        assert last.hop.training == 0 and now() < began + 11.0
+        assert last.hop.training_count == 0 and now() < began + 11.0
 
     run(work())
 

@@ -11,7 +11,7 @@ from agora_protocol.messages import Advance, Process, Processed
 
 from agora.observe.events import Event, RepeatServed, SeatsChanged
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.ledger import ANSWERS_PER_SEAT, ENTRY_BYTES, AnswerCache, Work, WorkKey, WorkLedger
+from agora.pipeline.ledger import ANSWERS_PER_SEAT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
 from agora.sim.virtual_time import run
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
 
@@ -35,7 +35,7 @@ class Entries:
         self.started: list[WorkKey] = []
         self.finish = asyncio.Event()
 
-    async def work(self, work: Work) -> HopAnswer:
+    async def work(self, work: RunningWork) -> HopAnswer:
         self.started.append(work.key)
         try:
             await self.finish.wait()
@@ -151,10 +151,10 @@ def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_a
         entries = Entries(seats=4)
         ledger, until = entries.ledger, asyncio.get_running_loop().time() + 1e6
 
-        async def fail(work: Work) -> HopAnswer:
+        async def fail(work: RunningWork) -> HopAnswer:
             raise MemoryError_("the device is out of memory")
 
-        async def answer_at_once(work: Work) -> HopAnswer:
+        async def answer_at_once(work: RunningWork) -> HopAnswer:
             return answer()
 
         running = [entries.enter(1, number) for number in (1, 2)]

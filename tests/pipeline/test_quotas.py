@@ -53,7 +53,7 @@ class Stage:
             self.took.append(now - self.began)
             self.step, self.tokens, self.began = self.step + 1, 0, now
             for origin in self.origins:
-                origin.stepped()
+                origin.notify_step()
 
     async def kill(self, index: int) -> None:
         self.running[index].cancel()

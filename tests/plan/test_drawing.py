@@ -8,7 +8,7 @@ from agora_protocol.ids import Span
 
 from agora.plan.assignment import Assignment, Bottleneck, Plan
 from agora.plan.cost import Rate, RunCost, StageCost
-from agora.plan.drawing import picture_lines, picture_svg, plan_rows, table_lines
+from agora.plan.drawing import picture_lines, picture_svg, plan_rows, plan_table
 from agora.plan.machine import Machine
 
 FAST = Machine("fast", 1e12, 8e9, upload=1e6, download=1e6)
@@ -44,7 +44,7 @@ def test_equal_machines_share_a_row_and_idle_ones_come_last() -> None:
 
 
 def test_the_table_says_stages_share_speed_limit_and_memory() -> None:
-    lines = table_lines(cost_of(4), plan_of(4))
+    lines = plan_table(cost_of(4), plan_of(4))
     assert lines[0].split() == ["MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "OF"]
     assert lines[1].split("  ")[0] == "twin-1, twin-2"
     assert "0-1" in lines[1] and "50.0 % each" in lines[1] and " 500 " in lines[1] and "0.60 GB" in lines[1]

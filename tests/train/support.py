@@ -82,7 +82,7 @@ async def pipeline_of(manifest: Manifest, spans: Sequence[str], **options: Any) 
 def never_step(compute: Compute) -> None:
     """From now on no stage of `compute` takes a step by itself."""
     for stage in compute.span.stages:
-        compute.publish_policy(stage, StepPolicy(target_tokens=1 << 40))
+        compute.set_step_policy(stage, StepPolicy(target_tokens=1 << 40))
 
 
 async def read_steps(compute: Compute, count: int) -> list[tuple[int, int, int]]:

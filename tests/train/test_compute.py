@@ -156,7 +156,7 @@ def test_a_gradient_that_overflows_here_is_refused_and_nothing_of_it_is_added() 
 
 def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() -> None:
     async def test(compute: Compute) -> None:
-        compute.publish_policy(1, StepPolicy(64))
+        compute.set_step_policy(1, StepPolicy(64))
         untouched = await compute.copy_weights(1)
         await compute.finish(M, 1, a_boundary(), a_batch(), "train")
         compute.trainer.stage(1).sum.flat[5] = float("inf")
@@ -184,7 +184,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
 
 def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
     async def test(compute: Compute) -> None:
-        compute.publish_policy(1, StepPolicy(32))
+        compute.set_step_policy(1, StepPolicy(32))
         for number in range(3):
             await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
         await compute.copy_weights(1)
@@ -357,7 +357,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
         def broken(*arguments: object) -> None:
             raise RuntimeError("no memory for the moments")
 
-        compute.publish_policy(1, StepPolicy(32))
+        compute.set_step_policy(1, StepPolicy(32))
         monkeypatch.setattr(compute.trainer.stage(1).optimizer, "step", broken)
         done = await compute.finish(M, 1, a_boundary(), a_batch(), "train")
         assert done.tokens == 32

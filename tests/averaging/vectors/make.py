@@ -100,7 +100,7 @@ def int8() -> list[dict[str, Any]]:
     values = _values()
     made = []
     for part in (Part(3, "slice", 12, 1), Part(0, "gradient", 0, 0), None):
-        dither = None if part is None else TERMS.dither(part)
+        dither = None if part is None else TERMS.dither_label(part)
         sent = PartCodec("int8").encode(values.clone(), dither)
         back = PartCodec("int8").decode(sent, len(values), dither)
         made.append(
