@@ -1,13 +1,22 @@
-"""The clock that deadlines are on.
+"""The clocks of a daemon: the loop's for deadlines, and one that counts evenly through steps of the wall clock.
 
-Knows: the running event loop. Pure decisions never import this: they take `now` as an argument.
+Knows: the running event loop, the kernel's clocks. Pure decisions never import this: they take `now` as an argument.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Final
+
+_BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def loop_time() -> float:
     """Returns seconds on the running event loop's monotonic clock; in tests under virtual time, the simulated clock."""
     return asyncio.get_running_loop().time()
+
+
+def boot_time() -> float:
+    """Returns seconds since this machine was started, its sleep included; nobody can set this clock."""
+    return time.clock_gettime(_BOOT_CLOCK)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -33,6 +32,7 @@ from agora.observe import events
 from agora.swarm import health
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
+from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
 LEAVE_SECONDS = 9.0
@@ -78,10 +78,8 @@ class Node:
         self.reason = "asked to leave"
         self.is_paused = False
         self._report_event = startup.report_event
-        self._since_unix = time.time()
-        self._watchdog = Watchdog(
-            self.take_node_report, startup.report_event, startup.notifier, began_unix=startup.incarnation / 1e9
-        )
+        self._since_unix = startup.clock.unix()
+        self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
         self._addresses: tuple[str, ...] = ()
         self._rate = WindowedRate()
         self._move: _Move | None = None
@@ -129,7 +127,7 @@ class Node:
     def take_node_report(self) -> NodeReport:
         """Returns a snapshot of this daemon (state, health, counters, traffic, span ...); updates the token rate."""
         startup, local_peer = self.startup, self.local_peer
-        counters, now_unix = startup.reporter.snapshot(), time.time()
+        counters, now_unix = startup.reporter.snapshot(), startup.clock.unix()
         view = local_peer.membership.view if local_peer else View()
         claim = local_peer.membership.claim if local_peer else None
         link = local_peer.host.link if local_peer else None
@@ -146,6 +144,7 @@ class Node:
             link=link.spec.text if link is not None else startup.settings.link,
             health=self._judge(view, run.stage_count, now_unix),
             now_unix=now_unix,
+            clock_remark=clock_remark(startup.clock.correction),
             counters=counters,
             tokens_per_second=self._rate.update(now_unix, counters.counted_tokens),
             view=view,
@@ -208,12 +207,13 @@ class Node:
             note.text = doctor.check_disk(startup.home.root)
         with startup.steps.step("directory"):
             stages = self.signed.manifest.stage_count
-            directory = await Directory.create(host, self.signed.run_id, others, stages=stages)
+            unix = startup.clock.unix
+            directory = await Directory.create(host, self.signed.run_id, others, stages=stages, unix=unix)
             closing.push_async_callback(directory.close)
         local_peer = LocalPeer(startup, self.signed, host, directory, self._addresses, self.take_node_report)
         closing.push_async_callback(local_peer.close)
         await local_peer.start(others)
-        self.local_peer = local_peer
+        self.local_peer, self._since_unix = local_peer, startup.clock.unix()
         return local_peer
 
     async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:

@@ -68,7 +68,7 @@ class NodeReport:
 
     state: the state of its claim (joining, serving, leaving). step_of_start: the step of its start that runs, or "".
     tokens_per_second: the rate of tokens counted here over the last 15 s. paths: how each connected peer is reached.
-    span: the report of the span, None while no stages are loaded.
+    span: the report of the span, None while no stages are loaded. clock_remark: a sentence on its clock, "" for none.
     """
 
     peer: PeerId
@@ -86,6 +86,7 @@ class NodeReport:
     paths: Mapping[PeerId, str] = field(default_factory=dict)
     traffic: Traffic = NO_TRAFFIC
     span: SpanReport | None = None
+    clock_remark: str = ""
 
     @property
     def empty_stages(self) -> list[int]:
@@ -136,6 +137,7 @@ def progress_record(report: NodeReport) -> Progress | None:
 def notes_of(report: NodeReport) -> list[str]:
     """Returns remarks on this daemon: what its owner has set, why it is behind its replicas, what limits it."""
     notes = ["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link)
+    notes += [report.clock_remark] * bool(report.clock_remark)
     span = report.span
     if span is None:
         return notes

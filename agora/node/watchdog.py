@@ -74,13 +74,13 @@ class Watchdog:
         take_node_report: Callable[[], NodeReport],
         report_event: events.Report,
         notifier: Notifier,
-        began_unix: float,
+        age_s: Callable[[], float],
     ) -> None:
-        """began_unix: when the process started."""
+        """age_s: returns for how long the process has run."""
         self._take_node_report = take_node_report
         self._report_event = report_event
         self._notifier = notifier
-        self._began_unix = began_unix
+        self._age_s = age_s
         self._health = ""
         self._has_served = False
         self._traffic = NO_TRAFFIC
@@ -108,7 +108,8 @@ class Watchdog:
         first_unix, health, loaded = report.counters.first_counted_unix, report.health, report.span
         if first_unix is not None and loaded is not None and not self._has_served:
             self._has_served = True
-            self._report_event(events.FirstHopServed(loaded.span.first, first_unix - self._began_unix))
+            served_s = self._age_s() - (report.now_unix - first_unix)
+            self._report_event(events.FirstHopServed(loaded.span.first, served_s))
         if health.state != self._health:
             self._health = health.state
             self._report_event(events.HealthChanged(health.state, health.why, health.do or ""))

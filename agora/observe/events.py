@@ -69,6 +69,12 @@ class FirstHopServed(Event, level="info", template="first microbatch through sta
     seconds: float
 
 
+class OwnerTold(Event, level="warning", template="{text}"):
+    """Event: one sentence for the owner, about this machine's clock, memory, disk or limits, with what to do."""
+
+    text: str
+
+
 class StateChanged(Event, level="info", template="{state}: {reason}"):
     """Event: the daemon's own state changed. `state`: serving, paused, moving, leaving or left."""
 
@@ -284,11 +290,7 @@ class CheckpointDamaged(Event, level="error", template="{text}"):
     text: str
 
 
-class BaseTensorDamaged(
-    Event,
-    level="error",
-    template="{path} does not have the tensor {name} as the run's list says; others get it no more",
-):
+class BaseTensorDamaged(Event, level="error", template="{path} has not the {name} of the run's list; it is not given"):
     """Event: a tensor of the base model is not what the run's tensor list says, and is not given to others any more."""
 
     path: str
@@ -307,9 +309,7 @@ class StateFetched(
     fetched_again: int = 0
 
 
-class StageFellBehind(
-    Event, level="warning", template="stage {stage} is at step {step}, the others at {others}: it fetches their state"
-):
+class StageFellBehind(Event, level="warning", template="stage {stage} is at step {step} of {others}: it fetches state"):
     """Event: a stage at `step` is so far behind the others, at `others`, that it begins to fetch their whole state."""
 
     stage: int

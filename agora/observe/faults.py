@@ -28,6 +28,8 @@ POINTS = {
     "averaging.received": "an owner has a member's part and has not averaged it",
     "averaging.gathered": "an owner has averaged a part and not answered this member",
     "averaging.answered": "an owner's answer to one member is ready to leave",
+    "daemon.started": "the process has begun and has read no clock",
+    "clock.asked": "the other peers' clocks are about to be asked",
 }
 ACTIONS = {
     "kill": "SIGKILL to this process",
@@ -36,6 +38,7 @@ ACTIONS = {
     "fail": "what is done here fails as if the device had failed",
     "exit": "this thread ends; the rest of the process lives",
     "sleep": "as sleep=SECONDS: this task, or this thread, goes on later",
+    "shift": "as shift=SECONDS: the wall clock of this process is set forward, back if negative",
 }
 HANG_S = 1e8
 
@@ -47,7 +50,7 @@ ReachFault = Callable[[str], Awaitable[None]]
 class Fault:
     """One entry of AGORA_FAULTS: `action` is due at the `nth` arrival at `point`, if `onward` at every later one too.
 
-    seconds: how long a "sleep" lasts; other actions ignore it.
+    seconds: how long a "sleep" lasts, how far a "shift" goes; other actions ignore it.
     """
 
     point: str
@@ -109,7 +112,17 @@ class Faults:
             raise DeviceError("the device failed, as a test had planned; restart this daemon")
         if fault.action == "exit":
             raise SystemExit
+        if fault.action == "shift":
+            _shift_wall_clock(fault.seconds)
+            return 0.0
         return HANG_S if fault.action == "hang" else fault.seconds
+
+
+def _shift_wall_clock(seconds: float) -> None:
+    """Sets time.time and time.time_ns of this process forward by `seconds`."""
+    unix, unix_ns = time.time, time.time_ns
+    time.time = lambda: unix() + seconds
+    time.time_ns = lambda: unix_ns() + int(seconds * 1e9)
 
 
 def from_environment() -> Faults | None:

@@ -171,7 +171,7 @@ def test_a_rate_is_that_of_the_last_fifteen_seconds() -> None:
 
 def test_the_watchdog_reports_what_has_changed_and_nothing_twice() -> None:
     seen: list[events.Event] = []
-    watchdog = Watchdog(report, seen.append, Notifier({}), began_unix=90.0)
+    watchdog = Watchdog(report, seen.append, Notifier({}), age_s=lambda: 10.0)
     for _ in range(2):
         watchdog.report_traffic(report())
     assert seen == [events.Traffic(1, 20, 30, 4, 5)]
