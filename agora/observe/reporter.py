@@ -59,12 +59,11 @@ class Reporter:
 SIGNS_OF_PROGRESS = (
     events.MicrobatchCompleted,
     events.MicrobatchCounted,
-    events.MicrobatchRerouted,
-    events.RepeatServed,
     events.StepTaken,
     events.StartStep,
 )
-"""The events that prove to the watchdog that the work makes progress."""
+"""The events that prove to the watchdog that the work makes progress. Retries and answers from the cache prove nothing:
+a daemon whose microbatches all fail has those too."""
 
 
 @dataclass
