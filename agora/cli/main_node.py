@@ -135,9 +135,10 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
 
 @app.command()
 def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
-    """Use the machine for something else for a while: the daemon stays connected but computes nothing.
+    """Use the machine and its line for something else: the daemon rests until `agora-node resume`, restarts included.
 
-    It finishes the microbatches that it holds and refuses new ones at once, so the other peers route around it.
+    Within 10 s it finishes or hands back what it holds, writes its checkpoints, withdraws its claim and closes all
+    connections. Only its control socket is left; `swarm status` shows PAUSED.
 
     \b
     Example:
@@ -148,9 +149,9 @@ def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
 
 @app.command()
 def resume(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
-    """Let a paused daemon compute again.
+    """Let a paused daemon work again.
 
-    It offers its stages again, and work arrives within seconds.
+    It joins as it did at its start: it claims stages, fetches what its checkpoints lack, and serves.
 
     \b
     Example:

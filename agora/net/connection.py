@@ -7,7 +7,6 @@ other. Must not know: how streams are opened, which peers exist, or what a reque
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -24,12 +23,13 @@ from agora_protocol.messages import (
     GetStatus,
     Hello,
     Ping,
+    Pong,
     Refusal,
 )
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
-from agora.clock import loop_time
+from agora.clock import boot_time, loop_time
 from agora.moving_average import MovingAverage
 from agora.net.incoming import CallServices, IncomingCalls
 from agora.net.liveness import LivenessCheck, Verdict
@@ -85,6 +85,7 @@ class Connection:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
+        self.boot_unix: float | None = None  # unix time when this machine's boot_time was 0, as the peer's clock has it
         self._liveness = LivenessCheck(self._limits.silence_s, self._limits.answer_s, loop_time())
         self._next_call = 1 if opened else 2
         self._open: dict[int, _OpenCall] = {}
@@ -189,14 +190,17 @@ class Connection:
             del self._open[number]
 
     async def ping(self) -> None:
-        """Sends a Ping, and updates `round_trip` by the time to its answer; does nothing when no answer comes."""
-        started = time.perf_counter()  # the loop's clock counts milliseconds
+        """Sends a Ping, and updates `round_trip` and `boot_unix` by its answer; does nothing when none comes."""
+        started = boot_time()  # the loop's clock counts milliseconds
         try:
             async with asyncio.timeout(self._limits.silence_s + self._limits.answer_s):
-                await self._ask(Ping(), (), None)
+                reply = await self._ask(Ping(), (), None)
         except (AgoraError, TimeoutError):
             return
-        self.round_trip = self.round_trip.updated(time.perf_counter() - started)
+        took_s = boot_time() - started
+        self.round_trip = self.round_trip.updated(took_s)
+        if isinstance(reply.message, Pong) and reply.message.unix:  # it was sent half a round trip ago
+            self.boot_unix = reply.message.unix - (started + took_s / 2)
 
     def tick(self, now: float) -> None:
         """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent.

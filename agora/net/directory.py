@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from agora_protocol.addresses import peer_of_address
@@ -22,7 +22,7 @@ from agora_protocol.records import Record, record_key, seal_record
 from agora_protocol.shards import Shard
 
 from agora.clock import loop_time
-from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID
+from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS, KeyHolders
 from agora.net.network_errors import ConnectionBroken
@@ -41,20 +41,37 @@ _Entries = dict[str, tuple[bytes, float]]
 class Directory:
     """This peer's node of the run's DHT: publishes signed records, reads other peers', and stores its part of them."""
 
-    def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords) -> None:
+    def __init__(
+        self, host: Host, run: RunId, node: Any, validator: SignedRecords, unix: Callable[[], float] = time.time
+    ) -> None:
         self.refused = validator.refused  # how many records this node refused, by the code of their error
         self._run = run
         self._host = host
         self._node = node
         self._validator = validator
+        self._unix = unix
         self._holders = KeyHolders(node)
-        self._last_expiry: dict[str, float] = {}
+        self._last_expiry: dict[Any, float] = {}  # by hashed key, in unix seconds
         self._asking: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    async def create(cls, host: Host, run: RunId, bootstrap: Sequence[str], *, stages: int) -> Directory:
-        """Starts a node on `host` for a run of `stages` stages, and joins the DHT through the peers at `bootstrap`."""
-        validator = SignedRecords(run, stages)
+    async def create(
+        cls,
+        host: Host,
+        run: RunId,
+        bootstrap: Sequence[str],
+        *,
+        stages: int,
+        unix: Callable[[], float] | None = None,
+    ) -> Directory:
+        """Starts a node on `host` for a run of `stages` stages, and joins the DHT through the peers at `bootstrap`.
+
+        unix: the time by which records are published and judged, for all nodes of this process; None: the wall clock.
+        """
+        if unix is not None:
+            set_dht_time(unix)
+        unix = unix or time.time
+        validator = SignedRecords(run, stages, unix)
         node = await DHTNode.create(
             p2p=host.p2p,
             # Nothing is cached: a cached stage hides newcomers. No search reuses another one: it would wait for it.
@@ -71,7 +88,7 @@ class Directory:
         )
         node.protocol.storage = BoundedStorage(run)
         node.protocol.cache = BoundedStorage(run, maxsize=1)
-        directory = cls(host, run, node, validator)
+        directory = cls(host, run, node, validator, unix)
         await directory.bootstrap(bootstrap)
         return directory
 
@@ -98,16 +115,17 @@ class Directory:
         """Signs `record` and stores it in these shards. Returns whether every shard has it somewhere.
 
         It replaces the peer's older records of its kind; one that should expire before these expires just after them,
-        since the DHT keeps the later expiry. Raises ProtocolError for a record that is too large or of another peer.
+        since the DHT keeps the later expiry: also one that was published when this machine's clock was ahead, and that
+        was read since. Raises ProtocolError for a record that is too large or of another peer.
         """
-        keys, now_unix = [self._key(type(record), shard) for shard in shards], time.time()
-        latest = max(self._last_expiry.get(key, 0.0) for key in keys)
+        keys, now_unix = [self._key(type(record), shard) for shard in shards], self._unix()
+        ids = [DHTID.generate(key) for key in keys]
+        latest = max(self._last_expiry.get(key_id, 0.0) for key_id in ids)
         expires_unix = max(now_unix + lifetime_s, latest + 0.001)
         sealed = seal_record(record, self._run, identity, expires_unix)
         self._last_expiry = {key: at for key, at in self._last_expiry.items() if at > now_unix}
-        self._last_expiry |= dict.fromkeys(keys, expires_unix)
+        self._last_expiry |= dict.fromkeys(ids, expires_unix)
         if not self._is_small:
-            ids = [DHTID.generate(key) for key in keys]
             return bool(await _within(self._holders.write(ids, record.peer, pack(sealed), expires_unix), PUBLISH_S))
         storing = self._node.store_many(
             keys, [sealed] * len(keys), [expires_unix] * len(keys), subkeys=[str(record.peer)] * len(keys)
@@ -172,12 +190,14 @@ class Directory:
 
     def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
         """Decodes the entries under one key, and leaves out those that have expired or are not valid any more."""
-        now_unix = time.time()
+        now_unix = self._unix()
         records = []
         for peer, (packed, expires_unix) in entries.items():
             if now_unix < expires_unix:
-                with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been set since
+                with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been corrected since
                     records.append(self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix))
+                    if peer == self._host.peer:
+                        self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
         return sorted(records, key=lambda record: peer_hash(self._run, record.peer))[:MAX_KEY_RECORDS]
 
     async def close(self) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 
 _spec = importlib.util.find_spec("hivemind")
 _is_bare = _spec is not None and "hivemind" not in sys.modules
 if _spec is not None and _is_bare:
     sys.modules["hivemind"] = importlib.util.module_from_spec(_spec)  # its `__init__` does not run
 try:
+    from hivemind.dht import node as dht_node
+    from hivemind.dht import protocol as dht_protocol
+    from hivemind.dht import routing as dht_routing
     from hivemind.dht.crypto import DHTRecord as DHTRecord
     from hivemind.dht.crypto import RecordValidatorBase as RecordValidatorBase
     from hivemind.dht.node import DHTNode as DHTNode
@@ -25,6 +29,7 @@ try:
     from hivemind.p2p import PeerID as PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError as P2PDaemonError
     from hivemind.proto import p2pd_pb2 as p2pd_pb2
+    from hivemind.utils import timed_storage
     from hivemind.utils.multiaddr import Multiaddr as Multiaddr
     from hivemind.utils.multiaddr import exceptions
 finally:
@@ -32,3 +37,9 @@ finally:
         del sys.modules["hivemind"]  # a later `import hivemind` runs it
 
 MultiaddrError = exceptions.Error
+
+
+def set_dht_time(unix: Callable[[], float]) -> None:
+    """Makes all DHT nodes of this process judge by `unix`, in unix seconds, when what they store expires."""
+    for module in (timed_storage, dht_protocol, dht_routing, dht_node):
+        module.get_dht_time = unix

@@ -184,6 +184,7 @@ class CallServices(Protocol):
     handle: Handler
     report_failure: Callable[[PeerId, Exception], None]
     count_sent: Callable[[Message, Sequence[WireTensor]], None]
+    tell_time: Callable[[], float]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in a task, which is cancelled when the network closes."""
@@ -247,7 +248,7 @@ class IncomingCalls:
         """Answers a Ping at once, and any other complete request in a task. run: the peer's, None for an observer."""
         held_bytes = self.share.take_arrived()
         if isinstance(request, Ping):
-            self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong()))
+            self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong(self._network.tell_time())))
             return
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
         deadline, progress = loop_time() + request.deadline_ms / 1000, partial(self._send_progress, frame.call)

@@ -38,6 +38,7 @@ DIAL_AGAIN_S: Final = 5.1  # seconds from crossed dials to the next; for 5 s p2p
 TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by so many milliseconds is not worth a new message
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
+MOST_CLOCKS: Final = 16  # peers that are asked for the time at once
 
 
 class Network:
@@ -60,6 +61,7 @@ class Network:
         report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
         count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
+        `tell_time` may be set: it returns the swarm's time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
@@ -70,6 +72,7 @@ class Network:
         self.shut_out_s = shut_out_s
         self.report_failure = report_failure
         self.count_sent = count_sent
+        self.tell_time: Callable[[], float] = lambda: 0.0
         self._host = host
         self._book = AddressBook()
         self._connections: dict[PeerId, list[Connection]] = {}
@@ -133,6 +136,20 @@ class Network:
         """Returns the average round trip to `peer` in seconds, on its fastest connection; None when unmeasured."""
         measured = [connection.round_trip.value for connection in self._connections.get(peer, ())]
         return min((seconds for seconds in measured if seconds is not None), default=None)
+
+    async def ask_clocks(self, timeout_s: float, most: int = MOST_CLOCKS) -> list[float]:
+        """Pings up to `most` connected peers of the run at once; returns what those told that know the time.
+
+        Each is the unix time at which, by that peer's clock, this machine's `boot_time` was 0. timeout_s: for all.
+        """
+        peers = random.sample(sorted(self._connections), min(most, len(self._connections)))
+        asked = [found for peer in peers if (found := self.connection_to(peer)) and not found.is_observer]
+        pings = [asyncio.create_task(connection.ping()) for connection in asked]
+        if pings:
+            _, late = await asyncio.wait(pings, timeout=timeout_s)
+            for ping in late:
+                ping.cancel()
+        return [connection.boot_unix for connection in asked if connection.boot_unix is not None]
 
     async def call(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
@@ -37,8 +37,10 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     It accepts records of this run, signed by their peer, under their key, and counts the others by error code.
     """
 
-    def __init__(self, run: RunId, stages: int) -> None:
+    def __init__(self, run: RunId, stages: int, unix: Callable[[], float] = time.time) -> None:
+        """unix: the time by which records expire."""
         self.run = run
+        self._unix = unix
         self.refused: Counter[str] = Counter()  # by the code of the ProtocolError
         self._stages = stages
         self._keys = {
@@ -60,7 +62,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         """Decodes a DHT entry. Raises ProtocolError when its key, size, expiry or signature is not valid."""
         if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
             raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
-        now_unix = time.time()
+        now_unix = self._unix()
         known = self._verified.get((key_hash, packed_peer, packed, expires_unix))
         if known is not None and expires_unix > now_unix - CLOCK_TOLERANCE_S:
             return known

@@ -10,6 +10,16 @@ from collections.abc import Coroutine
 from typing import Any
 
 
+async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+    """Returns when one of these has ended; cancels the coroutines among them, and leaves the tasks to the caller."""
+    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in set(tasks) - {wait for wait in waits if isinstance(wait, asyncio.Task)}:
+            task.cancel()
+
+
 class BackgroundTasks:
     """Runs named tasks until `close`. One that ends before is neither restarted nor reported: ask `first_ended`."""
 

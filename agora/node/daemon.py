@@ -21,14 +21,17 @@ import uvloop
 from agora_protocol.errors import DiskError, LocalError
 from agora_protocol.identity import Identity
 
+from agora.clock import boot_time
 from agora.node import paths, runs, settings
 from agora.node.base_model_place import names_hub_model, with_base_model_place
+from agora.node.incarnations import next_incarnation
 from agora.node.startup import StartSteps, Startup
 from agora.node.watchdog import Notifier
 from agora.observe import faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
 from agora.observe.reporter import Reporter
+from agora.swarm.swarm_clock import SwarmClock
 
 
 def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
@@ -37,12 +40,14 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     text: a manifest file, an invite, or the name of a run. flags: the settings given on the command line. Raises an
     AgoraError that says what to do when the daemon cannot begin, or ends by an error.
     """
-    incarnation = time.time_ns()
+    faults.activate(faults.from_environment())
+    faults.reach_blocking("daemon.started")
+    clock, began_ns, began_s = SwarmClock(time.time(), boot_time), time.time_ns(), boot_time()
     chosen = settings.load(home.root / "agora.toml", flags)
     reference = runs.resolve(text, home)
     with _open_directory(home.root) as journal:
-        reporter, notifier = Reporter([journal, EventLog(level=chosen.log_level)]), Notifier()
-        faults.activate(faults.from_environment())
+        reporter, notifier = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix), Notifier()
+        incarnation = next_incarnation(home.incarnation, began_ns)
         steps = StartSteps(reporter.report, notifier)
         with steps.step("identity") as note:
             identity = Identity.load_or_create(home.identity)
@@ -52,7 +57,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
                 chosen = with_base_model_place(chosen, functools.partial(setattr, note, "text"))
         with steps.step("imports"):
             import agora.node.lifecycle  # noqa: F401
-        startup = Startup(reference, home, chosen, identity, incarnation, reporter, notifier, steps)
+        startup = Startup(reference, home, chosen, identity, incarnation, clock, reporter, notifier, steps, began_s)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run_node(startup))
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from agora_protocol import __version__
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError, LocalError, ManifestError, NotAdmitted
-from agora_protocol.ids import RunId
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_VERSION
 from agora_protocol.manifest import SignedManifest
@@ -27,10 +29,14 @@ from agora.net.host import Host
 from agora.net.incoming import IncomingCall
 from agora.net.network import Network
 from agora.node import control_client, paths, runs
+from agora.node.incarnations import next_incarnation
 from agora.node.startup import Startup
+from agora.swarm.view import View
 
 FETCH_SECONDS = 15.0
 NEIGHBOUR_SECONDS = 60.0
+MORE_ADDRESSES = 8
+"""An invite has so many of this peer's own addresses, and of other peers, at most."""
 
 
 class RunUnreachable(LocalError):
@@ -113,6 +119,31 @@ def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
     socket, root = str(paths.socket_of(home)), str(home.root)
     name, founder = signed.manifest.name, signed.founder
     paths.register(paths.Entry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
+
+
+def register_resting(startup: Startup, signed: SignedManifest | None) -> None:
+    """Registers this daemon, for commands to find, also where it rests since its start and has no manifest yet."""
+    reference, manifest = startup.reference, signed or startup.reference.signed
+    run, name = (manifest.run_id, manifest.manifest.name) if manifest else (reference.run, reference.name)
+    socket, root = str(paths.socket_of(startup.home)), str(startup.home.root)
+    founder = manifest.founder if manifest else ""
+    paths.register(paths.Entry(run, name, founder, startup.me, os.getpid(), root, socket))
+
+
+def renew(startup: Startup, signed: SignedManifest | None) -> Startup:
+    """Returns what a daemon that has rested starts with: a greater incarnation, and the addresses known by now."""
+    reference, number = startup.reference, next_incarnation(startup.home.incarnation, time.time_ns())
+    run = signed.run_id if signed is not None else reference.run
+    known = runs.remembered_addresses(startup.home, run) if run else ()
+    addresses = tuple(dict.fromkeys([*reference.addresses, *known]))
+    return replace(startup, incarnation=number, reference=replace(reference, addresses=addresses))
+
+
+def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View) -> Invite:
+    """Returns an invite with up to MORE_ADDRESSES of this peer's addresses, and of other serving peers."""
+    serving = (seen for seen in view.peers.values() if seen.peer != me and seen.state == "serving")
+    others = [address for seen in serving for address in seen.addresses[:1]]
+    return Invite(signed.run_id, (*own[:MORE_ADDRESSES], *others[:MORE_ADDRESSES]), signed.manifest.name)
 
 
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:

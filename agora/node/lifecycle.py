@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -20,11 +19,13 @@ from agora_protocol.manifest import SignedManifest
 from agora.clock import loop_time
 from agora.net.directory import Directory
 from agora.node import doctor, joining, paths
+from agora.node.background import BackgroundTasks, wait_for_any
 from agora.node.balancing import keep_balance, publish_ability
 from agora.node.control import ControlSocket
 from agora.node.loaded_span import LoadedSpan
 from agora.node.local_peer import LocalPeer
-from agora.node.node_report import NO_TRAFFIC, NodeReport, WindowedRate
+from agora.node.node_report import NO_TRAFFIC, NodeReport, WindowedRate, add_traffic
+from agora.node.pausing import OwnersPause
 from agora.node.questions import questions_of
 from agora.node.span_loading import load_span
 from agora.node.startup import Startup
@@ -33,6 +34,7 @@ from agora.observe import events
 from agora.swarm import health
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
+from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
 LEAVE_SECONDS = 9.0
@@ -47,8 +49,6 @@ MOVE_FINISH_SECONDS = 30.0
 """Seconds that a move waits for this origin's own microbatches, and then for those of others."""
 MOVE_CHECKPOINT_SECONDS = 60.0
 """Seconds that a move waits for the checkpoints of all stages."""
-MORE_ADDRESSES = 8
-"""An invite has so many of this peer's own addresses, and of other peers, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,16 @@ class Node:
         self.loaded: LoadedSpan | None = None
         self.stop = asyncio.Event()
         self.reason = "asked to leave"
-        self.is_paused = False
+        self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
         self._report_event = startup.report_event
-        self._since_unix = time.time()
-        self._watchdog = Watchdog(
-            self.take_node_report, startup.report_event, startup.notifier, began_unix=startup.incarnation / 1e9
-        )
+        self._since_unix = startup.clock.unix()
+        self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
         self._addresses: tuple[str, ...] = ()
         self._rate = WindowedRate()
         self._move: _Move | None = None
         self._move_wanted = asyncio.Event()
+        self._tasks = BackgroundTasks()
+        self._past_traffic = NO_TRAFFIC
         self._peer_closing = AsyncExitStack()
         self._span_closing = AsyncExitStack()
 
@@ -93,15 +93,22 @@ class Node:
         """Joins, serves until asked to leave, and leaves in order. Raises an AgoraError if it cannot start or go on."""
         control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
         await control.start()
+        self._tasks.start("watchdog", self._watchdog.run())
         try:
-            await self._serve_until_stopped()
+            while not self.stop.is_set():
+                if self.pause.reason:
+                    await self._rest()
+                else:
+                    await self._serve_until_stopped()
             await self._leave(self.reason)
         except _CannotGoOn as error:
             await self._leave(str(error))
             raise
         finally:
             await self._close()
+            await self._tasks.close()
             await control.close()
+            self._report_event(events.StateChanged("left", "the daemon has ended"))
 
     # --- what is there
 
@@ -112,7 +119,9 @@ class Node:
         return self.loaded
 
     def _describe_state(self) -> str:
-        """Completes "this daemon is ..." while no span is held: "still starting" or "moving to stages A-B"."""
+        """Completes "this daemon is ..." while no span is held: why it rests, or that it starts or moves."""
+        if self.pause.reason:
+            return self.pause.reason
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def invite(self) -> Invite:
@@ -120,16 +129,13 @@ class Node:
         if self.signed is None or not self._addresses:
             missing = "know its run" if self.signed is None else "have an address"
             raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
-        known = self.local_peer.membership.view.peers.values() if self.local_peer is not None else ()
-        serving = (seen for seen in known if seen.peer != self.startup.me and seen.state == "serving")
-        others = [address for seen in serving for address in seen.addresses[:1]]
-        addresses = (*self._addresses[:MORE_ADDRESSES], *others[:MORE_ADDRESSES])
-        return Invite(self.signed.run_id, addresses, self.signed.manifest.name)
+        known = self.local_peer.membership.view if self.local_peer is not None else View()
+        return joining.make_invite(self.signed, self.startup.me, self._addresses, known)
 
     def take_node_report(self) -> NodeReport:
         """Returns a snapshot of this daemon (state, health, counters, traffic, span ...); updates the token rate."""
         startup, local_peer = self.startup, self.local_peer
-        counters, now_unix = startup.reporter.snapshot(), time.time()
+        counters, now_unix = startup.reporter.snapshot(), startup.clock.unix()
         view = local_peer.membership.view if local_peer else View()
         claim = local_peer.membership.claim if local_peer else None
         link = local_peer.host.link if local_peer else None
@@ -142,38 +148,54 @@ class Node:
             run=run,
             state=claim.state if claim else "joining",
             step_of_start=startup.steps.current,
-            is_paused=self.is_paused,
+            resting=self.pause.reason,
             link=link.spec.text if link is not None else startup.settings.link,
             health=self._judge(view, run.stage_count, now_unix),
             now_unix=now_unix,
+            clock_remark=clock_remark(startup.clock.correction),
             counters=counters,
             tokens_per_second=self._rate.update(now_unix, counters.counted_tokens),
             view=view,
             paths=local_peer.network.paths if local_peer else {},
-            traffic=local_peer.traffic() if local_peer else NO_TRAFFIC,
+            traffic=self._traffic(),
             span=self.loaded.take_span_report() if self.loaded else None,
         )
 
     def _judge(self, view: View, stage_count: int, now_unix: float) -> Health:
-        """Returns the swarm's health as this peer sees it; DEGRADED while this daemon serves no span."""
+        """Returns the swarm's health as this peer sees it: PAUSED at rest, DEGRADED while it serves no span."""
+        if self.pause.reason:
+            return Health(health.PAUSED, f"this peer is {self.pause.reason}", self.pause.remedy)
         if self.loaded is None:
             step = self.startup.steps.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self._describe_state()}: {step}", "wait until it serves")
-        return health.judge(view, stage_count, now_unix, since_unix=self._since_unix, paused=self.is_paused)
+        return health.judge(view, stage_count, now_unix, since_unix=self._since_unix)
+
+    def _traffic(self) -> events.Traffic:
+        """Returns the bytes since the daemon's start; connections before a rest count too."""
+        return add_traffic(self._past_traffic, self.local_peer.traffic()) if self.local_peer else self._past_traffic
 
     # --- start and serve
 
     async def _serve_until_stopped(self) -> None:
-        """Starts and serves until `stop` is set, which cancels it; raises the error that ends it before."""
+        """Starts and serves until `stop` is set or the daemon shall rest; raises the error that ends it before."""
         serving = asyncio.create_task(self._start_and_serve(), name="serve")
-        stopping = asyncio.create_task(self.stop.wait(), name="stop")
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if self.stop.is_set():
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-        else:
-            stopping.cancel()
+        await wait_for_any(serving, self.stop.wait(), self.pause.wait_until(resting=True))
+        if serving.done() and not self.stop.is_set():
             serving.result()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    async def _rest(self) -> None:
+        """Withdraws the claim, gives back what is in hand, closes everything but the control socket, and waits.
+
+        Returns when the daemon shall work again, as a newcomer with a greater incarnation, or shall stop.
+        """
+        self._report_event(events.StateChanged("paused", self.pause.reason))
+        await self._hand_back("paused")
+        await self._close()
+        joining.register_resting(self.startup, self.signed)
+        await wait_for_any(self.stop.wait(), self.pause.wait_until(resting=False))
+        self.startup = joining.renew(self.startup, self.signed)
 
     async def _start_and_serve(self) -> None:
         """Opens the local peer, serves a span, prints the invite, then carries out moves until it is cancelled."""
@@ -183,7 +205,6 @@ class Node:
         run, first, last = local_peer.signed.run_id, loaded.span.first, loaded.span.last
         self._report_event(events.PeerStarted(me, run, first, last, incarnation, os.getpid(), self._addresses))
         print(f"invite {self.invite()}", flush=True)
-        local_peer.tasks.start("watchdog", self._watchdog.run())
         local_peer.tasks.start("ability", publish_ability(local_peer, lambda: self.loaded))
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
@@ -197,7 +218,7 @@ class Node:
         Sets `signed` and `_addresses` as soon as each is there, since other daemons may ask for the invite.
         """
         startup, closing = self.startup, self._peer_closing
-        if startup.reference.signed is not None or not startup.reference.run:
+        if self.signed is None and (startup.reference.signed is not None or not startup.reference.run):
             self.signed = await joining.read_manifest(startup)
         host, self._addresses = await joining.open_host(startup)
         closing.push_async_callback(host.close)
@@ -208,19 +229,18 @@ class Node:
             note.text = doctor.check_disk(startup.home.root)
         with startup.steps.step("directory"):
             stages = self.signed.manifest.stage_count
-            directory = await Directory.create(host, self.signed.run_id, others, stages=stages)
+            unix = startup.clock.unix
+            directory = await Directory.create(host, self.signed.run_id, others, stages=stages, unix=unix)
             closing.push_async_callback(directory.close)
         local_peer = LocalPeer(startup, self.signed, host, directory, self._addresses, self.take_node_report)
         closing.push_async_callback(local_peer.close)
         await local_peer.start(others)
-        self.local_peer = local_peer
+        self.local_peer, self._since_unix = local_peer, startup.clock.unix()
         return local_peer
 
     async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:
         """Loads a span (None: placement chooses), announces it, and starts its origin. If it raises, none is held."""
         loaded = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
-        if self.is_paused:
-            loaded.pause()
         with self.startup.steps.step("serve") as note:
             self.loaded = loaded
             await local_peer.membership.announce("serving")
@@ -232,7 +252,7 @@ class Node:
 
     async def _until_asked_to_move(self, local_peer: LocalPeer) -> None:
         """Returns when a move is asked for. Raises _CannotGoOn if p2pd or a task has ended."""
-        groups = (local_peer.tasks, self.serving_span().tasks)
+        groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
         running = [task for group in groups for task in group.started]
         try:
@@ -253,8 +273,8 @@ class Node:
     # --- move
 
     def _movable_span(self) -> LoadedSpan | None:
-        """Returns the span that is held, None while the daemon is paused or moves already."""
-        return None if self.is_paused or self._move is not None else self.loaded
+        """Returns the span that is held, None while the daemon moves already."""
+        return None if self._move is not None else self.loaded
 
     async def move(self, stages: Span) -> None:
         """Makes the daemon hold other stages; returns when it serves them. LocalError or InputError if it cannot begin.
@@ -309,9 +329,16 @@ class Node:
     # --- leave
 
     async def _leave(self, reason: str) -> None:
-        """Announces the leaving, finishes what is in hand, cancels what is late, and writes checkpoints; within 9 s."""
+        """Tells systemd and the others that this daemon leaves, and gives back what it has; within 9 s."""
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
+        await self._hand_back("leaving")
+
+    async def _hand_back(self, why: str) -> None:
+        """Announces "leaving", finishes what is in hand or gives it back to its callers, and writes checkpoints.
+
+        Takes 9 s at most. why: completes "this peer is ..." for those whose work is given back.
+        """
         local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_SECONDS - 3.0
         if local_peer is not None and loaded is None:
             await self._announce_leaving(local_peer)
@@ -319,7 +346,7 @@ class Node:
             return
         loaded.collector.close()
         if not local_peer.host.died.is_set():
-            await self._finish(local_peer, loaded, ORIGIN_SECONDS, until, "leaving")
+            await self._finish(local_peer, loaded, ORIGIN_SECONDS, until, why)
         await loaded.write_checkpoints(max(1.0, until + 1.0 - loop_time()))
         self._watchdog.report_traffic(self.take_node_report())
 
@@ -347,11 +374,12 @@ class Node:
             self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
     async def _close(self) -> None:
-        """Closes the span and the peer within CLOSE_SECONDS, and reports the state "left" at the end.
+        """Closes the span and the peer within CLOSE_SECONDS.
 
         What is late is left to the process' end and reported; any other error is raised.
         """
-        self.loaded = None
+        self._past_traffic = self._traffic()
+        self.loaded = self.local_peer = None
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._span_closing.aclose()
@@ -360,4 +388,3 @@ class Node:
             self._report_event(
                 events.TaskFailed("close", f"not everything could be closed within {CLOSE_SECONDS:.0f} s")
             )
-        self._report_event(events.StateChanged("left", "the daemon has ended"))

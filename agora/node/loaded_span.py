@@ -228,18 +228,6 @@ class LoadedSpan:
         report = self._local_peer.startup.report_event
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))
 
-    def pause(self) -> None:
-        """Refuses others' new microbatches and opens none as origin; those in hand are finished."""
-        self._local_peer.ledger.stop_accepting("paused by its owner")
-        if self.origin is not None:
-            self.origin.pause()
-
-    def resume(self) -> None:
-        """Takes and opens microbatches again after `pause`."""
-        self._local_peer.ledger.start_accepting()
-        if self.origin is not None:
-            self.origin.resume()
-
     async def write_checkpoints(self, within_s: float) -> None:
         """Stops taking and following steps, and writes a checkpoint of every stage, within `within_s` for all together.
 

@@ -27,6 +27,7 @@ from agora.net.uplink import SAMPLE_S, UplinkMeter
 from agora.node import joining, runs
 from agora.node.background import BackgroundTasks
 from agora.node.base_supply import BaseSupply
+from agora.node.clock_keeping import ClockKeeper
 from agora.node.connection_watch import watch_connections
 from agora.node.node_report import NodeReport, progress_record, status_json
 from agora.node.own_ability import OwnAbility
@@ -69,10 +70,8 @@ class LocalPeer:
         take_node_report: Callable[[], NodeReport],
     ) -> None:
         """addresses: where others can dial this peer."""
-        self.startup = startup
-        self.signed = signed
+        self.startup, self.signed, self.host = startup, signed, host
         self.manifest = manifest = signed.manifest
-        self.host = host
         self.seats = seats_of(manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
         self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
@@ -82,14 +81,16 @@ class LocalPeer:
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
         self.network = self._make_network(addresses)
         self._lost_peers = LostPeers()
+        config = MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses)
         self.membership = Membership(
-            MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses),
+            config,
             directory,
             startup.identity,
             startup.report_event,
             progress=lambda: progress_record(take_node_report()),
             is_lost=self._lost_peers.is_lost,
             on_change=lambda: self.router.view_changed(),
+            unix=startup.clock.unix,
         )
         self.router = Router(
             self.network,
@@ -116,7 +117,7 @@ class LocalPeer:
             """Called when answering `caller` failed by an unforeseen error: reports TaskFailed."""
             self.startup.report_event(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
 
-        return Network(
+        network = Network(
             self.host,
             lambda: hello,
             self.requests.answer,
@@ -126,11 +127,15 @@ class LocalPeer:
             report_failure=report_failure,
             count_sent=self.sent.add,
         )
+        network.tell_time = self.startup.clock.told_unix
+        return network
 
     async def start(self, others: tuple[str, ...]) -> None:
         """Begins to answer other peers, and to keep membership up to date. others: addresses of peers of the run."""
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         await self.network.start()
+        clock = ClockKeeper(self.startup, self.network)
+        await clock.settle(addresses_by_peer(others))
         self.tasks.start("membership", self.membership.run())
         for peer, known in addresses_by_peer(others).items():
             self._redialling.learn(loop_time(), peer, known)
@@ -142,6 +147,7 @@ class LocalPeer:
         )
         self.tasks.start("addresses", self._remember_addresses())
         self.tasks.start("uplink", self._measure_uplink())
+        self.tasks.start("clock", clock.run())
 
     async def close(self) -> None:
         """Ends the tasks and all calls. Host and directory stay open; whoever opened them closes them."""

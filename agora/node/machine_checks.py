@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from agora.node.doctor import LEAST_FREE_BYTES
+from agora.swarm.swarm_clock import MOST_TOLERATED_S, REMEDY
 
 State = Literal["pass", "warn", "fail"]
 
 LEAST_PYTHON: Final = (3, 11)
 LEAST_OPEN_FILES: Final = 1024
-MAX_CLOCK_OFFSET_S: Final = 10.0
-"""A clock that is further off makes records look expired, or not yet valid, to others."""
+MAX_CLOCK_OFFSET_S: Final = MOST_TOLERATED_S
+"""Seconds; a clock that is further off is corrected by the swarm's, but something is wrong with this machine's."""
 SLOW_ROUND_TRIP_S: Final = 1.0
 MIB: Final = 2**20
 
@@ -190,12 +191,11 @@ def _open_files(readings: Readings) -> list[Check]:
 
 def _clock(readings: Readings) -> list[Check]:
     """Judges the clock by the swarm's; where no peer has told the time, nothing is wrong with it that is known."""
-    remedy = "switch on time synchronisation: `timedatectl set-ntp true`"
     offset = readings.clock_offset_s
     if offset is not None:
         value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'before'} the swarm"
         state: State = "pass" if abs(offset) <= MAX_CLOCK_OFFSET_S else "fail"
-        return [Check("clock", state, value, f"{MAX_CLOCK_OFFSET_S:.0f} s", remedy if state == "fail" else "")]
+        return [Check("clock", state, value, f"{MAX_CLOCK_OFFSET_S:.0f} s", REMEDY if state == "fail" else "")]
     value = "follows a time server" if readings.clock_is_synchronised else "not compared: name a run whose peers tell"
     return [Check("clock", "pass", value, f"{MAX_CLOCK_OFFSET_S:.0f} s")]
 

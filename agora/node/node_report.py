@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agora_protocol.ids import PeerId, Span, peer_name
@@ -67,6 +67,7 @@ class NodeReport:
     """A snapshot of one daemon.
 
     state: the state of its claim (joining, serving, leaving). step_of_start: the step of its start that runs, or "".
+    resting: why it rests, "" when it works. clock_remark: a sentence on its clock, "" for none.
     tokens_per_second: the rate of tokens counted here over the last 15 s. paths: how each connected peer is reached.
     span: the report of the span, None while no stages are loaded.
     """
@@ -76,7 +77,7 @@ class NodeReport:
     run: RunIdentity
     state: str
     step_of_start: str
-    is_paused: bool
+    resting: str
     link: str
     health: Health
     now_unix: float
@@ -86,6 +87,7 @@ class NodeReport:
     paths: Mapping[PeerId, str] = field(default_factory=dict)
     traffic: Traffic = NO_TRAFFIC
     span: SpanReport | None = None
+    clock_remark: str = ""
 
     @property
     def empty_stages(self) -> list[int]:
@@ -135,7 +137,8 @@ def progress_record(report: NodeReport) -> Progress | None:
 
 def notes_of(report: NodeReport) -> list[str]:
     """Returns remarks on this daemon: what its owner has set, why it is behind its replicas, what limits it."""
-    notes = ["paused by its owner"] * report.is_paused + [f"link {report.link}"] * bool(report.link)
+    notes = [report.resting] * bool(report.resting) + [f"link {report.link}"] * bool(report.link)
+    notes += [report.clock_remark] * bool(report.clock_remark)
     span = report.span
     if span is None:
         return notes
@@ -171,8 +174,16 @@ def service_status(report: NodeReport, sentence: str) -> str:
 
 def report_json(report: NodeReport) -> dict[str, Any]:
     """Returns the answer to the control question "report": the counters, the daemon's state and its span's."""
-    own = {"peer": report.peer, "paused": report.is_paused, "link": report.link or None, "state": report.state}
-    answer, span = report.counters.summary() | own, report.span
+    span = report.span
+    own = {
+        "peer": report.peer,
+        "paused": bool(report.resting),
+        "link": report.link or None,
+        "state": report.state,
+        "in_hand": span.in_hand if span is not None else 0,
+        "bytes": {name.removesuffix("_bytes"): count for name, count in asdict(report.traffic).items()},
+    }
+    answer = report.counters.summary() | own
     if span is None:
         return answer
     return answer | {
@@ -195,12 +206,15 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),
         "busy_fraction": round(span.busy_fraction, 4),
         "tokens_per_second": round(report.tokens_per_second, 1),
-        "in_hand": span.in_hand,
         "loss": span.loss,
         "tuning": dict(span.metrics),
         "credit": span.credit,
-        "bytes": {name.removesuffix("_bytes"): count for name, count in asdict(report.traffic).items()},
     }
+
+
+def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
+    """Returns the sums of both."""
+    return Traffic(*map(sum, zip(astuple(former), astuple(latter), strict=True)))
 
 
 class WindowedRate:

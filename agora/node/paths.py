@@ -6,6 +6,8 @@ because every command uses it before anything heavy. Layout of a data directory 
     agora.toml                 settings, optional
     identity.key               this machine's Ed25519 key, mode 0600
     daemon.lock                names the process that holds the directory
+    incarnation                the number of the last start, which the next one exceeds
+    paused                     there while the owner has paused the daemon
     events.jsonl               the journal
     corpus/                    tokenised texts, by content
     base/<list hash>/          fetched tensors of a base model, by its tensor list
@@ -40,6 +42,16 @@ class Home:
     def identity(self) -> Path:
         """The file with this machine's Ed25519 key."""
         return self.root / "identity.key"
+
+    @property
+    def incarnation(self) -> Path:
+        """The file with the number of the last start."""
+        return self.root / "incarnation"
+
+    @property
+    def paused(self) -> Path:
+        """The file that is there while the owner has paused the daemon."""
+        return self.root / "paused"
 
     @property
     def runs(self) -> Path:

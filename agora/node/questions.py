@@ -16,7 +16,6 @@ from agora.clock import loop_time
 from agora.metrics import named_means
 from agora.node.control import Answer, Question
 from agora.node.node_report import report_json, status_json
-from agora.observe import events
 from agora.state.collector import COLLECT_S
 from agora.state.files import replace_tensors
 
@@ -68,20 +67,15 @@ class ControlAnswers:
         return {"invite": str(self._node.invite())}
 
     async def pause(self) -> Answer:
-        """Takes and opens no more microbatches until `resume`; those in hand are finished."""
-        span = self._node.serving_span()
-        self._node.is_paused = True
-        span.pause()
-        self._node.startup.report_event(events.StateChanged("paused", "by its owner"))
-        return {"text": f"paused; {span.in_hand} microbatches in hand are finished. Go on with `agora-node resume`."}
+        """Makes the daemon rest until `resume`: within 10 s nothing is left but its control socket."""
+        self._node.pause.pause()
+        text = "paused: it finishes what it holds, withdraws its claim and closes all connections within 10 s"
+        return {"text": f"{text}. It stays so after a restart; go on with `agora-node resume`."}
 
     async def resume(self) -> Answer:
-        """Takes and opens microbatches again after `pause`."""
-        span = self._node.serving_span()
-        self._node.is_paused = False
-        span.resume()
-        self._node.startup.report_event(events.StateChanged("serving", "resumed by its owner"))
-        return {"text": "resumed."}
+        """Lets the daemon join again after `pause`; it serves as soon as its state is there."""
+        still = self._node.pause.resume()
+        return {"text": f"resumed, but it is {still}." if still else "resumed: it joins again."}
 
     async def leave(self) -> Answer:
         """Makes the daemon leave, and answers at once; it is gone within 10 s."""

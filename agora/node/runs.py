@@ -59,7 +59,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     """
     if text.startswith(SCHEME):
         invite = Invite.parse(text)
-        known = _remembered_addresses(home, invite.run)
+        known = remembered_addresses(home, invite.run)
         return RunReference(invite.run, invite.name, tuple(dict.fromkeys([*invite.addresses, *known])))
     path = Path(text).expanduser()
     if path.is_file():
@@ -90,7 +90,7 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
         return RunReference("", draft.name, draft=draft, file=path)
     signed = SignedManifest.from_toml(text, str(path))
     return RunReference(
-        signed.run_id, signed.manifest.name, _remembered_addresses(home, signed.run_id), signed, file=path
+        signed.run_id, signed.manifest.name, remembered_addresses(home, signed.run_id), signed, file=path
     )
 
 
@@ -163,7 +163,7 @@ def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> 
     home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
 
 
-def _remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
+def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
     """Returns at most 16 addresses of the run's peers that an earlier start has written; () if there are none."""
     try:
         return tuple(home.peers(run).read_text(encoding="utf-8").split()[:16])

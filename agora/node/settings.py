@@ -19,6 +19,7 @@ from agora_protocol.ids import Span
 from pydantic import AfterValidator
 
 from agora.net.link import LinkSpec
+from agora.node.hours import Hours
 
 PREFIX = "AGORA_"
 FLAGS = "the command line"
@@ -56,6 +57,8 @@ class Settings(pydantic.BaseModel):
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
+    hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
+    """FROM-TO[,FROM-TO] in local time, such as 22-07: outside it rests; "" is all day."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @pydantic.field_validator("listen", "announce", mode="before")
@@ -70,6 +73,11 @@ class Settings(pydantic.BaseModel):
     def link_spec(self) -> LinkSpec | None:
         """The emulated link that the owner asked for; None: the network as it is."""
         return LinkSpec.parse(self.link) if self.link else None
+
+    @property
+    def work_hours(self) -> Hours:
+        """The hours of the day at which the daemon works."""
+        return Hours.parse(self.hours)
 
     @property
     def base_model_folder(self) -> Path | None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
+from agora.clock import boot_time
 from agora.node.paths import Home
 from agora.node.runs import RunReference
 from agora.node.settings import Settings
 from agora.node.watchdog import Notifier
 from agora.observe import events
 from agora.observe.reporter import Reporter
+from agora.swarm.swarm_clock import SwarmClock
 
 WAIT_USEC = 300_000_000
 """Microseconds for which systemd waits for the next word of a start."""
@@ -66,10 +68,16 @@ class Startup:
     home: Home
     settings: Settings
     identity: Identity
-    incarnation: int  # the unix time of the start, in nanoseconds
+    incarnation: int  # the unix time of the start, in nanoseconds, but greater than that of any earlier start
+    clock: SwarmClock
     reporter: Reporter
     notifier: Notifier
     steps: StartSteps
+    began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
+
+    def age_s(self) -> float:
+        """Returns for how many seconds this daemon has run."""
+        return boot_time() - self.began_s
 
     @property
     def me(self) -> PeerId:

@@ -50,13 +50,13 @@ class Notifier:
             channel.send(lines.encode())
 
 
-def may_feed(silent_s: float, limit_s: float, in_hand: int, waiting_for: str, *, is_paused: bool) -> tuple[bool, str]:
+def may_feed(silent_s: float, limit_s: float, in_hand: int, waiting_for: str, resting: str = "") -> tuple[bool, str]:
     """Returns whether systemd's watchdog may be fed, and a sentence for its STATUS; unfed, systemd restarts the daemon.
 
     silent_s: the time since the daemon made any progress; where microbatches are in hand, it is at most `limit_s`.
     """
-    if is_paused:
-        return True, "paused by the owner"
+    if resting:
+        return True, resting
     if waiting_for:
         return True, f"waiting for {waiting_for}"
     if in_hand == 0:
@@ -74,13 +74,13 @@ class Watchdog:
         take_node_report: Callable[[], NodeReport],
         report_event: events.Report,
         notifier: Notifier,
-        began_unix: float,
+        age_s: Callable[[], float],
     ) -> None:
-        """began_unix: when the process started."""
+        """age_s: returns for how long the process has run."""
         self._take_node_report = take_node_report
         self._report_event = report_event
         self._notifier = notifier
-        self._began_unix = began_unix
+        self._age_s = age_s
         self._health = ""
         self._has_served = False
         self._traffic = NO_TRAFFIC
@@ -108,8 +108,10 @@ class Watchdog:
         first_unix, health, loaded = report.counters.first_counted_unix, report.health, report.span
         if first_unix is not None and loaded is not None and not self._has_served:
             self._has_served = True
-            self._report_event(events.FirstHopServed(loaded.span.first, first_unix - self._began_unix))
-        if health.state != self._health:
+            served_s = self._age_s() - (report.now_unix - first_unix)
+            self._report_event(events.FirstHopServed(loaded.span.first, served_s))
+        is_starting = loaded is None and not report.resting
+        if health.state != self._health and not is_starting:
             self._health = health.state
             self._report_event(events.HealthChanged(health.state, health.why, health.do or ""))
 
@@ -121,11 +123,13 @@ class Watchdog:
         if report.step_of_start:
             waiting_for = f"the step {report.step_of_start!r} of its start"
         silent_s = report.now_unix - report.counters.last_sign_unix
-        may, sentence = may_feed(silent_s, limit_s, in_hand, waiting_for, is_paused=report.is_paused)
+        may, sentence = may_feed(silent_s, limit_s, in_hand, waiting_for, report.resting)
         if may:
             self._notifier.send(WATCHDOG=1)
             if not self._has_served:  # more time to start
                 self._notifier.send(EXTEND_TIMEOUT_USEC=120_000_000)
-        if self._has_served:  # every time, since a datagram may be lost and a second READY changes nothing
+        if (
+            self._has_served or report.resting
+        ):  # every time, since a datagram may be lost and a second READY changes nothing
             self._notifier.send(READY=1)
         self._notifier.send(STATUS=service_status(report, sentence))

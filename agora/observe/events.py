@@ -69,6 +69,12 @@ class FirstHopServed(Event, level="info", template="first microbatch through sta
     seconds: float
 
 
+class OwnerTold(Event, level="warning", template="{text}"):
+    """Event: one sentence for the owner, about this machine's clock, memory, disk or limits, with what to do."""
+
+    text: str
+
+
 class StateChanged(Event, level="info", template="{state}: {reason}"):
     """Event: the daemon's own state changed. `state`: serving, paused, moving, leaving or left."""
 

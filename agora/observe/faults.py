@@ -31,6 +31,8 @@ POINTS = {
     "averaging.received": "an owner has a member's part and has not averaged it",
     "averaging.gathered": "an owner has averaged a part and not answered this member",
     "averaging.answered": "an owner's answer to one member is ready to leave",
+    "daemon.started": "the process has begun and has read no clock",
+    "clock.asked": "the other peers' clocks are about to be asked",
 }
 ACTIONS = {
     "kill": "SIGKILL to this process",
@@ -38,10 +40,13 @@ ACTIONS = {
     "stop": "SIGSTOP: the whole process freezes",
     "fail": "what is done here fails as if the device had failed",
     "exit": "this thread ends; the rest of the process runs on",
-    "sleep": "sleep=SECONDS: this task, or this thread, waits for so long",
+    "sleep": "sleep=SECONDS: this task, or this thread, waits that long",
+    "shift": "shift=SECONDS: the wall clock of this process is set forward, back if negative",
 }
 HANG_S = 1e8
-_SECONDS: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+_SECONDS: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
+WITH_SECONDS: Final = {"sleep": re.compile(_SECONDS), "shift": re.compile("-?" + _SECONDS)}
+"""Of the actions that take a number of seconds: how it is written."""
 _ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
 ReachFault = Callable[[str], Awaitable[None]]
@@ -52,7 +57,8 @@ ReachFault = Callable[[str], Awaitable[None]]
 class Fault:
     """One entry of AGORA_FAULTS: `action` acts at the `nth` arrival at `point`, the first one being 1.
 
-    seconds: how long a "sleep" lasts; 0 for other actions. repeats: whether it acts at every later arrival, too.
+    seconds: how long a "sleep" lasts, how far a "shift" goes; 0 for other actions. repeats: whether it acts at every
+    later arrival, too.
     """
 
     point: str
@@ -65,7 +71,7 @@ class Fault:
 def parse(text: str) -> tuple[Fault, ...]:
     """Returns the faults of "point:action[=seconds][:nth[+]][,...]", the text of AGORA_FAULTS.
 
-    seconds: for "sleep", and only for that. nth: the arrival at which it acts, counted from 1, by default the first;
+    seconds: for "sleep" and "shift", and only for these. nth: the arrival at which it acts, counted from 1, by default the first;
     with "+" at all later ones, too. Raises InputError for an unknown point or action and for a malformed number.
     """
     return tuple(_parse_fault(entry) for part in text.split(",") if (entry := part.strip()))
@@ -81,7 +87,8 @@ def _parse_fault(entry: str) -> Fault:
     if action not in ACTIONS:
         raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
     arrival = _ARRIVAL.fullmatch(nth if has_arrival else "1")
-    is_duration_right = bool(_SECONDS.fullmatch(seconds)) if action == "sleep" else not has_seconds
+    wanted = WITH_SECONDS.get(action)
+    is_duration_right = bool(wanted.fullmatch(seconds)) if wanted else not has_seconds
     if arrival is None or not is_duration_right:
         raise InputError(f"AGORA_FAULTS has a malformed number in {entry!r}; write it like sleep=0.5:2 or kill:3+")
     return Fault(point, action, float(seconds or 0.0), int(arrival[1]), bool(arrival[2]))
@@ -119,7 +126,17 @@ class Faults:
             raise DeviceError("the device failed, as a test had planned; restart this daemon")
         if fault.action == "exit":
             raise SystemExit
+        if fault.action == "shift":
+            _shift_wall_clock(fault.seconds)
+            return 0.0
         return HANG_S if fault.action == "hang" else fault.seconds
+
+
+def _shift_wall_clock(seconds: float) -> None:
+    """Sets time.time and time.time_ns of this process forward by `seconds`."""
+    unix, unix_ns = time.time, time.time_ns
+    time.time = lambda: unix() + seconds
+    time.time_ns = lambda: unix_ns() + int(seconds * 1e9)
 
 
 def from_environment() -> Faults | None:

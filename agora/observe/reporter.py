@@ -9,7 +9,7 @@ import copy
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,14 +30,16 @@ class Sink(Protocol):
 class Reporter:
     """Counts the events of a daemon and passes each to every sink; drops a sink that raises OSError. Thread-safe."""
 
-    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, sinks: Sequence[Sink] = (), unix: Callable[[], float] = time.time) -> None:
+        """unix: the time of the events, in unix seconds."""
         self._sinks = list(sinks)
+        self._unix = unix
         self._lock = threading.Lock()
         self.counters = Counters()
 
     def report(self, event: Event) -> None:
         """Counts the event and passes it on. A sink that raises OSError is dropped, and DiskTrouble reported."""
-        now = time.time()
+        now = self._unix()
         broken: list[tuple[Sink, OSError]] = []
         with self._lock:
             self.counters.take(event, now)
@@ -60,12 +62,11 @@ class Reporter:
 SIGNS_OF_PROGRESS = (
     events.MicrobatchCompleted,
     events.MicrobatchCounted,
-    events.MicrobatchRerouted,
-    events.RepeatServed,
     events.StepTaken,
     events.StartStep,
 )
-"""The events that prove to the watchdog that the work makes progress."""
+"""The events that prove to the watchdog that the work makes progress. Retries and answers from the cache prove nothing:
+a daemon whose microbatches all fail has those too."""
 
 
 @dataclass

@@ -5,7 +5,7 @@ answer but whose weights do not change is STALLED.
 
 | state | when |
 |---|---|
-| PAUSED | the owner of this peer paused it |
+| PAUSED | this peer rests: its owner paused it, or it is outside its hours (node/pausing.py) |
 | UNREACHABLE | the view is empty |
 | STALLED | a stage has no serving peer, or took no step for longer than `patience_s` |
 | DEGRADED | a stage has taken no step yet, or has a single replica |
@@ -37,13 +37,11 @@ class Health:
     do: str | None = None
 
 
-def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
-    """Returns the swarm's health as one peer sees it: PAUSED, UNREACHABLE, STALLED, DEGRADED or OK (module's table).
+def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
+    """Returns the swarm's health as one peer that works sees it: UNREACHABLE, STALLED, DEGRADED or OK (module's table).
 
-    since_unix: when that peer began to look; steps are missed only from then on. paused: whether its owner paused it.
+    since_unix: when that peer began to look; steps are missed only from then on.
     """
-    if paused:
-        return Health(PAUSED, "this peer was paused by its owner", "run `agora-node resume` to go on")
     if not view.peers:
         what_to_do = "check the invite's addresses and this machine's network"
         return Health(UNREACHABLE, "no peer of the run can be found", what_to_do)

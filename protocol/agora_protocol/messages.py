@@ -160,7 +160,9 @@ class Refusal(Message, kind=6, frames=(FrameType.REFUSAL, FrameType.GOODBYE)):
 
 
 class Pong(Message, kind=7, frames=(FrameType.ANSWER,)):
-    """Answers Ping."""
+    """Answers Ping, and tells the swarm's time as the sender knows it."""
+
+    unix: float = float_field(0, 1e12, default=0.0, doc="unix seconds in swarm time when this was sent; 0: not known")
 
 
 class GetManifest(Message, kind=8, frames=(FrameType.REQUEST,)):

@@ -199,6 +199,7 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         (kind.HELLO, 0, messages.Hello(1, b"", "observer", ()), []),
         (kind.REQUEST, 1, messages.Ping(5_000), []),
         (kind.ANSWER, 1, messages.Pong(), []),
+        (kind.ANSWER, 1, messages.Pong(1_790_000_000.25), []),
         (kind.REQUEST, 3, messages.GetManifest(10_000), []),
         (kind.ANSWER, 3, messages.ManifestAnswer(SIGNED.to_bytes()), []),
         (kind.REQUEST, 2, messages.GetStatus(10_000), []),
@@ -248,6 +249,9 @@ def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix:
     return struct.pack("<BBHIII", *(fields | prefix).values()) + data + payload
 
 
+_PONG: Final = {"unix": 0.0}
+
+
 def _bad_frames() -> list[tuple[str, str, bytes]]:
     """Returns frames that must be refused: what is wrong, the code, the bytes."""
     ping, tensor, twice = {"deadline_ms": 1}, ["int8", [4]], b"deadline_ms\x01\xabdeadline_ms\x01\x90"
@@ -285,13 +289,13 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
         ("an array longer than its bytes", "bad-message", _frame(2, 1, bytes.fromhex("dd00000400c0"))),
         ("an array beyond its limit", "bad-message", _frame(2, 1, [2, [0] * 1025, []])),
         ("an extension type", "bad-message", _frame(2, 1, bytes.fromhex("9302c70305000000") + b"\x90")),
-        ("an unknown dtype", "bad-tensor", _frame(4, 1, [7, {}, [["float8", [4]]]], b"1234")),
-        ("a dimension of 0", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [0]]]])),
-        ("seven dimensions", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [1] * 7]]], b"1")),
-        ("nine tensors", "bad-tensor", _frame(4, 1, [7, {}, [["int8", [1]]] * 9], b"123456789")),
-        ("a shape beyond every limit", "bad-tensor", _frame(4, 1, [7, {}, [["int64", [2**31 - 1] * 6]]], b"1234")),
+        ("an unknown dtype", "bad-tensor", _frame(4, 1, [7, _PONG, [["float8", [4]]]], b"1234")),
+        ("a dimension of 0", "bad-tensor", _frame(4, 1, [7, _PONG, [["int8", [0]]]])),
+        ("seven dimensions", "bad-tensor", _frame(4, 1, [7, _PONG, [["int8", [1] * 7]]], b"1")),
+        ("nine tensors", "bad-tensor", _frame(4, 1, [7, _PONG, [["int8", [1]]] * 9], b"123456789")),
+        ("a shape beyond every limit", "bad-tensor", _frame(4, 1, [7, _PONG, [["int64", [2**31 - 1] * 6]]], b"1234")),
         ("a payload that is not the tensors'", "bad-tensor", _frame(4, 1, [4, no_loss, [tensor]], b"123")),
-        ("a tensor where none belongs", "bad-tensor", _frame(4, 1, [7, {}, [tensor]], b"1234")),
+        ("a tensor where none belongs", "bad-tensor", _frame(4, 1, [7, _PONG, [tensor]], b"1234")),
     ]
 
 

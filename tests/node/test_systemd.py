@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from agora.node.watchdog import Notifier, may_feed
+from agora.observe import events
+from agora.observe.reporter import Reporter
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "agora-node.service"
 
@@ -46,19 +48,39 @@ def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "in_hand", "waiting_for", "is_paused", "fed", "sentence"),
+    ("silent_s", "in_hand", "waiting_for", "resting", "fed", "sentence"),
     [
-        (1, 3, "", False, True, "working on 3 microbatches"),
-        (90, 3, "", False, False, "no progress for 90 s with 3 microbatches in hand"),
-        (90, 3, "a peer of stage 1", False, True, "waiting for a peer of stage 1"),
-        (90, 3, "", True, True, "paused by the owner"),
-        (90, 0, "", False, True, "idle: no microbatch in hand"),
+        (1, 3, "", "", True, "working on 3 microbatches"),
+        (90, 3, "", "", False, "no progress for 90 s with 3 microbatches in hand"),
+        (90, 3, "a peer of stage 1", "", True, "waiting for a peer of stage 1"),
+        (90, 3, "", "paused by its owner", True, "paused by its owner"),
+        (90, 0, "", "", True, "idle: no microbatch in hand"),
     ],
 )
 def test_the_watchdog_is_fed_by_progress_or_by_a_stated_wait(
-    silent_s: float, in_hand: int, waiting_for: str, is_paused: bool, fed: bool, sentence: str
+    silent_s: float, in_hand: int, waiting_for: str, resting: str, fed: bool, sentence: str
 ) -> None:
-    assert may_feed(silent_s, 30.0, in_hand, waiting_for, is_paused=is_paused) == (fed, sentence)
+    assert may_feed(silent_s, 30.0, in_hand, waiting_for, resting) == (fed, sentence)
+
+
+@pytest.mark.parametrize(
+    ("event", "is_sign"),
+    [
+        (events.MicrobatchCompleted("m", 1.0, 4, 0.1), True),
+        (events.MicrobatchCounted("m", (0,), 4), True),
+        (events.StepTaken(0, 1, 4, None, 0.1), True),
+        (events.MicrobatchRerouted("m", 1, "p", "broken"), False),
+        (events.RepeatServed("m", 0), False),
+        (events.HopRefused("m", 0, "busy"), False),
+        (events.TaskFailed("device", "gone"), False),
+        (events.MicrobatchDropped("m", "no peer"), False),
+        (events.PartFailed(0, "slice", 1, 1, "late"), False),
+    ],
+)
+def test_failures_and_retries_never_feed_the_watchdog(event: events.Event, is_sign: bool) -> None:
+    reporter = Reporter(unix=lambda: 50.0)
+    reporter.report(event)
+    assert (reporter.snapshot().last_sign_unix == 50.0) == is_sign
 
 
 def test_the_unit_parses_and_keeps_its_promises() -> None:

@@ -54,9 +54,9 @@ def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytes
         first = made.start("first", "0")
         monkeypatch.delenv("NOTIFY_SOCKET")
         made.serving()
-        made.until(lambda: "WATCHDOG=1" in lines, "the watchdog to be fed while waiting")
-        assert "READY=1" not in lines
-        assert any(line.startswith("STATUS=") and "waiting for a peer of stage 1" in line for line in lines)
+        stated = "waiting for a peer of stage 1"
+        made.until(lambda: any(line.startswith("STATUS=") and stated in line for line in lines), stated)
+        assert "WATCHDOG=1" in lines and "READY=1" not in lines
         assert first.ask("status")["health"]["state"] == "STALLED"
 
         second = made.start("second", "1")

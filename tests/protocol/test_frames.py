@@ -150,7 +150,7 @@ def header(kind: object, fields: object, tensors: object = (), type: FrameType =
         (header(2, {"deadline_ms": True}), "bad-message", "must be an integer"),
         (header(2, {"deadline_ms": "5"}), "bad-message", "must be an integer"),
         (header(2, {"deadline_ms": None}), "bad-message", "must be an integer"),
-        (header(7, {}), "bad-message", "Pong does not travel in REQUEST"),
+        (header(7, {"unix": 0.0}), "bad-message", "Pong does not travel in REQUEST"),
         (header(2, {"deadline_ms": 1}, type=FrameType.ANSWER), "bad-message", "Ping does not travel in ANSWER"),
         (
             header(2, {"deadline_ms": 1}, type=FrameType.HELLO).replace(b"\1\0\0\0", b"\0\0\0\0", 1),
@@ -162,7 +162,7 @@ def header(kind: object, fields: object, tensors: object = (), type: FrameType =
         (header(2, {"deadline_ms": 1}, ["int8"]), "bad-tensor", "dtype and its shape"),
         (header(2, {"deadline_ms": 1}, [["int8", [1], 0]]), "bad-tensor", "dtype and its shape"),
         (header(2, {"deadline_ms": 1}, [["int8", [1]]]), "bad-tensor", "Ping with 1 tensors"),
-        (header(7, {}, [], FrameType.ANSWER) + b"x", "bad-tensor", "1 bytes"),
+        (header(7, {"unix": 0.0}, [], FrameType.ANSWER) + b"x", "bad-tensor", "1 bytes"),
         (header(3, process().to_fields()), "bad-tensor", "Process with 0 tensors; 2 to 2 belong"),
         (Prefix(FrameType.REQUEST, 1, 1, 0).to_bytes() + b"\x90", "bad-message", "list of kind"),
         (Prefix(FrameType.REQUEST, 1, 1, 0).to_bytes() + b"\x80", "bad-message", "list of kind"),

@@ -22,8 +22,8 @@ def two_each(stages: int, **rest) -> View:
     return view(*(seen(f"p{s}{r}", str(s), **rest) for s in range(stages) for r in range(2)))
 
 
-def health(peers: View, stages: int = 2, *, since: float = 0.0, paused: bool = False) -> Health:
-    return judge(peers, stages, NOW, since_unix=since, paused=paused)
+def health(peers: View, stages: int = 2, *, since: float = 0.0) -> Health:
+    return judge(peers, stages, NOW, since_unix=since)
 
 
 def test_ok_when_every_stage_steps_and_has_two_replicas() -> None:
@@ -100,8 +100,7 @@ def test_a_swarm_that_has_just_started_is_degraded_then_stalled() -> None:
     assert health(two_each(2), since=NOW - 61.0).state == "STALLED"
 
 
-def test_paused_and_unreachable() -> None:
-    assert health(two_each(2), paused=True).state == "PAUSED"
+def test_without_any_peer_in_sight_it_is_unreachable() -> None:
     assert health(View()).state == "UNREACHABLE" and health(View()).do
 
 

@@ -1,0 +1,79 @@
+"""Keeps this daemon's clock at the swarm's time, by what connected peers tell.
+
+Knows: when they are asked, whom a start asks. Must not know: how a correction follows from what they tell
+(swarm/swarm_clock.py), what is judged by the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Ping
+
+from agora.clock import loop_time
+from agora.net.network import MOST_CLOCKS, Network
+from agora.node.startup import Startup
+from agora.observe import events, faults
+from agora.swarm.swarm_clock import clock_remark
+
+ASK_S: Final = 4.0
+"""Seconds that a question for the time may take, dialling included."""
+MORE_ANSWERS_S: Final = 0.5
+"""Seconds that a start waits for further answers once it has one."""
+FIRST_ASK_S: Final = 5.0
+"""Seconds from the start to the first question to those that are connected then."""
+ASK_AGAIN_S: Final = 20.0
+
+
+class ClockKeeper:
+    """Asks other peers for the time, corrects the daemon's SwarmClock, and tells the owner when its clock is wrong."""
+
+    def __init__(self, startup: Startup, network: Network) -> None:
+        self._startup = startup
+        self._network = network
+
+    async def settle(self, known: Mapping[PeerId, Sequence[str]]) -> None:
+        """Asks these peers for the time, so that the first records are judged and published by it. known: addresses."""
+        with self._startup.steps.step("clock") as note:
+            peers = list(known)[:MOST_CLOCKS]
+            for peer in peers:
+                self._network.learn(peer, known[peer])
+            await self._await_answers(peers)
+            told = await self._network.ask_clocks(ASK_S)
+            self._follow(told)
+            note.text = f"{len(told)} peers told the time, corrected by {self._startup.clock.correction.seconds:.2f} s"
+
+    async def run(self) -> None:
+        """Asks connected peers for the time, soon after the start and then every ASK_AGAIN_S, until cancelled."""
+        for wait_s in itertools.chain([FIRST_ASK_S], itertools.repeat(ASK_AGAIN_S)):
+            await asyncio.sleep(wait_s)
+            await faults.reach("clock.asked")
+            self._follow(await self._network.ask_clocks(ASK_S))
+
+    async def _await_answers(self, peers: Sequence[PeerId]) -> None:
+        """Pings these peers; returns MORE_ANSWERS_S after the first answer, or when none comes in ASK_S."""
+        deadline = loop_time() + ASK_S
+        calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
+        running, patience_s = calls, ASK_S
+        while running:
+            done, running = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            if any(call.exception() is None for call in done):
+                patience_s = MORE_ANSWERS_S
+        for call in running:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _follow(self, told: Sequence[float]) -> None:
+        """Corrects the clock by what others told, see Network.ask_clocks; tells the owner what is new about it."""
+        clock = self._startup.clock
+        former = clock_remark(clock.correction)
+        clock.follow(told)
+        remark = clock_remark(clock.correction)
+        if remark and remark != former:
+            self._startup.report_event(events.OwnerTold(remark))

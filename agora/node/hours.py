@@ -1,0 +1,63 @@
+"""The hours of the day at which the owner lets the daemon work. Pure.
+
+Knows: texts such as "22-07" and "22:00-07:00,12:30-13:30", in local time. Must not know: clocks, daemons.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+DAY_MINUTES: Final = 24 * 60
+MAX_RANGES: Final = 24
+_RANGE: Final = re.compile(r"(\d{1,2})(?::(\d{2}))?-(\d{1,2})(?::(\d{2}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """Ranges of minutes of the day, each [begin, end); one whose end is not after its begin goes on over midnight.
+
+    No ranges: all day.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Hours:
+        """Reads FROM-TO[,FROM-TO], each HH or HH:MM; "" is all day. Raises ValueError for other text."""
+        parts = [part.strip() for part in text.split(",")] if text.strip() else []
+        if len(parts) > MAX_RANGES:
+            raise ValueError(f"more than {MAX_RANGES} ranges of hours; write fewer")
+        return cls(tuple(map(_parse_range, parts)))
+
+    def contains(self, minute: int) -> bool:
+        """Returns whether the minute of the day is within the hours."""
+        return not self.ranges or any(
+            begin <= minute < end if begin < end else minute >= begin or minute < end for begin, end in self.ranges
+        )
+
+    def next_begin(self, minute: int) -> str:
+        """Returns when the hours begin next after this minute of the day, as HH:MM; "" where they never end."""
+        begins = [begin for begin, _ in self.ranges]
+        return _clock_face(min(begins, key=lambda begin: (begin - minute) % DAY_MINUTES)) if begins else ""
+
+    def __str__(self) -> str:
+        return ",".join(f"{_clock_face(begin)}-{_clock_face(end)}" for begin, end in self.ranges)
+
+
+def _parse_range(text: str) -> tuple[int, int]:
+    """Returns the minutes of the day at which a range begins and ends. Raises ValueError."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no range of hours; write 22-07 or 22:30-07:00, and several with commas")
+    begin_h, begin_m, end_h, end_m = (int(group or 0) for group in match.groups())
+    begin, end = 60 * begin_h + begin_m, 60 * end_h + end_m
+    if max(begin, end) > DAY_MINUTES or max(begin_m, end_m) > 59 or begin == end:
+        raise ValueError(f"{text!r} has a time that no day has, or no length; write 22-07 or 22:30-07:00")
+    return begin % DAY_MINUTES, end % DAY_MINUTES
+
+
+def _clock_face(minute: int) -> str:
+    """Returns a minute of the day as HH:MM."""
+    return f"{minute // 60:02d}:{minute % 60:02d}"

@@ -1,0 +1,103 @@
+"""Computes the swarm's time: this machine's clock, corrected by what other peers' clocks say.
+
+Deterministic: the class changes only by the calls to it. Knows: what peers have told, the rules below. Must not know:
+who asks them, what is judged by the time. Records are published and judged in swarm time, so that a clock that is
+wrong makes no peer invisible.
+
+The wall clock is read once, at the start; from then on elapsed time is added, so that a clock that is set back or
+forward while the daemon runs changes nothing. `boot` times are seconds since this machine was started.
+
+| this peer | others that tell | swarm time is |
+|---|---|---|
+| has just started | none | its own: it is the first peer, and settled by that |
+| has just started | 1 or more | the median of theirs |
+| is settled | none or 1 | as before: nobody is believed alone |
+| is settled | 2 or more | the median of theirs |
+
+Where an even number of others tells, the median counts this peer's own time too. A peer that is not settled tells
+nobody a time. A median within STEADY_S of the time in force changes nothing, so that measuring errors do not add up.
+One that is more than MAX_CORRECTION_S from this machine's clock is not followed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+STEADY_S: Final = 0.25
+"""Seconds by which the others' median may differ before the correction changes."""
+MAX_CORRECTION_S: Final = 86_400.0
+"""Seconds by which this machine's clock is corrected at most, whatever the others say."""
+MOST_TOLERATED_S: Final = 10.0
+"""Seconds by which this machine's clock may be off before its owner is told."""
+REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
+
+
+@dataclass(frozen=True, slots=True)
+class ClockCorrection:
+    """What is added to this machine's clock, in seconds, to give swarm time; is_settled: as the module's table has it.
+
+    refused_s: the correction that the others' clocks ask for and that is beyond MAX_CORRECTION_S, else None.
+    """
+
+    seconds: float = 0.0
+    is_settled: bool = False
+    refused_s: float | None = None
+
+
+def correct_clock(current: ClockCorrection, told: Collection[float]) -> ClockCorrection:
+    """Returns the next correction by the module's table. told: by how many seconds each other peer's time is ahead of
+    this machine's clock, uncorrected."""
+    if current.is_settled and len(told) < 2:
+        return current
+    if not told:
+        return ClockCorrection(current.seconds, is_settled=True)
+    wanted = _median_with_own(list(told), current.seconds)
+    if abs(wanted) > MAX_CORRECTION_S:
+        return ClockCorrection(current.seconds, is_settled=True, refused_s=wanted)
+    is_same = current.is_settled and abs(wanted - current.seconds) < STEADY_S
+    return ClockCorrection(current.seconds if is_same else wanted, is_settled=True)
+
+
+def _median_with_own(told: Sequence[float], own: float) -> float:
+    """Returns the median of what was told; of an even number and the own value, but of two or more only."""
+    return statistics.median(told if len(told) % 2 else [*told, own])
+
+
+def clock_remark(correction: ClockCorrection) -> str:
+    """Returns one sentence with the remedy when this machine's clock is more than MOST_TOLERATED_S off, else ""."""
+    off_s = correction.seconds if correction.refused_s is None else correction.refused_s
+    if abs(off_s) <= MOST_TOLERATED_S:
+        return ""
+    sense = "behind" if off_s > 0 else "ahead of"
+    follows = "" if correction.refused_s is None else ", which is too much to be corrected"
+    return f"this machine's clock is {abs(off_s):.0f} s {sense} the swarm's{follows}; {REMEDY}"
+
+
+class SwarmClock:
+    """Tells the swarm's time in this process. `correction` says what is added to this machine's clock, and why."""
+
+    def __init__(self, wall_unix: float, boot_s: Callable[[], float]) -> None:
+        """wall_unix: the wall clock now. boot_s: seconds since this machine was started."""
+        self._boot_s = boot_s
+        self._boot_unix = wall_unix - boot_s()
+        self.correction = ClockCorrection()
+
+    def unix(self) -> float:
+        """Returns unix seconds in swarm time."""
+        return self._boot_unix + self._boot_s() + self.correction.seconds
+
+    def told_unix(self) -> float:
+        """Returns what this peer tells others of the time: swarm time once it is settled, before that 0."""
+        return self.unix() if self.correction.is_settled else 0.0
+
+    def follow(self, boot_unix: Collection[float]) -> bool:
+        """Corrects the clock by what others told; returns whether the correction or what it was judged by has changed.
+
+        boot_unix: for each peer, the unix time at which, by its clock, this machine's `boot_s` was 0.
+        """
+        former = self.correction
+        self.correction = correct_clock(former, [each - self._boot_unix for each in boot_unix])
+        return self.correction != former

@@ -1,0 +1,68 @@
+"""What the owner of a machine can say to a real daemon, and what it then does to the machine and its line."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.process.harness import Daemon, nothing_lost, p2pd_of, swarm, tiny
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def is_silent(daemon: Daemon) -> bool:
+    """Whether no process of the daemon has a network socket, the daemon's own included."""
+    own = psutil.Process(daemon.process.pid)
+    return not own.children(recursive=True) and not own.net_connections(kind="inet")
+
+
+def sees(daemon: Daemon, other: Daemon) -> str:
+    """In which state the daemon's view has the other one, "" for none."""
+    return next((str(p["state"]) for p in daemon.ask("status")["peers"] if p["peer"] == other.peer), "")
+
+
+def test_a_pause_leaves_no_traffic_survives_a_restart_and_ends_with_resume(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2)) as made:
+        origin, stays, guest = made.start("origin", "0"), made.start("stays", "1"), made.start("guest", "1")
+        made.serving()
+        made.until(lambda: guest.events("MicrobatchCounted"), "the guest to work")
+        guest.ask("pause")
+        made.until(lambda: is_silent(guest), "everything but the control socket to be closed", 12)
+        at_rest = guest.ask("report")
+        assert at_rest["paused"] and at_rest["bytes"]["sent"] > 0
+        made.until(lambda: sees(origin, guest) != "training", "its claim to be withdrawn", 5)
+        before = made.completed(origin)
+        made.until(lambda: made.completed(origin) > before + 10, "the others to go on")
+        assert guest.ask("status")["health"]["state"] == "PAUSED"
+        assert "agora-node resume" in guest.ask("status")["health"]["do"]
+        assert guest.ask("report")["bytes"] == at_rest["bytes"] and is_silent(guest)
+
+        guest.kill(signal.SIGTERM)
+        assert guest.process.wait(10) == 0
+        guest = made.start("guest", "1")
+        made.until(lambda: guest.try_ask("status"), "it to answer after its restart")
+        assert guest.ask("status")["health"]["state"] == "PAUSED" and is_silent(guest)
+        assert not guest.events("PeerStarted", pid=guest.process.pid)
+
+        guest.ask("resume")
+        made.until(lambda: guest.events("PeerStarted", pid=guest.process.pid), "it to serve again")
+        counted = len(guest.events("MicrobatchCounted"))
+        made.until(lambda: len(guest.events("MicrobatchCounted")) > counted, "the guest to work again")
+        assert p2pd_of(guest).is_running()
+        made.until(lambda: sees(stays, guest) == "training", "the others to see it again", 10)
+        nothing_lost(made, origin)
+
+
+def test_a_pause_during_the_start_takes_hold_and_resume_serves(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(1)) as made:
+        first = made.start("first", "0")
+        joiner = made.start("joiner", "0")
+        made.until(lambda: joiner.try_ask("report"), "its control socket")
+        joiner.ask("pause")
+        made.until(lambda: is_silent(joiner) and joiner.ask("report")["paused"], "it to rest", 15)
+        assert joiner.ask("status")["health"]["state"] == "PAUSED"
+        joiner.ask("resume")
+        made.serving(joiner.name, first.name)
