@@ -22,6 +22,7 @@ from agora_protocol.records import Record, record_key, seal_record
 from agora_protocol.shards import Shard
 
 from agora.clock import loop_time
+from agora.net.bounded_dht import BoundedP2P, node_id_of
 from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS, KeyHolders
@@ -41,7 +42,9 @@ _Entries = dict[str, tuple[bytes, float]]
 class Directory:
     """This peer's node of the run's DHT: publishes signed records, reads other peers', and stores its part of them."""
 
-    def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords) -> None:
+    def __init__(self, host: Host, run: RunId, node: Any, validator: SignedRecords, bounds: BoundedP2P) -> None:
+        """bounds: what stands between the node and p2pd; its functions may be set after this."""
+        self.bounds = bounds
         self.refused = validator.refused  # how many records this node refused, by the code of their error
         self._run = run
         self._host = host
@@ -55,8 +58,10 @@ class Directory:
     async def create(cls, host: Host, run: RunId, bootstrap: Sequence[str], *, stages: int) -> Directory:
         """Starts a node on `host` for a run of `stages` stages, and joins the DHT through the peers at `bootstrap`."""
         validator = SignedRecords(run, stages)
+        bounds = BoundedP2P(host.p2p, validator, stages)
         node = await DHTNode.create(
-            p2p=host.p2p,
+            p2p=bounds,
+            node_id=node_id_of(host.p2p.peer_id),
             # Nothing is cached: a cached stage hides newcomers. No search reuses another one: it would wait for it.
             cache_locally=False,
             cache_nearest=0,
@@ -69,9 +74,10 @@ class Directory:
             num_workers=8,
             record_validator=validator,
         )
-        node.protocol.storage = BoundedStorage(run)
+        node.protocol.storage = storage = BoundedStorage(run)
+        bounds.stored_bytes = storage.bytes_under
         node.protocol.cache = BoundedStorage(run, maxsize=1)
-        directory = cls(host, run, node, validator)
+        directory = cls(host, run, node, validator, bounds)
         await directory.bootstrap(bootstrap)
         return directory
 
