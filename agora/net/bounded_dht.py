@@ -72,8 +72,8 @@ def node_id_of(peer: Any) -> Any:
 class BoundedP2P:
     """What hivemind's DHTNode takes for its P2P: passes its handlers and calls on to p2pd, within bounds.
 
-    refused: how many requests and replies were refused, by reason, is counted in `validator.refused`. is_member: whether
-    a peer may enter the routing table by calling. report_violation: takes what no honest peer sends.
+    What was refused is counted in `validator.refused`, by reason. is_member: whether a peer may enter the routing table
+    by calling. report_violation: takes what no honest peer sends.
     """
 
     def __init__(self, p2p: Any, validator: SignedRecords, stages: int) -> None:

@@ -30,6 +30,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
 from agora.net.address_book import addresses_by_peer
+from agora.net.fair_share import address_prefix
 from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
 from agora.net.link import LinkSpec
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
@@ -224,6 +225,7 @@ class Host:
         """Called when a stream's preamble is there: hands the stream to `on_stream`, unless reading it failed."""
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
+            stream.prefix = address_prefix(str(_parse_multiaddr(info.addr)))
             on_stream(self._shape(stream), PeerId(str(PeerID(info.peer))), _path(info.addr))
 
     def _shape(self, stream: FrameStream) -> FrameStream:

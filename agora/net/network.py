@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -26,7 +27,9 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
 from agora.net.address_book import AddressBook
+from agora.net.answer_share import AnswerShare
 from agora.net.connection import Connection
+from agora.net.fair_share import Holder, largest_holder
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
@@ -64,6 +67,7 @@ class Network:
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
         self.budget = PayloadBudget(self.limits.max_held_bytes)
+        self.answers = AnswerShare(self.limits.max_answer_bytes)
         self.hello = hello
         self.handle = handler
         self.report_violation = report_violation
@@ -262,7 +266,7 @@ class Network:
         """
         try:
             self._refuse_shut_out(peer)
-            if self._is_closing or not self._make_room():
+            if self._is_closing or not self._make_room(Holder(stream.prefix, peer)):
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
             stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
@@ -273,16 +277,30 @@ class Network:
                 older.break_off("the peer opened a new stream")
         self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
-    def _make_room(self) -> bool:
-        """Returns whether one more connection fits, after breaking off one that an observer has opened if need be."""
+    def _make_room(self, newcomer: Holder) -> bool:
+        """Returns whether one more connection fits, after breaking off one of `_choose_to_break` if need be.
+
+        Peers that have not said which run they train have `max_silent` connections together, whoever they are.
+        """
         connections = self._all_connections()
-        if len(connections) < self.limits.max_connections:
+        silent = [known for known in connections if known.is_observer and not known.opened]
+        if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
             return True
-        for connection in connections:
-            if connection.is_observer and not connection.opened:
-                connection.break_off("others need the room")
-                return True
-        return False
+        if silent:
+            self._choose_to_break(silent, newcomer).break_off("others need the room")
+            return True
+        others = [known for known in connections if known.stream.prefix != newcomer.prefix]
+        largest = largest_holder(Counter(known.holder for known in connections), newcomer)
+        chosen = [known for known in others if known.holder == largest]
+        for known in chosen[:1]:
+            known.break_off("others need the room")
+        return bool(chosen)
+
+    @staticmethod
+    def _choose_to_break(silent: Sequence[Connection], newcomer: Holder) -> Connection:
+        """Returns which of these connections makes room: the oldest one of whoever has the most, see largest_holder."""
+        largest = largest_holder(Counter(known.holder for known in silent), newcomer)
+        return next((known for known in silent if known.holder == largest), silent[0])
 
     async def _greet(self, connection: Connection) -> None:
         """Shakes hands on a stream that a peer has opened. Ignores a failure, which has ended the connection."""

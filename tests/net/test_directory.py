@@ -24,7 +24,7 @@ from agora.net.directory import Directory
 from agora.net.key_holders import HOLDERS
 from agora.net.stored_records import BoundedStorage, SignedRecords
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
-from tests.net.helpers import kill_p2pd, make_host, run, until
+from tests.net.helpers import kill_p2pd, make_host, run
 
 
 def names(records: list[Record]) -> set[Any]:
