@@ -90,19 +90,21 @@ class TokenBuckets:
         return bucket.take(now, price)
 
 
-def may_enter(held: Mapping[Holder, int], holder: Holder, places: int, size: int = 1) -> bool:
+def may_enter(
+    held: Mapping[Holder, int], holder: Holder, places: int, size: int = 1, free: float = FREE_FRACTION
+) -> bool:
     """Returns whether `holder` may take `size` more of `places`, of which `held` says who has how many.
 
     | places taken then | may take them |
     |---|---|
-    | at most FREE_FRACTION of them | anybody |
+    | at most the fraction `free` of them | anybody |
     | more | a holder that stays within its fair part, see fair_part, or that has none yet |
     | more than all | nobody |
     """
     taken, own = sum(held.values()) + size, held.get(holder, 0)
     if taken > places:
         return False
-    return taken <= FREE_FRACTION * places or not own or own + size <= fair_part(held, holder, places)
+    return taken <= free * places or not own or own + size <= fair_part(held, holder, places)
 
 
 def fair_part(held: Mapping[Holder, int], holder: Holder, places: int) -> float:

@@ -7,7 +7,7 @@ the work computes. The ledger lives as long as the peer, not as its span: after 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -18,9 +18,12 @@ from agora_protocol.messages import Advance, Process
 from agora.calls import OnProgress
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
+from agora.net.fair_share import Holder, may_enter
 from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
+FREE_SEATS = 0.875
+"""The fraction of the seats that any caller may take; of the others each caller has a fair part."""
 MAX_CACHE_BYTES = 256 << 20
 """Bytes of all kept answers together, at most."""
 MAX_CACHE_AGE_S = 900.0
@@ -105,9 +108,11 @@ class Work:
 
     task: asyncio.Task[HopAnswer]
 
-    def __init__(self, key: WorkKey, last: int) -> None:
+    def __init__(self, key: WorkKey, last: int, holder: Holder | None = None) -> None:
+        """holder: the peer that asked for it first; None for this peer itself."""
         self.key = key
         self.last = last
+        self.holder = holder
         self.committed = self.cancelled = False
         self.callers: list[OnProgress] = []
         self.newest: dict[int, Advance] = {}
@@ -178,10 +183,12 @@ class WorkLedger:
         deadline: float,
         on_progress: OnProgress,
         start: Callable[[Work], Awaitable[HopAnswer]],
+        holder: Holder | None = None,
     ) -> HopAnswer:
         """Joins the work `key`, or starts it with `start` on a free seat, and returns its answer.
 
-        last: the last stage that it runs here. Joined work that fails before our `deadline` is started again for us.
+        last: the last stage that it runs here. holder: who asks, None for this peer's own origin. Joined work that
+        fails before our `deadline` is started again for us.
         Raises what the work raises, and Busy when it cannot be started by `deadline`.
         """
         while True:
@@ -192,7 +199,7 @@ class WorkLedger:
                     raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
-                return await self._wait(self._start(key, last, start), on_progress)
+                return await self._wait(self._start(key, last, start, holder), on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
             for news in work.newest.values():
                 on_progress(news)
@@ -222,19 +229,24 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]]) -> Work:
+    def _start(
+        self, key: WorkKey, last: int, start: Callable[[Work], Awaitable[HopAnswer]], holder: Holder | None
+    ) -> Work:
         """Takes a seat and starts `start(work)` in a new task; returns the Work, without waiting.
 
         last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
-        seats are taken or this ledger accepts no more.
+        seats are taken, when others need those that are left (fair_share.may_enter), or this ledger accepts no more.
         """
         if self._refusal:
             raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
-        if self.taken >= self._seats:
+        held = Counter(work.holder for work in self._works.values() if work.holder is not None)
+        is_beyond_part = holder is not None and not may_enter(held, holder, self._seats, free=FREE_SEATS)
+        if self.taken >= self._seats or is_beyond_part:
             free_in_ms = 1000.0 * (self._seat_s.value or 0.0) / self._seats  # on average, the next one of all seats
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
-            raise Busy(f"all {self._seats} seats are taken", retry_ms)
-        work = self._works[key] = Work(key, last)
+            what = "your part of" if self.taken < self._seats else "all"
+            raise Busy(f"{what} {self._seats} seats are taken", retry_ms)
+        work = self._works[key] = Work(key, last, holder)
 
         async def perform() -> HopAnswer:
             """The task: awaits the work, keeps its answer and the time it took; frees the seat, also after an error."""
