@@ -13,7 +13,6 @@ but not as many networks.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ MAX_HOLDERS: Final = 16_384
 """Holders whose buckets are remembered; the one that asked longest ago is forgotten first."""
 FREE_FRACTION: Final = 0.5
 """The fraction of the places that anybody may take, whoever holds the others."""
-PREFIX_BITS: Final = {4: 24, 6: 48}
-"""By IP version, the leading bits of an address that addresses of one network have in common."""
 
 
 class Holder(NamedTuple):
@@ -34,22 +31,6 @@ class Holder(NamedTuple):
 
     prefix: str
     peer: PeerId
-
-
-def address_prefix(multiaddr: str) -> str:
-    """Returns the network that a multiaddr belongs to, as 203.0.113.0/24 or 2001:db8:1::/48; "" for any other text.
-
-    Of a relayed address this is the relay's network: all that come through one relay share its part.
-    """
-    parts = multiaddr.split("/")
-    for name, value in zip(parts[1::2], parts[2::2], strict=False):
-        if name in ("ip4", "ip6"):
-            try:
-                address = ipaddress.ip_address(value)
-            except ValueError:
-                return ""
-            return str(ipaddress.ip_network((address, PREFIX_BITS[address.version]), strict=False))
-    return ""
 
 
 @dataclass(slots=True)

@@ -23,14 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from agora_protocol.addresses import address_problem
+from agora_protocol.addresses import address_prefix, address_problem
 from agora_protocol.errors import AgoraError, LocalError
 from agora_protocol.frames import FrameLimits
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
 from agora.net.address_book import addresses_by_peer
-from agora.net.fair_share import address_prefix
 from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
 from agora.net.link import LinkSpec
 from agora.net.network_errors import ConnectionBroken, DialsCrossed

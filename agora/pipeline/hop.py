@@ -101,8 +101,9 @@ class Hop:
 
         First waits, until `deadline` on the loop's clock at most, for its stages to reach the microbatch's step. A
         repeat gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may be missing
-        at stage 0. on_progress gets each Advance. holder: who asks, None for this peer's own origin. Raises Busy, NotMyStage or ProtocolError before any work; later
-        Unavailable or an error of the compute, when nothing was counted either. Reports refusals as HopRefused.
+        at stage 0. on_progress gets each Advance. holder: who asks, None for this peer's own origin. Raises Busy,
+        NotMyStage or ProtocolError before any work; later Unavailable or an error of the compute, when nothing was
+        counted either. Reports refusals as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)

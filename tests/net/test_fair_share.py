@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from agora_protocol.addresses import address_prefix
 from agora_protocol.ids import PeerId
 
 from agora.net import fair_share
-from agora.net.fair_share import Holder, Places, TokenBuckets, address_prefix, largest_holder
+from agora.net.fair_share import Holder, Places, TokenBuckets, largest_holder
 
 
 def holder(peer: str, prefix: str = "203.0.113.0/24") -> Holder:
