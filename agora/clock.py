@@ -20,3 +20,11 @@ def loop_time() -> float:
 def boot_time() -> float:
     """Returns seconds since this machine was started, its sleep included; nobody can set this clock."""
     return time.clock_gettime(_BOOT_CLOCK)
+
+
+def slept_s() -> float:
+    """Returns the seconds that this machine has been suspended since it was started; 0.0 where nobody can tell.
+
+    The loop's clock does not count them, but other machines went on meanwhile.
+    """
+    return boot_time() - time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -16,6 +16,7 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.averaging import replica_progress
+from agora.averaging.plausible_steps import FORGIVE_S
 from agora.averaging.replica_progress import GossipEntry, KnownReplicas, ReplicaCounts
 from agora.calls import BROKEN, Caller
 from agora.clock import loop_time
@@ -30,11 +31,15 @@ CALL_S: Final = 3.0
 
 @dataclass(slots=True)
 class _StageGossip:
-    """What is known of one stage's other replicas; the counts that this peer last sent them, and the loop time then."""
+    """What is known of one stage's replicas; the counts that this peer has last sent them, and when.
+
+    implausible: when a replica last reported a step that is not believed.
+    """
 
     known: KnownReplicas = field(default_factory=dict)
     sent: ReplicaCounts | None = None
     sent_at: float = -1e9
+    implausible: dict[PeerId, float] = field(default_factory=dict)
 
 
 class GossipListing(Protocol):
@@ -45,6 +50,14 @@ class GossipListing(Protocol):
 
     def listed(self, stage: int) -> Collection[PeerId]: ...
     def is_connected(self) -> bool: ...
+
+
+class PlausibleSteps(Protocol):
+    """Says whether another replica of a stage can be at a step (averaging.step_bounds.StepBounds does)."""
+
+    def is_plausible(self, stage: int, step: int) -> bool: ...
+    def report(self, stage: int, peer: PeerId, step: int) -> None:
+        """Reports a replica that says to be at a step where nobody can be."""
 
 
 class StepGossip:
@@ -63,11 +76,13 @@ class StepGossip:
         counts: Callable[[], Mapping[int, ReplicaCounts]],
         on_change: Callable[[int], None],
         *,
+        bounds: PlausibleSteps | None = None,
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
-        """counts: returns this peer's ReplicaCounts by stage; never blocks.
-        on_change: is called with a stage, on the loop, at every tick and after every received message about the stage.
+        """counts: returns for each stage how far this peer is; never blocks.
+        on_change: is called with a stage, on the loop, at every tick and whenever something was heard. bounds: says
+        which steps of others are believed, None for all.
         """
         self._me = me
         self._span = span
@@ -75,6 +90,7 @@ class StepGossip:
         self._listing = listing
         self._counts = counts
         self._on_change = on_change
+        self._bounds = bounds
         self._interval_s = interval_s
         self._rng = rng or random.Random()
         self._stages = {stage: _StageGossip() for stage in span.stages}
@@ -92,12 +108,18 @@ class StepGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def listed_others(self, stage: int) -> set[PeerId]:
-        """Returns the other replicas of a stage that the view lists."""
-        return set(self._listing.listed(stage)) - {self._me}
+        """Returns the other replicas of a stage that the view lists, without those whose steps are not believed."""
+        since = loop_time() - FORGIVE_S
+        not_believed = {peer for peer, at in self._stages[stage].implausible.items() if at > since}
+        return set(self._listing.listed(stage)) - {self._me} - not_believed
 
     def known(self, stage: int) -> KnownReplicas:
         """Returns the last known progress of each other replica of a stage, by id."""
         return self._stages[stage].known
+
+    def furthest(self, stage: int) -> int:
+        """Returns the most steps that another replica of a stage has reported of itself; 0 without any."""
+        return max((progress.direct.step for progress in self.known(stage).values()), default=0)
 
     def tick(self) -> None:
         """Sends each stage's progress if it has changed or a heartbeat is due, and calls `on_change` for every stage.
@@ -107,6 +129,7 @@ class StepGossip:
         """
         now, counts = loop_time(), self._counts()
         for stage, state in self._stages.items():
+            state.implausible = {peer: at for peer, at in state.implausible.items() if at > now - FORGIVE_S}
             state.known = replica_progress.record_view(state.known, self.listed_others(stage), now)
             targets = replica_progress.suspected_replicas(state.known, self.listed_others(stage), now)
             has_news = state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S
@@ -147,9 +170,32 @@ class StepGossip:
             del self._calls[stage, peer]
 
     def _merge(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
-        """Merges what `sender` reported of itself and, if it is listed, of other listed replicas; calls `on_change`."""
-        state, listed, now = self._stages[stage], self.listed_others(stage), loop_time()
+        """Merges what `sender` reported of itself and, if it is listed, of other listed replicas; calls `on_change`.
+
+        Of steps that are not plausible nothing is believed.
+        """
+        state, now = self._stages[stage], loop_time()
+        if self._bounds is not None:
+            entries = self._plausible(stage, entries, sender, self._bounds)
+        listed = self.listed_others(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
         known = replica_progress.merge_gossip(state.known, accepted, sender, self._me, now)
         state.known = replica_progress.record_view(known, listed, now)
         self._on_change(stage)
+
+    def _plausible(
+        self, stage: int, entries: Collection[GossipEntry], sender: PeerId, bounds: PlausibleSteps
+    ) -> list[GossipEntry]:
+        """Returns the entries whose steps are plausible; none if the sender's own are not, which is reported.
+
+        For FORGIVE_S such a sender counts as no replica of the stage, and what was known of it is forgotten.
+        """
+        state = self._stages[stage]
+        step = max((max(entry[1], entry[2]) for entry in entries if entry[0] == sender), default=0)
+        if bounds.is_plausible(stage, step):
+            state.implausible.pop(sender, None)
+            return [entry for entry in entries if bounds.is_plausible(stage, max(entry[1], entry[2]))]
+        state.implausible[sender] = loop_time()
+        state.known = {peer: progress for peer, progress in state.known.items() if peer != sender}
+        bounds.report(stage, sender, step)
+        return []

@@ -32,6 +32,7 @@ from agora.averaging.replica_progress import ReplicaCounts
 from agora.averaging.replicated_stages import ReplicaListing, ReplicatedStages, StateFetcher
 from agora.averaging.rounds import Round, RoundResult
 from agora.averaging.slice_rounds import SliceRounds
+from agora.averaging.step_bounds import StepBounds
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
@@ -97,8 +98,11 @@ class ReplicaGroup:
         self.reducer = PartReducer(RoundConfig.of(signed, me), caller, self)
         self._exact = ExactSteps(me, config.synchronous, stages, self.reducer, self, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
-        self.gossip = StepGossip(
-            me, stages.span, caller, listing, self._counts, self._decide_and_start, interval_s=interval_s
+        step_s, tokens = lambda stage: self._stage_states[stage].meter.step_s.value, config.target_tokens
+        self.bounds = StepBounds(stages, step_s, lambda stage: self.gossip.furthest(stage), tokens, report_offence)
+        told = self._counts, self._decide_and_start
+        self.gossip: StepGossip = StepGossip(
+            me, stages.span, caller, listing, *told, bounds=self.bounds, interval_s=interval_s
         )
         self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
@@ -358,7 +362,8 @@ class ReplicaGroup:
         """
         while self._config.synchronous:
             await asyncio.sleep(LEADING_STEP_INTERVAL_S)
-            self._leading_step = replica_progress.leading_step(self._listing.steps_of_run())
+            of_run = self.bounds.plausible_of_run(self._listing.steps_of_run())
+            self._leading_step = replica_progress.leading_step(of_run)
             for stage, state in self._stage_states.items():
                 step = self._stages.step_of(stage)
                 if step >= self._leading_step:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agora.terminal_text import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -69,8 +71,13 @@ def new_app(summary: str) -> typer.Typer:
 
 
 def print_line(text: str) -> None:
-    """Prints a line for people on standard error, at once."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line for people on standard error; what a terminal would obey is shown as "?"."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Prints text for people on standard output; what a terminal would obey is shown as "?"."""
+    print(printable(text), end=end, flush=True)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -135,9 +142,9 @@ class ProgressDisplay:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console(stderr=True))
-        self._bar.add_task(self._what, total=self._total)
+        self._bar.add_task(printable(self._what), total=self._total)
         self._bar.start()
         return self
 
@@ -157,7 +164,7 @@ class ProgressDisplay:
         """Shows `text`, and on a terminal that `done` of the total is done; elsewhere a line at most every 2 s."""
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, description=text)
+            self._bar.update(self._bar.task_ids[0], completed=done, description=printable(text))
         elif now - self._last_line >= LINE_SECONDS and text != self._last_text:
             print_line(f"{text}  {now - self._began:.0f} s")
             self._last_line, self._last_text = now, text
@@ -165,6 +172,6 @@ class ProgressDisplay:
     def note(self, text: str) -> None:
         """Prints a line about something that happened, above the bar if there is one."""
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(printable(text), highlight=False, markup=False)
         else:
             print_line(text)

@@ -14,6 +14,7 @@ from agora.cli import console
 from agora.node import paths
 from agora.node.machine_checks import Check, State, judge, worst
 from agora.node.readings import take_readings
+from agora.terminal_text import printable
 
 EXIT_CODES: Mapping[State, int] = {"pass": console.DONE, "warn": console.DEGRADED, "fail": console.FAILED}
 SIGNS: Mapping[State, str] = {"pass": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -41,13 +42,9 @@ def lines_of(checks: list[Check], *, in_colour: bool = False) -> list[str]:
     for check in checks:
         sign = f"\x1b[{COLOURS[check.state]}m{SIGNS[check.state]}\x1b[0m" if in_colour else SIGNS[check.state]
         limit = f"  (limit: {check.limit})" if check.limit else ""
-        lines.append(f"{sign}  {check.name.ljust(width)}  {_printable(check.value)}{limit}")
+        value = printable(check.value, keep="")  # others wrote parts of some
+        lines.append(f"{sign}  {check.name.ljust(width)}  {value}{limit}")
         if check.remedy:
             lines.append(f"      {' ' * width}  do: {check.remedy}")
     counts = {state: sum(check.state == state for check in checks) for state in SIGNS}
     return [*lines, f"{counts['pass']} passed, {counts['warn']} warn, {counts['fail']} failed"]
-
-
-def _printable(text: str) -> str:
-    """Returns the text with "?" for characters that are not printable: parts of it come from other machines."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -281,11 +281,11 @@ def _print_result(result: Mapping[str, Any]) -> None:
     """Prints the result, the fields of --json, for people in four lines."""
     out, shards = result["out"], sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
-    print(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")
-    print(
+    console.print_text(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")
+    console.print_text(
         f"weights   {result['parameters']:,} parameters, {result['dtype']}, {result['bytes'] / 1e6:,.1f} MB in "
         f"{len(result['files'])} files, {shards} of them with weights; "
         f"{'their moving average' if result['average'] else 'of the last step'}"
     )
-    print(f"stages    {stages}, from {SOURCES[result['from']]}")
-    print(f"load      {LOADERS[result['kind']].format(repr(out))}")
+    console.print_text(f"stages    {stages}, from {SOURCES[result['from']]}")
+    console.print_text(f"load      {LOADERS[result['kind']].format(repr(out))}")

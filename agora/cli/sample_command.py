@@ -104,9 +104,8 @@ def decoded_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], t
 
 
 def _show(text: str) -> None:
-    """Prints text without a newline after it, and "?" for characters that are not printable."""
-    safe = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
-    print(safe, end="", flush=True)
+    """Prints text without a line's end; what a terminal would take for a command is shown as "?"."""
+    console.print_text(text, end="")
 
 
 def _ignore(_: str) -> None:

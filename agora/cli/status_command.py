@@ -17,6 +17,7 @@ from agora_protocol.ids import RunId
 
 from agora.cli import console
 from agora.node import control_client, paths, runs
+from agora.terminal_text import printable
 
 WATCH_SECONDS = 2.0
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
@@ -46,7 +47,7 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
             if as_json:
                 console.print_json(status)
             else:
-                print("\n".join(lines_of(status)), flush=True)
+                console.print_text("\n".join(lines_of(status)))
             if not watch:
                 return code
             time.sleep(WATCH_SECONDS)
@@ -104,7 +105,7 @@ def lines_of(status: Status) -> list[str]:
     health = status["health"]
     do = f"  do: {health['do']}" if health["do"] else ""
     lines.append(f"health  {health['state']}  why: {health['why']}{do}")
-    return ["".join(sign if sign.isprintable() else "?" for sign in line) for line in lines]  # peers wrote parts of it
+    return [printable(line, keep="") for line in lines]  # peers wrote parts of it
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:

@@ -31,9 +31,11 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import OnProgress, Reply
 from agora.clock import boot_time, loop_time
 from agora.moving_average import MovingAverage
+from agora.net.fair_share import Holder
 from agora.net.incoming import CallServices, IncomingCalls
 from agora.net.liveness import LivenessCheck, Verdict
 from agora.net.network_errors import ConnectionBroken
+from agora.net.progress_watch import TransferWatch
 from agora.net.streams import Frame, FrameStream, Intake
 
 OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest)  # the only requests that an observer may make
@@ -87,6 +89,7 @@ class Connection:
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
         self.boot_unix: float | None = None  # unix time when this machine's boot_time was 0, as the peer's clock has it
         self._liveness = LivenessCheck(self._limits.silence_s, self._limits.answer_s, loop_time())
+        self._incoming_watch, self._outgoing_watch = TransferWatch(), TransferWatch()
         self._next_call = 1 if opened else 2
         self._open: dict[int, _OpenCall] = {}
         self._slots = asyncio.Semaphore(min(self._limits.max_calls, MAX_CALLS_PER_CONNECTION))
@@ -115,6 +118,11 @@ class Connection:
         """Whether new calls may go here: the peer said HELLO and is not leaving, nothing broke, numbers are left."""
         has_numbers = self._next_call <= LAST_CALL - 2
         return self._run is not None and self.broken is None and not self._peer_leaves and has_numbers
+
+    @property
+    def holder(self) -> Holder:
+        """The peer, and the network that its address is of."""
+        return Holder(self.stream.prefix, self.peer)
 
     @property
     def is_observer(self) -> bool:
@@ -205,9 +213,13 @@ class Connection:
     def tick(self, now: float) -> None:
         """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent.
 
-        Also pings while a long payload is being received, so that its sender hears a sign of life.
+        Also pings while a long payload is being received, so that its sender hears a sign of life; and breaks off when
+        a payload, or what the peer should read, does not progress.
         """
         if self._run is None or self.broken is not None:
+            return
+        if why := self._find_stall(now):
+            self.break_off(why)
             return
         stream, spawn = self.stream, self._owner.spawn
         if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.silence_s / 2:
@@ -223,6 +235,20 @@ class Connection:
             spawn(self.ping())
         elif verdict is Verdict.GONE:
             self.break_off(f"the peer has been silent for {now - self._liveness.alive_at:.0f} s")
+
+    def _find_stall(self, now: float) -> str:
+        """Returns why this connection is given up: what comes, or what the peer should read, does not move; "" if not.
+
+        What it holds is then free for others.
+        """
+        stream, budget = self.stream, self._owner.budget
+        is_reading = stream.is_mid_payload and not stream.is_waiting
+        if self._incoming_watch.is_stalled(now, stream.bytes_in, under_way=is_reading, pressed=budget.is_pressed):
+            return "a payload that it began did not go on"
+        flushed = stream.bytes_out - stream.unsent
+        if self._outgoing_watch.is_stalled(now, flushed, under_way=stream.backlog > 0, pressed=False):
+            return "the peer reads nothing of what it has asked for"
+        return ""
 
     # --- what arrives
 

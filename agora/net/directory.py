@@ -22,6 +22,7 @@ from agora_protocol.records import Record, record_key, seal_record
 from agora_protocol.shards import Shard
 
 from agora.clock import loop_time
+from agora.net.bounded_dht import BoundedP2P, node_id_of
 from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS, KeyHolders
@@ -42,8 +43,16 @@ class Directory:
     """This peer's node of the run's DHT: publishes signed records, reads other peers', and stores its part of them."""
 
     def __init__(
-        self, host: Host, run: RunId, node: Any, validator: SignedRecords, unix: Callable[[], float] = time.time
+        self,
+        host: Host,
+        run: RunId,
+        node: Any,
+        validator: SignedRecords,
+        bounds: BoundedP2P,
+        unix: Callable[[], float] = time.time,
     ) -> None:
+        """bounds: what stands between the node and p2pd; its functions may be set after this."""
+        self.bounds = bounds
         self.refused = validator.refused  # how many records this node refused, by the code of their error
         self._run = run
         self._host = host
@@ -72,8 +81,10 @@ class Directory:
             set_dht_time(unix)
         unix = unix or time.time
         validator = SignedRecords(run, stages, unix)
+        bounds = BoundedP2P(host.p2p, validator, stages)
         node = await DHTNode.create(
-            p2p=host.p2p,
+            p2p=bounds,
+            node_id=node_id_of(host.p2p.peer_id),
             # Nothing is cached: a cached stage hides newcomers. No search reuses another one: it would wait for it.
             cache_locally=False,
             cache_nearest=0,
@@ -86,9 +97,10 @@ class Directory:
             num_workers=8,
             record_validator=validator,
         )
-        node.protocol.storage = BoundedStorage(run)
+        node.protocol.storage = storage = BoundedStorage(run)
+        bounds.stored_bytes = storage.bytes_under
         node.protocol.cache = BoundedStorage(run, maxsize=1)
-        directory = cls(host, run, node, validator, unix)
+        directory = cls(host, run, node, validator, bounds, unix)
         await directory.bootstrap(bootstrap)
         return directory
 
@@ -198,7 +210,13 @@ class Directory:
                     records.append(self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix))
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
-        return sorted(records, key=lambda record: peer_hash(self._run, record.peer))[:MAX_KEY_RECORDS]
+
+        # Members first: whoever invents many peers could choose theirs to have the least hashes.
+        def rank(record: Record) -> tuple[bool, int]:
+            """Returns what the records are sorted by: members first, then by the peers' hashes."""
+            return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
+
+        return sorted(records, key=rank)[:MAX_KEY_RECORDS]
 
     async def close(self) -> None:
         """Stops this node and cancels its open questions to others; the host goes on."""

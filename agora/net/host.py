@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from agora_protocol.addresses import address_problem
+from agora_protocol.addresses import address_prefix, address_problem
 from agora_protocol.errors import AgoraError, LocalError
 from agora_protocol.frames import FrameLimits
 from agora_protocol.identity import Identity
@@ -229,6 +229,7 @@ class Host:
         """Called when a stream's preamble is there: hands the stream to `on_stream`, unless reading it failed."""
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
+            stream.prefix = address_prefix(str(_parse_multiaddr(info.addr)))
             on_stream(self._shape(stream), PeerId(str(PeerID(info.peer))), _path(info.addr))
 
     def _shape(self, stream: FrameStream) -> FrameStream:

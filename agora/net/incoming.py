@@ -24,6 +24,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
+from agora.net.answer_share import AnswerShare
+from agora.net.fair_share import Holder
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import Buffers
 from agora.net.streams import Frame, FrameStream, Intake
@@ -39,7 +41,9 @@ class NetLimits:
     max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES  # of one frame, as the run's manifest implies
     max_held_bytes: int = 2 * limits.MAX_PAYLOAD_BYTES  # of all payloads that have come, or begun to, and are in use
     max_calls: int = limits.MAX_CALLS_PER_CONNECTION  # open at once on one connection, each way
+    max_answer_bytes: int = 67_108_864  # of answers that are made or being made, and not read yet; see answer_share
     max_connections: int = 512
+    max_silent: int = 64  # of them, of peers that have not said which run they train
     patience_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
     dial_s: float = 10.0
     hello_s: float = limits.HANDSHAKE_TIMEOUT_S
@@ -60,6 +64,7 @@ class IncomingCall:
     tensors: list[WireTensor]
     deadline: float
     progress: OnProgress = lambda _: None
+    prefix: str = ""  # the network that the caller's address is of
     caller_gone: bool = False
 
 
@@ -80,6 +85,11 @@ class PayloadBudget:
     def fits(self, size: int) -> bool:
         """Whether `size` more bytes stay within the limit."""
         return self.used + size <= self.limit
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether more than half of the bytes are reserved, or somebody waits for some."""
+        return bool(self.waiting) or 2 * self.used > self.limit
 
     def reserve(self, size: int) -> None:
         """Reserves bytes, also beyond the limit."""
@@ -181,6 +191,7 @@ class CallServices(Protocol):
 
     limits: NetLimits
     budget: PayloadBudget
+    answers: AnswerShare
     handle: Handler
     report_failure: Callable[[PeerId, Exception], None]
     count_sent: Callable[[Message, Sequence[WireTensor]], None]
@@ -204,6 +215,7 @@ class IncomingCalls:
         self._on_answered = on_answered
         self._open: dict[int, tuple[IncomingCall, asyncio.Task[None]]] = {}
         self._waiting_call = 0  # whose payload waits for memory
+        self._reserved: dict[int, int] = {}  # bytes of answers that are not written yet, by call
 
     def __len__(self) -> int:
         """How many of the peer's requests are not answered yet."""
@@ -227,9 +239,24 @@ class IncomingCalls:
             raise ProtocolError("too-many-calls", f"More than {most_calls} calls on one connection.")
         if len(self._open) >= self._network.limits.max_calls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are in hand")
+        try:
+            reserved = self._network.answers.reserve(self._holder, request, loop_time())
+        except Busy as error:
+            return self.refuse(number, error)
+        if reserved:
+            self._reserved[number] = reserved
         self._waiting_call = number
         intake = self.share.reserve_for_request(prefix.payload_bytes)
         return self._refuse_busy(number, NO_MEMORY) if intake is Intake.DROP else intake
+
+    @property
+    def _holder(self) -> Holder:
+        """Who asks on this connection."""
+        return Holder(self._stream.prefix, self._peer)
+
+    def _release_answer(self, number: int) -> None:
+        """Gives back what was reserved for the answer to a call, if anything is."""
+        self._network.answers.release(self._holder, self._reserved.pop(number, 0))
 
     def _on_wait_over(self, is_reserved: bool) -> None:
         """Called when a request's wait for memory ends: reads its payload, or drops that and refuses it as Busy."""
@@ -241,6 +268,7 @@ class IncomingCalls:
 
     def refuse(self, number: int, error: AgoraError) -> Intake:
         """Sends the peer a REFUSAL of its request with `error`. Returns DROP: its payload is thrown away."""
+        self._release_answer(number)
         self._stream.enqueue(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
         return Intake.DROP
 
@@ -252,7 +280,7 @@ class IncomingCalls:
             return
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
         deadline, progress = loop_time() + request.deadline_ms / 1000, partial(self._send_progress, frame.call)
-        call = IncomingCall(self._peer, run, request, tensors, deadline, progress)
+        call = IncomingCall(self._peer, run, request, tensors, deadline, progress, self._stream.prefix)
         task = self._network.spawn(self._serve(frame.call, call))
         self._open[frame.call] = call, task
         task.add_done_callback(partial(self._on_served, frame.call, held_bytes))
@@ -269,6 +297,8 @@ class IncomingCalls:
         """Called when the connection is lost: releases memory; work goes on, as its result may be asked for again."""
         for call, _ in self._open.values():
             call.caller_gone = True
+        for number in list(self._reserved):
+            self._release_answer(number)
         self.share.close()
 
     def _send_progress(self, number: int, advance: Advance) -> None:
@@ -278,16 +308,24 @@ class IncomingCalls:
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
         """Has one request handled, then sends the answer unless the caller is gone or room comes after the deadline."""
-        buffers = await self._answer(number, call)
-        with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
-            async with asyncio.timeout_at(call.deadline):  # ends a wait for room, but no send that need not wait
-                if not call.caller_gone:
-                    await self._stream.send(buffers, number)
+        is_sent = False
+        try:
+            buffers = await self._answer(number, call)
+            with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
+                async with asyncio.timeout_at(call.deadline):  # ends a wait for room, but no send that need not wait
+                    if not call.caller_gone:
+                        await self._stream.send(buffers, number, partial(self._release_answer, number))
+                        is_sent = True
+        finally:
+            if not is_sent:
+                self._release_answer(number)
 
     def _on_served(self, number: int, held_bytes: int, task: asyncio.Task[None]) -> None:
         """Called when a request's task ended: forgets the call, releases its payload's bytes, calls `on_answered`."""
         if number in self._open and self._open[number][1] is task:
             del self._open[number]
+        if task.cancelled():  # perhaps before it began
+            self._release_answer(number)
         self.share.release(held_bytes)
         self._on_answered()
 

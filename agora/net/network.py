@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -25,8 +26,10 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.net.address_book import AddressBook
+from agora.net.address_book import MAX_PEERS, AddressBook
+from agora.net.answer_share import AnswerShare
 from agora.net.connection import Connection
+from agora.net.fair_share import Holder, largest_holder
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
@@ -37,6 +40,7 @@ SAME_MOMENT_S: Final = 0.1  # less than so many seconds before this peer's deadl
 DIAL_AGAIN_S: Final = 5.1  # seconds from crossed dials to the next; for 5 s p2pd refuses an address that has failed
 TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by so many milliseconds is not worth a new message
+MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
 MOST_CLOCKS: Final = 16  # peers that are asked for the time at once
 
@@ -55,17 +59,20 @@ class Network:
         shut_out_s: Callable[[PeerId], float] = lambda _peer: 0.0,
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
+        on_met: Callable[[PeerId], None] = lambda _peer: None,
     ) -> None:
         """hello: returns what this peer says first on every stream. handler: answers other peers' requests.
 
         report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
-        count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
+        count_sent: takes each request that was sent or answered, and the tensors that were sent with it. on_met: is
+        called when HELLO was exchanged with a peer of the run.
         `tell_time` may be set: it returns the swarm's time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
         self.budget = PayloadBudget(self.limits.max_held_bytes)
+        self.answers = AnswerShare(self.limits.max_answer_bytes)
         self.hello = hello
         self.handle = handler
         self.report_violation = report_violation
@@ -73,6 +80,8 @@ class Network:
         self.report_failure = report_failure
         self.count_sent = count_sent
         self.tell_time: Callable[[], float] = lambda: 0.0
+        self.on_met = on_met
+        self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
         self._host = host
         self._book = AddressBook()
         self._connections: dict[PeerId, list[Connection]] = {}
@@ -191,6 +200,18 @@ class Network:
         is_lower = self._host.peer < peer
         return min(usable, key=lambda connection: connection.opened is not is_lower, default=None)
 
+    def has_met(self, peer: PeerId) -> bool:
+        """Returns whether HELLO was exchanged with a peer of the run, and that they were connected within MET_S."""
+        met_at = self._met.get(peer)
+        return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
+
+    async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as `_open` does."""
+        self._refuse_shut_out(peer)
+        self.learn(peer, addresses)
+        if self.connection_to(peer) is None:
+            await self._dial(peer)
+
     # --- opening streams
 
     async def _dial(self, peer: PeerId) -> Connection:
@@ -279,7 +300,7 @@ class Network:
         """
         try:
             self._refuse_shut_out(peer)
-            if self._is_closing or not self._make_room():
+            if self._is_closing or not self._make_room(Holder(stream.prefix, peer)):
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
             stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
@@ -290,16 +311,30 @@ class Network:
                 older.break_off("the peer opened a new stream")
         self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
-    def _make_room(self) -> bool:
-        """Returns whether one more connection fits, after breaking off one that an observer has opened if need be."""
+    def _make_room(self, newcomer: Holder) -> bool:
+        """Returns whether one more connection fits, after breaking off one of `_choose_to_break` if need be.
+
+        Peers that have not said which run they train have `max_silent` connections together, whoever they are.
+        """
         connections = self._all_connections()
-        if len(connections) < self.limits.max_connections:
+        silent = [known for known in connections if known.is_observer and not known.opened]
+        if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
             return True
-        for connection in connections:
-            if connection.is_observer and not connection.opened:
-                connection.break_off("others need the room")
-                return True
-        return False
+        if silent:
+            self._choose_to_break(silent, newcomer).break_off("others need the room")
+            return True
+        others = [known for known in connections if known.stream.prefix != newcomer.prefix]
+        largest = largest_holder(Counter(known.holder for known in connections), newcomer)
+        chosen = [known for known in others if known.holder == largest]
+        for known in chosen[:1]:
+            known.break_off("others need the room")
+        return bool(chosen)
+
+    @staticmethod
+    def _choose_to_break(silent: Sequence[Connection], newcomer: Holder) -> Connection:
+        """Returns which of these connections makes room: the oldest one of whoever has the most, see largest_holder."""
+        largest = largest_holder(Counter(known.holder for known in silent), newcomer)
+        return next((known for known in silent if known.holder == largest), silent[0])
 
     async def _greet(self, connection: Connection) -> None:
         """Shakes hands on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
@@ -323,6 +358,9 @@ class Network:
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping."""
         self.learn(connection.peer, addresses)
+        if not connection.is_observer:
+            self._record_met(connection.peer)
+            self.on_met(connection.peer)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
         self.spawn(connection.ping())
@@ -331,9 +369,18 @@ class Network:
         """Called when a connection broke or ended: forgets it, and keeps its bytes in `carried_bytes`."""
         self._past_bytes[0] += connection.stream.bytes_in
         self._past_bytes[1] += connection.stream.bytes_out
+        if connection.peer in self._met:
+            self._record_met(connection.peer)
         self._connections[connection.peer].remove(connection)
         if not self._connections[connection.peer]:
             del self._connections[connection.peer]
+
+    def _record_met(self, peer: PeerId) -> None:
+        """Remembers that HELLO was exchanged with a peer, until now; forgets the longest unmet beyond MAX_PEERS."""
+        self._met[peer] = loop_time()
+        self._met.move_to_end(peer)
+        if len(self._met) > MAX_PEERS:
+            self._met.popitem(last=False)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in a task, which is cancelled when the network closes."""

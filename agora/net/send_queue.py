@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,13 +19,21 @@ MAX_BULK_BYTES: Final = 67_108_864  # when more bytes of bulk frames wait, their
 Buffers = Sequence[bytes | memoryview]
 
 
+def _do_nothing() -> None:
+    """Does nothing."""
+
+
 @dataclass(slots=True, eq=False)
 class QueuedFrame:
-    """One frame that waits to be written. `call`: the number of its call, 0 for none."""
+    """One frame that waits to be written. `call`: the number of its call, 0 for none.
+
+    on_gone: called once, when the kernel has most of it, or when it will never be written.
+    """
 
     buffers: Buffers
     size: int
     call: int
+    on_gone: Callable[[], None] = _do_nothing
 
 
 class SendQueue:
@@ -60,7 +68,7 @@ class SendQueue:
         for queue in (self._small, self._bulk):
             for frame in queue:
                 if frame.call == call:
-                    self._take(queue, frame)
+                    self._take(queue, frame).on_gone()
                     return True
         return False
 
@@ -72,9 +80,12 @@ class SendQueue:
 
     def drop_bulk(self) -> None:
         """Forgets all bulk frames, and ends every wait for room."""
+        dropped = list(self._bulk)
         self._bulk.clear()
         self.bulk_bytes = 0
         self._bulk_shrank.set()
+        for frame in dropped:
+            frame.on_gone()
 
     def _take(self, queue: deque[QueuedFrame], frame: QueuedFrame) -> QueuedFrame:
         """Removes and returns a frame of a queue; a bulk frame's removal wakes those that wait for room."""

@@ -58,6 +58,10 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             return False
         return True
 
+    def is_known(self, record: DHTRecord) -> bool:
+        """Returns whether this very record was accepted before, so that its signature need not be verified again."""
+        return (record.key, record.subkey, record.value, record.expiration_time) in self._verified
+
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
         """Decodes a DHT entry. Raises ProtocolError when its key, size, expiry or signature is not valid."""
         if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
@@ -148,6 +152,19 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                 return False
             del present.value[last]
         return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+    def bytes_under(self, key: Any) -> int:
+        """Returns the bytes of the records under a key."""
+        present = self.data.get(key)
+        return 0 if present is None else sum(len(entry.value) for entry in present.value.data.values())
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Yields nothing: hivemind asks for what it should hand to a node that it meets.
+
+        Each publisher stores its records itself, again every few seconds, so that nobody has to believe or carry
+        another one's; a stranger that meets many nodes would else have this one send all that it has each time.
+        """
+        return iter(())
 
     def _hash(self, peer: str) -> int:
         """Returns a peer's shard hash."""

@@ -91,6 +91,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self.is_waiting = False  # whether nothing is read because the sink said WAIT
         self._is_deaf = False  # what arrives is thrown away
         self._queue = SendQueue()
+        self._written: QueuedFrame | None = None  # the last one that was handed to the transport
+        self.prefix = ""  # the network that the peer's address is of, see fair_share.address_prefix
         self._is_paused = False
         self._is_closing = False
         self.is_lost = False
@@ -126,6 +128,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.is_lost = self._is_deaf = True
         self.ended.set()
         self._queue.drop_bulk()
+        self._end_written()
         self._frame = None
         if not self.preamble.done():
             self.preamble.set_exception(ConnectionBroken("the stream ended before it began"))
@@ -313,11 +316,17 @@ class FrameStream(asyncio.BufferedProtocol):
         """Bytes that this stream was given and the kernel has not taken yet."""
         return self.unsent + self._queue.small_bytes + self._queue.bulk_bytes
 
-    def enqueue(self, buffers: Buffers, call: int = 0) -> None:
-        """Queues a frame without waiting for room. Aborts the stream when MAX_SMALL_BYTES of small ones wait."""
+    def enqueue(self, buffers: Buffers, call: int = 0, on_gone: Callable[[], None] | None = None) -> None:
+        """Queues a frame without waiting for room. Aborts the stream when MAX_SMALL_BYTES of small ones wait.
+
+        on_gone: see QueuedFrame; small frames may be dropped without it being called.
+        """
         if self.is_lost or self._is_closing:
             return
-        if self._queue.add(QueuedFrame(buffers, sum(map(len, buffers)), call)):
+        frame = QueuedFrame(buffers, sum(map(len, buffers)), call)
+        if on_gone is not None:
+            frame.on_gone = on_gone
+        if self._queue.add(frame):
             self._pump()
         else:
             self.abort()
@@ -327,15 +336,15 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._queue.small_bytes < NEWS_BYTES:
             self.enqueue(buffers, call)
 
-    async def send(self, buffers: Buffers, call: int) -> None:
+    async def send(self, buffers: Buffers, call: int, on_gone: Callable[[], None] | None = None) -> None:
         """Queues a frame, waiting for room first when it is large. Nothing is queued when this raises.
 
-        The buffers must stay as they are until the peer has answered. Raises ConnectionBroken.
+        The buffers must stay as they are until the peer has answered. on_gone: see `enqueue`. Raises ConnectionBroken.
         """
         await self._queue.wait_for_room(sum(map(len, buffers)))
         if self.is_lost or self._is_closing:
             raise ConnectionBroken("the stream is closed")
-        self.enqueue(buffers, call)
+        self.enqueue(buffers, call, on_gone)
 
     def withdraw(self, call: int) -> bool:
         """Takes back a frame of `call` that has not begun to be written. Returns False when there is none."""
@@ -353,9 +362,17 @@ class FrameStream(asyncio.BufferedProtocol):
     def _pump(self) -> None:
         """Writes queued frames, small ones first, until the queue is empty or the transport has paused writing."""
         while not self.is_lost and not self._is_paused:
+            self._end_written()
             frame = self._queue.pop()
             if frame is None:
                 return
+            self._written = frame
             self.bytes_out += frame.size
             self.last_sent = self._loop.time()
             self._transport.writelines(frame.buffers)
+
+    def _end_written(self) -> None:
+        """Called when the transport has room again, or is gone: ends the account of the frame that it had last."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.on_gone()

@@ -17,6 +17,7 @@ from agora.averaging.group import ReplicaGroup
 from agora.averaging.replica_progress import live_replicas
 from agora.calls import Reply
 from agora.clock import loop_time
+from agora.net.fair_share import Holder
 from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
 from agora.node.local_peer import LocalPeer
@@ -186,7 +187,8 @@ class LoadedSpan:
         """Answers a request of WORK_REQUESTS: Process by the hop, the others (averaging) by the replicas."""
         match call.message:
             case Process() as request:
-                return await self.hop.process(request, call.tensors, call.deadline, call.progress)
+                holder = Holder(call.prefix, call.peer)
+                return await self.hop.process(request, call.tensors, call.deadline, call.progress, holder)
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
             case GossipEpochs() as request:

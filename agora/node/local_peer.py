@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -42,6 +42,7 @@ from agora.swarm.lost_peers import LostPeers
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.offences import OffenceLog
 from agora.swarm.redialling import Redialling
+from agora.swarm.view import PeerView
 from agora.train.memory import available_bytes
 from agora.train.weight_versions import LIMIT_PER_SEAT
 
@@ -51,6 +52,8 @@ REMEMBER_S = 15.0
 REDIAL_S = 5.0
 """Seconds from one look at which peers are out of sight to the next."""
 DIAL_SECONDS = 4.0
+MEET_S = 2.0
+"""Seconds that reading the directory waits for strangers to be met."""
 
 
 class LocalPeer:
@@ -91,7 +94,12 @@ class LocalPeer:
             is_lost=self._lost_peers.is_lost,
             on_change=lambda: self.router.view_changed(),
             unix=startup.clock.unix,
+            is_met=self.network.has_met,
+            meet=self._meet,
         )
+        self.network.on_met = lambda _peer: self.membership.count_members()
+        directory.bounds.is_member = self.network.has_met
+        directory.bounds.report_violation = self.offences.report_violation
         self.router = Router(
             self.network,
             lambda: self.membership.view,
@@ -180,6 +188,14 @@ class LocalPeer:
         """Returns the bytes sent and received since the start, and the tensors' shares of those sent."""
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
+
+    async def _meet(self, strangers: Sequence[PeerView]) -> None:
+        """Exchanges HELLO with strangers whose claims were read; returns after MEET_S, while slower dials go on."""
+        dials = [asyncio.create_task(self.network.meet(seen.peer, seen.addresses)) for seen in strangers]
+        _, late = await asyncio.wait(dials, timeout=MEET_S)
+        for dial in late:
+            dial.cancel()  # the dial itself goes on
+        await asyncio.gather(*dials, return_exceptions=True)
 
     async def _measure_uplink(self) -> None:
         """Every 0.25 s, looks at what was sent and what still waits."""

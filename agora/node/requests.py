@@ -16,6 +16,7 @@ While no span is held, what only the span can answer is refused Busy.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,11 +41,14 @@ from agora_protocol.messages import (
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
+from agora.clock import loop_time
 from agora.net.incoming import Handler, IncomingCall
 from agora.pipeline.ledger import WorkLedger
 from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
+STATUS_S: Final = 0.25
+"""Seconds for which a status is given again: making one costs more than sending it."""
 
 WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
 """Requests that the span answers to members of the run."""
@@ -94,6 +98,7 @@ class RequestHandler:
         self._status = status
         self._report_offence = report_offence
         self._ledger = ledger
+        self._status_bytes, self._status_at = b"", -math.inf
         self._answerers: dict[type[Message], Callable[[IncomingCall], Awaitable[Reply]]] = {}
 
     @contextmanager
@@ -114,7 +119,7 @@ class RequestHandler:
         self._check_caller(call)
         match call.message:
             case messages.GetStatus():
-                return Reply(messages.StatusAnswer(fitting(self._status())))
+                return Reply(messages.StatusAnswer(self._recent_status()))
             case messages.GetManifest():
                 return Reply(messages.ManifestAnswer(self._manifest_bytes))
             case messages.Ping():
@@ -142,6 +147,12 @@ class RequestHandler:
             if not isinstance(request, Process | Contribute):
                 self._report_offence(call.peer, Offence.BAD_REQUEST, f"{error.code}: {error}")
             raise
+
+    def _recent_status(self) -> bytes:
+        """Returns the status as JSON, made anew when the last one is older than STATUS_S."""
+        if loop_time() - self._status_at >= STATUS_S:
+            self._status_bytes, self._status_at = fitting(self._status()), loop_time()
+        return self._status_bytes
 
     def _check_caller(self, call: IncomingCall) -> None:
         """Raises an error when the caller may not make its request.

@@ -71,8 +71,9 @@ class Fault:
 def parse(text: str) -> tuple[Fault, ...]:
     """Returns the faults of "point:action[=seconds][:nth[+]][,...]", the text of AGORA_FAULTS.
 
-    seconds: for "sleep" and "shift", and only for these. nth: the arrival at which it acts, counted from 1, by default the first;
-    with "+" at all later ones, too. Raises InputError for an unknown point or action and for a malformed number.
+    seconds: for "sleep" and "shift", and only for these. nth: the arrival at which it acts, counted from 1, by default
+    the first; with "+" at all later ones, too. Raises InputError for an unknown point or action and for a malformed
+    number.
     """
     return tuple(_parse_fault(entry) for part in text.split(",") if (entry := part.strip()))
 

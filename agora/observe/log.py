@@ -12,6 +12,7 @@ from typing import TextIO
 
 from agora.observe import journal
 from agora.observe.events import Event
+from agora.terminal_text import printable
 
 LEVELS = ("debug", "info", "warning", "error")
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m"}
@@ -50,7 +51,7 @@ class EventLog:
             line = journal.encode(event, at_unix).decode().rstrip("\n")
             print(f"<{_PRIORITY[event.level]}>{line}", file=self._stream, flush=True)
             return
-        sentence = event.describe()
+        sentence = printable(event.describe(), keep="")  # peers wrote parts of some
         written_unix, repeats = self._last.get(sentence, (0.0, 0))
         if event.level != "info" and at_unix - written_unix < REPEAT_SECONDS:
             self._last[sentence] = (written_unix, repeats + 1)

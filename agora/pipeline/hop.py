@@ -20,6 +20,7 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import OnProgress
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
+from agora.net.fair_share import Holder
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
@@ -39,13 +40,14 @@ T = TypeVar("T")
 class Job:
     """A Process request with its checked tensors, and its deadline on the loop's clock. Immutable.
 
-    boundary: what enters the stage; None at stage 0.
+    boundary: what enters the stage; None at stage 0. holder: the peer that asks; None for this peer's own origin.
     """
 
     message: Process
     boundary: WireTensor | None
     tokens: WireTensor
     deadline: float
+    holder: Holder | None = None
 
     @property
     def is_training(self) -> bool:
@@ -88,15 +90,20 @@ class Hop:
         self._paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
 
     async def process(
-        self, message: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
+        self,
+        message: Process,
+        tensors: Sequence[WireTensor],
+        deadline: float,
+        on_progress: OnProgress,
+        holder: Holder | None = None,
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
         First waits, at most until loop time `deadline`, for its stages to reach the microbatch's step. A repeated
         request gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may be
-        missing at stage 0. on_progress is called with each Advance. Raises Busy, NotMyStage or ProtocolError before any
-        work; later Unavailable or an error of the compute, and then the gradient is not counted here. Reports refusals
-        as HopRefused.
+        missing at stage 0. on_progress is called with each Advance. holder: who asks; None for this peer's own origin.
+        Raises Busy, NotMyStage or ProtocolError before any work; later Unavailable or an error of the compute, and then
+        the gradient is not counted here. Reports refusals as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -106,7 +113,7 @@ class Hop:
                         f"this peer holds stages {self._span}, not {message.stage}; ask the directory again"
                     )
                 boundary, tokens = self._router.shapes.boundary_and_tokens(message, tensors)
-                answer = await self._join_or_start(Job(message, boundary, tokens, deadline), on_progress)
+                answer = await self._join_or_start(Job(message, boundary, tokens, deadline, holder), on_progress)
         except Refused as refusal:
             self._report(events.HopRefused(message.microbatch.hex(), message.stage, refusal.code))
             raise
@@ -127,7 +134,9 @@ class Hop:
         elif isinstance(self._barrier, StepBarrier) and step:
             self._barrier.refuse_early(first, step)
             await self._barrier.wait_for_step(first, step, job.deadline)
-        return await self._ledger.run(key, last, job.deadline, on_progress, lambda work: self._perform(job, work))
+        return await self._ledger.run(
+            key, last, job.deadline, on_progress, lambda work: self._perform(job, work), job.holder
+        )
 
     async def _perform(self, job: Job, work: RunningWork) -> HopAnswer:
         """Computes this span, has the later stages computed, and returns the answer.

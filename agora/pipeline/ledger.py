@@ -7,7 +7,7 @@ the work computes. The ledger lives as long as the peer, longer than its span: a
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -18,9 +18,12 @@ from agora_protocol.messages import Advance, Process
 from agora.calls import OnProgress
 from agora.clock import loop_time
 from agora.moving_average import MovingAverage
+from agora.net.fair_share import Holder, may_enter
 from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
+FREE_SEATS = 0.875
+"""The fraction of the seats that any caller may take; of the others each caller has a fair part."""
 MAX_CACHE_BYTES = 256 << 20
 """Most bytes of all kept answers together."""
 MAX_CACHE_AGE_S = 900.0
@@ -109,9 +112,11 @@ class RunningWork:
 
     task: asyncio.Task[HopAnswer]
 
-    def __init__(self, key: WorkKey, last: int) -> None:
+    def __init__(self, key: WorkKey, last: int, holder: Holder | None = None) -> None:
+        """holder: the peer that asked for it first; None for this peer itself."""
         self.key = key
         self.last = last
+        self.holder = holder
         self.committed = self.cancelled = False
         self.callers: list[OnProgress] = []
         self.newest: dict[int, Advance] = {}
@@ -185,12 +190,13 @@ class WorkLedger:
         deadline: float,
         on_progress: OnProgress,
         start: Callable[[RunningWork], Awaitable[HopAnswer]],
+        holder: Holder | None = None,
     ) -> HopAnswer:
         """Joins the running work `key`, or starts it as `start(work)` on a free seat; returns its answer.
 
-        last: the last stage that the work runs here. If joined work fails before this caller's `deadline` (loop time),
-        it is started again. Raises what the work raises, and Busy when no seat is free or an earlier, cancelled attempt
-        has not ended by `deadline`.
+        last: the last stage that the work runs here. holder: who asks; None for this peer's own origin. If joined work
+        fails before this caller's `deadline` (loop time), it is started again. Raises what the work raises, and Busy
+        when no seat is free or an earlier, cancelled attempt has not ended by `deadline`.
         """
         while True:
             work = self._works.get(key)
@@ -200,7 +206,7 @@ class WorkLedger:
                     raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
-                return await self._wait(self._start(key, last, start), on_progress)
+                return await self._wait(self._start(key, last, start, holder), on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
             for news in work.newest.values():
                 on_progress(news)
@@ -233,19 +239,24 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(self, key: WorkKey, last: int, start: Callable[[RunningWork], Awaitable[HopAnswer]]) -> RunningWork:
-        """Takes a seat and starts `start(work)` in a new task; returns the work without waiting for it.
+    def _start(
+        self, key: WorkKey, last: int, start: Callable[[RunningWork], Awaitable[HopAnswer]], holder: Holder | None
+    ) -> RunningWork:
+        """Takes a seat and starts `start(work)` in a new task; returns the work, without waiting.
 
-        last: the last stage that the work runs here. Raises Busy, with the time after which to retry, when all seats
-        are taken or this ledger accepts no new work.
+        last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
+        seats are taken, when others need those that are left (fair_share.may_enter), or this ledger accepts no more.
         """
         if self._refusal:
             raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
-        if self.taken >= self._seats:
+        held = Counter(work.holder for work in self._works.values() if work.holder is not None)
+        is_beyond_part = holder is not None and not may_enter(held, holder, self._seats, free=FREE_SEATS)
+        if self.taken >= self._seats or is_beyond_part:
             free_in_ms = 1000.0 * (self._seat_s.value or 0.0) / self._seats  # on average, the next one of all seats
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
-            raise Busy(f"all {self._seats} seats are taken", retry_ms)
-        work = self._works[key] = RunningWork(key, last)
+            what = "your part of" if self.taken < self._seats else "all"
+            raise Busy(f"{what} {self._seats} seats are taken", retry_ms)
+        work = self._works[key] = RunningWork(key, last, holder)
 
         async def perform() -> HopAnswer:
             """Awaits the work and returns its answer, which it keeps; frees the seat in any case."""

@@ -13,7 +13,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_high
 
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
@@ -23,6 +23,9 @@ from agora.swarm.view import PeerView
 
 UNMEASURED_SERVICE_S = 0.25
 """Device seconds that a microbatch is assumed to take until a peer of the stage has been measured."""
+"""Device seconds that a microbatch is assumed to take before any peer of the stage was measured."""
+MAX_SPEED_RATIO = 16.0
+"""How many times as fast as usual in its stage a peer counts at most: so many times a sibling's share it may get."""
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest sample in the moving averages of PeerCost."""
 BACKOFF_S = 0.25
@@ -308,6 +311,7 @@ class RoutingTable:
         cost.open_calls -= 1
         cost.failures, cost.wasted_s = 0, 0.0
         cost.call_limit += 0.5 / max(1.0, cost.call_limit)
+        _bound_shares(self.costs(attempt.stage).values())
         return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s)
 
     def abandoned(self, attempt: Attempt) -> None:
@@ -353,7 +357,7 @@ def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0
     measured = [cost for cost in siblings if cost.answers]
     service = median(cost.service_s for cost in measured) if measured else UNMEASURED_SERVICE_S
     if capacity > 0:
-        service = max(service, 1.0 / capacity) if measured else 1.0 / capacity
+        service = max(1.0 / capacity, service if measured else UNMEASURED_SERVICE_S / MAX_SPEED_RATIO)
     return PeerCost(
         virtual_s=median(cost.virtual_s for cost in siblings) if siblings else 0.0,
         service_s=service,
@@ -361,6 +365,18 @@ def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0
         call_s=median(cost.call_s for cost in measured) if measured else 0.0,
         incarnation=incarnation,
     )
+
+
+def _bound_shares(siblings: Iterable[PeerCost]) -> None:
+    """Raises service times that are shorter than the usual one, the upper median, by more than MAX_SPEED_RATIO.
+
+    A service time is its peer's own word, and by it the work is shared out: whoever says 0 ms would get all of it.
+    """
+    measured = [cost for cost in siblings if cost.answers]
+    if len(measured) > 1:
+        least_s = median_high(cost.service_s for cost in measured) / MAX_SPEED_RATIO
+        for cost in measured:
+            cost.service_s = max(cost.service_s, least_s)
 
 
 def _average(value: float, sample: float, samples: int) -> float:

@@ -31,6 +31,7 @@ class Offence(Enum):
     BAD_ANSWER = "bad-answer"  # answered with a wrong message, shape or number: routing backs off, a sibling is asked
     USELESS_GRADIENT = "useless-gradient"  # returned a gradient that backward cannot use: as for a bad answer
     BAD_AVERAGE = "bad-average"  # sent a part that no replica may send: it is refused; counted once for each round
+    IMPLAUSIBLE_STEP = "implausible-step"  # reported a step that nobody can be at: nothing it says of the stage counts
     FALSE_STATE = "false-state"  # sent state that is not what it had announced: the transfer goes on with others
     FALSE_BASE = "false-base"  # sent tensors of the base model that are not the manifest's: others are asked for them
 

@@ -70,8 +70,13 @@ class DirectoryReader:
         *,
         rng: random.Random,
         unix: Callable[[], float] = time.time,
+        is_invented: Callable[[PeerId], bool] = lambda peer: False,
     ) -> None:
-        """unix: the wall clock, by which peers of one stage agree on what they read."""
+        """unix: the wall clock, by which peers of one stage agree on what they read.
+
+        is_invented: whether nobody is met under a claim's name; then it does not count in estimates of stages' sizes.
+        """
+        self._is_invented = is_invented
         self._store = store
         self._run = run
         self._me = me
@@ -94,12 +99,20 @@ class DirectoryReader:
         claims, progress = await asyncio.gather(self._read(Claim, shards), self._read(Progress, shards))
         self._took_s = loop_time() - started
         now = self._unix()
-        found = {shard: {shard_hash(self._run, record.peer) for record in read} for shard, read in claims.items()}
+        found = {shard: self._hashes(read) for shard, read in claims.items()}
         readings = {shard: judge_reading(shard, hashes, now) for shard, hashes in found.items()}
         self._readings = add_readings(self._readings, readings)
         self._plan = self._next_plan(span)
         records = [record for by_shard in (claims, progress) for read in by_shard.values() for record in read]
         return self._sorted_by_linger([record for record in records if record.peer != self._me], span)
+
+    def forget(self) -> None:
+        """Forgets how many peers each stage has, so that all of it is read and counted anew."""
+        self._readings = {}
+
+    def _hashes(self, claims: Sequence[Record]) -> set[int]:
+        """Returns the shard hashes of the peers of claims, without invented ones."""
+        return {shard_hash(self._run, claim.peer) for claim in claims if not self._is_invented(claim.peer)}
 
     async def _read(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
         """Returns the shards' records of one kind; after an AgoraError, reported as DirectoryTrouble, none."""

@@ -21,6 +21,7 @@ from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
+from agora.swarm.meetings import Meetings
 from agora.swarm.placement import (
     Ability,
     Placement,
@@ -34,6 +35,10 @@ from agora.swarm.placement import (
 from agora.swarm.stage_supply import equal_demands
 from agora.swarm.view import PeerView, StageSample, View, merge
 
+MEET_ALL_S = 15.0
+"""For so long a newcomer dials those whose claims it has read, before it chooses a span."""
+MANY_INVENTED = 16
+"""Strangers dialled in vain at once, most of all, after which what was read is counted anew without them."""
 SETTLE_S = 1.0
 """How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
 LIFETIME_S = 20.0
@@ -69,6 +74,8 @@ class Membership:
         progress: Callable[[], Progress | None] = lambda: None,
         is_lost: Callable[[PeerView], bool] = lambda peer: False,
         on_change: Callable[[], None] = lambda: None,
+        is_met: Callable[[PeerId], bool] = lambda peer: True,
+        meet: Callable[[Sequence[PeerView]], Awaitable[None]] | None = None,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
@@ -76,6 +83,8 @@ class Membership:
 
         is_lost: returns whether a peer counts as gone although its claim has not ended; such peers are in no view.
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
+        is_met: whether HELLO was exchanged with a peer, without which it is in no view. meet: dials strangers, and
+        returns within a few seconds.
         """
         self._me = identity.peer
         self._config = config
@@ -84,11 +93,21 @@ class Membership:
         self._progress = progress
         self._is_lost = is_lost
         self._on_change = on_change
+        self._is_met = is_met
+        self._meet = meet
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
+        self._meetings = Meetings(self._rng)
         self._reader = DirectoryReader(
-            directory, config.run, self._me, config.stage_count, report, rng=self._rng, unix=unix
+            directory,
+            config.run,
+            self._me,
+            config.stage_count,
+            report,
+            rng=self._rng,
+            unix=unix,
+            is_invented=self._meetings.was_in_vain,
         )
         self._demands = equal_demands(config.stage_count)
         self._changed_at = 0.0
@@ -104,6 +123,7 @@ class Membership:
         placement without a span means to stand by: then nothing is claimed.
         """
         await self.refresh()
+        await self._meet_everybody()
         self._demands = demands
         others, count = self.view.without(self._me), self._config.stage_count
         if pinned is not None:
@@ -221,6 +241,32 @@ class Membership:
         span = self.claim.span if self.claim is not None else None
         found = await self._reader.read(span)
         self._merge(found, self._reader.samples(span))
+        await self._meet_some()
+
+    async def _meet_some(self) -> bool:
+        """Dials the strangers who are due, and counts those that were met. Returns whether there were any due."""
+        due = self._meetings.choose(loop_time(), self.view.strangers) if self._meet is not None else []
+        if self._meet is not None and due:
+            await self._meet(due)
+            self.count_members()
+            in_vain = sum(seen.peer in self.view.strangers for seen in due)
+            if in_vain >= MANY_INVENTED and 2 * in_vain > len(due):
+                self._reader.forget()  # it counted them as peers
+        return bool(due)
+
+    async def _meet_everybody(self) -> None:
+        """Dials every stranger once, for MEET_ALL_S at most: a newcomer chooses its span by who is really there."""
+        until = loop_time() + MEET_ALL_S
+        while not all(map(self._meetings.was_dialled, self.view.strangers)) and loop_time() < until:
+            if not await self._meet_some():
+                break
+        if self.view.strangers:
+            await self.refresh()
+
+    def count_members(self) -> None:
+        """Moves strangers that were met into the view; called when a HELLO was exchanged."""
+        if any(self._is_met(peer) for peer in self.view.strangers):
+            self._merge([])
 
     def forget_lost(self) -> None:
         """Takes the peers out of the view that are lost by now."""
@@ -243,7 +289,8 @@ class Membership:
             view = merge(view, batch.records, now_unix, batch.linger_s)
         lost = {peer for peer, seen in view.peers.items() if peer != self._me and self._is_lost(seen)}
         view = view.without(*lost)
-        self.view = view if samples is None else replace(view, samples=samples)
+        view = view if samples is None else replace(view, samples=samples)
+        self.view = view.of_members(lambda peer: peer == self._me or self._is_met(peer))
         changed = changes(former, self.view, lost)
         for event in changed:
             self._report(event)

@@ -6,7 +6,7 @@ Knows: claims, progress and their age. Must not know: where records come from, n
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -74,11 +74,14 @@ class StageSample:
 class View:
     """Every peer that is believed to be live, with its id as key. Each stage's peers are found and sorted only once.
 
-    samples: by stage, if only a part of the run's peers is read; empty if the view has them all.
+    samples: by stage, if only a part of the run's peers is read; empty if the view has them all. strangers: peers whose
+    claims were read, but with whom no HELLO was exchanged. They count for nothing, but for the estimate of how many of
+    the claims that were not read are of members: as large a part as of those that were.
     """
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
     samples: Mapping[int, StageSample] = field(default_factory=dict)
+    strangers: Mapping[PeerId, PeerView] = field(default_factory=dict)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
         """Returns the peers that serve `stage` now, sorted by id; only these are sent microbatches."""
@@ -104,7 +107,15 @@ class View:
         """Returns a view without `peers`: this one itself if none are named."""
         if not peers:
             return self
-        return View({other: seen for other, seen in self.peers.items() if other not in peers}, self.samples)
+        left = {other: seen for other, seen in self.peers.items() if other not in peers}
+        return View(left, self.samples, self.strangers)
+
+    def of_members(self, is_member: Callable[[PeerId], bool]) -> View:
+        """Returns a new view whose `peers` are the members among its peers and strangers; the others are strangers."""
+        everybody = {**self.peers, **self.strangers}
+        peers = {peer: seen for peer, seen in everybody.items() if is_member(peer)}
+        strangers = {peer: seen for peer, seen in everybody.items() if peer not in peers}
+        return View(peers, self.samples, strangers)
 
     def _scaled(self, stage: int, count: int) -> int:
         """Returns about how many peers of a stage are as `count` of those in the view are."""
@@ -113,8 +124,9 @@ class View:
 
     @cached_property
     def _holders_by_stage(self) -> Mapping[int, int]:
-        """The number of peers of each stage, in any state."""
-        return Counter(stage for seen in self.peers.values() for stage in seen.span.stages)
+        """The number of peers of each stage, in any state, strangers too."""
+        everybody = (*self.peers.values(), *self.strangers.values())
+        return Counter(stage for seen in everybody for stage in seen.span.stages)
 
     @cached_property
     def _serving_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
@@ -138,7 +150,7 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
     The newest incarnation of a peer wins. A claim, also one that repeats what is known, keeps its peer in the view for
     `linger_s` seconds; then it is dropped. Progress of a peer without a claim of the same incarnation is ignored.
     """
-    peers = dict(view.peers)
+    peers = {**view.peers, **view.strangers}
     for record in sorted(records, key=lambda record: record.KIND):  # claims first
         if isinstance(record, Claim):
             _merge_claim(peers, record, now_unix, linger_s)

@@ -5,6 +5,7 @@ Knows: the device queue, the codec, the shapes in the manifest. Must not know: r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -24,6 +25,7 @@ from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.stepping import SpanResult, StepEvent, StepPolicy
 from agora.train.device import DeviceQueue, Priority, choose_device
+from agora.train.gradient_norms import GradientNormBound
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
@@ -72,6 +74,7 @@ class Compute:
         self._queue = queue
         self._events = events
         self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
+        self._gradient_norms = GradientNormBound()
         self._boundary_shape = manifest.boundary_shape()
         self._tokens_shape, self._has_marks = manifest.tokens_shape(), manifest.has_marks
         self._vocabulary = manifest.model.vocabulary
@@ -194,12 +197,21 @@ class Compute:
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
+            self._require_plausible(decoded, microbatch)
             result, forward = self.trainer.backward(microbatch, first, decoded)
             encoded = self._encode_gradient(microbatch, first, result, forward.entry)
             seconds = forward.device_s + time.perf_counter() - started_at
             return SpanResult(encoded, self._queue.slowdown * seconds)
 
         return await self._run_and_step(job)
+
+    def _require_plausible(self, gradient: Tensor, microbatch: MicrobatchId) -> None:
+        """Raises ProtocolError for a gradient from downstream that is far larger than most, see gradient_norms."""
+        size, limit = float(gradient.norm()) / math.sqrt(max(1, gradient.numel())), self._gradient_norms.limit
+        if not self._gradient_norms.accepts(size):
+            why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
+            self.trainer.stage(self.span.last).count_refused(microbatch.hex(), why)
+            raise ProtocolError("bad-tensor", why)
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
         """Frees the stashed forward of a microbatch that entered at `first` and gets no backward, if there is one."""

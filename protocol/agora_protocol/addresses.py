@@ -16,6 +16,8 @@ from agora_protocol.limits import MAX_ADDRESS_BYTES
 
 _HOST: Final = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*\.?\Z", re.ASCII)
 _HASH: Final = re.compile(r"[A-Za-z0-9_-]{1,128}\Z", re.ASCII)
+PREFIX_BITS: Final = {4: 24, 6: 48}
+"""By IP version, the leading bits of an address that addresses of one network have in common."""
 _RELAY_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,60}\Z", re.ASCII)
 
 
@@ -109,3 +111,19 @@ def address_problem(text: str) -> str | None:
 def peer_of_address(address: str) -> PeerId:
     """Returns the peer id at the end of an address that is known to be valid; checks nothing."""
     return PeerId(address.rpartition("/")[2])
+
+
+def address_prefix(multiaddr: str) -> str:
+    """Returns the network that a multiaddr belongs to, as 203.0.113.0/24 or 2001:db8:1::/48; "" for any other text.
+
+    Of a relayed address this is the relay's network: all that come through one relay share its part.
+    """
+    parts = multiaddr.split("/")
+    for name, value in zip(parts[1::2], parts[2::2], strict=False):
+        if name in ("ip4", "ip6"):
+            try:
+                address = ipaddress.ip_address(value)
+            except ValueError:
+                return ""
+            return str(ipaddress.ip_network((address, PREFIX_BITS[address.version]), strict=False))
+    return ""

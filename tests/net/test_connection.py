@@ -14,6 +14,7 @@ from agora_protocol.messages import Advance, Hello, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
+from agora.net.answer_share import AnswerShare
 from agora.net.connection import Connection
 from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
 from agora.net.send_queue import NEWS_BYTES
@@ -31,6 +32,7 @@ class Owner:
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.budget = PayloadBudget(LIMITS.max_held_bytes)
+        self.answers = AnswerShare(LIMITS.max_answer_bytes)
         self.limits = LIMITS
         self.takes_s = takes_s
         self.handled: list[IncomingCall] = []

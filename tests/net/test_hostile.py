@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
+from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
 from agora_protocol.message_base import Message
@@ -164,6 +165,9 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
     def request(call: int, message: Message) -> bytes:
         return b"".join(encode_frame(FrameType.REQUEST, call, message))
 
+    def work(call: int) -> bytes:
+        return b"".join(encode_frame(FrameType.REQUEST, call, process(Identity.generate().peer), boundary(300)))
+
     cases: list[tuple[bytes, bytes, str, bool]] = [
         (b"", request(1, Ping()), "out-of-order", True),
         (b"", b"\xa6\x09\0\0" + bytes(12), "bad-frame", True),
@@ -178,7 +182,7 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
         (HELLO, b"".join(encode_frame(FrameType.ANSWER, 900, Pong())), "out-of-order", True),
         (HELLO, b"".join(encode_frame(FrameType.ANSWER, 1, Pong())), "out-of-order", True),
         (HELLO, b"".join(encode_frame(FrameType.CANCEL, 2, None)), "out-of-order", True),
-        (HELLO, b"".join(request(2 * n + 1, GetStatus()) for n in range(300)), "too-many-calls", True),
+        (HELLO, b"".join(work(2 * n + 1) for n in range(300)), "too-many-calls", True),
     ]
 
     async def slow(call: object) -> object:

@@ -9,6 +9,7 @@ from agora_protocol.errors import Busy, MemoryError_, NotMyStage
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Process, Processed
 
+from agora.net.fair_share import Holder
 from agora.observe.events import Event, RepeatServed, SeatsChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import ANSWERS_PER_SEAT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
@@ -170,5 +171,27 @@ def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_a
             await ledger.run(key, 2, until, lambda news: None, answer_at_once)
         changes = [event.seats for event in entries.events if isinstance(event, SeatsChanged)]
         assert changes == [2, 3, 4], "three were here, one failed; then one more after each so many answers"
+
+    run(work())
+
+
+def test_a_caller_that_has_its_part_of_the_seats_leaves_the_last_one_to_others() -> None:
+    async def work() -> None:
+        entries, waiting = Entries(seats=8), list[asyncio.Task[HopAnswer]]()
+        greedy, other = Holder("203.0.113.0/24", peer_id("greedy")), Holder("198.51.100.0/24", peer_id("other"))
+
+        async def ask(holder: Holder) -> str:
+            key = WorkKey(microbatch_id(b"session0", len(waiting)), 1)
+            ends = asyncio.get_running_loop().time() + 60.0
+            waiting.append(asyncio.create_task(entries.ledger.run(key, 1, ends, print, entries.work, holder)))
+            await asyncio.sleep(0)
+            return str(waiting[-1].exception()) if waiting[-1].done() else ""
+
+        assert not await ask(other)
+        assert [await ask(greedy) for _ in range(8)] == [""] * 6 + ["your part of 8 seats are taken"] * 2
+        assert not await ask(other), "one seat was left for it"
+        assert await ask(other) == "all 8 seats are taken"
+        entries.finish.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     run(work())

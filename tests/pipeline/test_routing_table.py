@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
+import pytest
 from agora_protocol.ids import Span, microbatch_id
 
-from agora.pipeline.routing import NEWCOMER_CALLS, Attempt, PathHint, RoutingTable
+from agora.pipeline.routing import MAX_SPEED_RATIO, NEWCOMER_CALLS, Attempt, PathHint, RoutingTable
 from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
 
@@ -112,3 +114,19 @@ def test_a_restarted_peer_is_forgiven_and_a_newcomer_gets_two_calls_until_its_fi
         send(made, B, 102.0)
     made.rejected(102.0, 1, A)
     assert chosen(made, 102.1) is None, "one backs off, the other is new and has its two calls"
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 3])
+def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(siblings: int) -> None:
+    liar, *honest = names = [peer_id(f"p{number}") for number in range(siblings + 1)]
+    made, counts, now = table(*names), Counter[str](), 0.0
+    for number in range(2000):
+        peer = made.choose(now, microbatch_id(b"session0", number), 1, PAYLOAD, PathHint()).peer
+        assert peer is not None
+        attempt = send(made, peer, now, now + 60.0)
+        made.accepted(now, attempt, 0, 0.0)
+        now += 0.1
+        made.answered(now, attempt, 0.0 if peer == liar else 0.1, PAYLOAD, 0.1)
+        counts[peer] += 1
+    assert counts[liar] <= 1.05 * MAX_SPEED_RATIO * min(counts[peer] for peer in honest)
+    assert counts[liar] <= 1.02 * 2000 * MAX_SPEED_RATIO / (MAX_SPEED_RATIO + siblings)

@@ -1,0 +1,50 @@
+"""Decides which step numbers of others are followed: those that the time since the own last step makes possible. Pure.
+
+Knows: this replica's last step, how long its steps last, a step's tokens. Must not know: calls, weights, any clock.
+
+All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. Whoever reports
+more steps than MAX_SPEED_UP times as many as that allows is not believed, however many tokens it says it has counted:
+
+    highest plausible step = own step + LEAD + MAX_SPEED_UP * seconds since the own last step / seconds of a step
+
+A replica that was away, or asleep, follows the others as soon as that much time has passed for it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+LEAD: Final = 3
+"""Steps by which others may lead at any time: closed shares, and one step whose report was faster than its tokens."""
+MAX_SPEED_UP: Final = 4.0
+"""How many times as fast as before others may go on stepping without this replica."""
+FASTEST_TOKENS_PER_S: Final = 1e6
+"""Tokens that a stage's replicas together count per second at most, while this replica has not measured a step."""
+JOIN_S: Final = 1800.0
+"""A newcomer's state may be so old, in seconds: no transfer takes longer."""
+FORGIVE_S: Final = 10.0
+"""For so long after an implausible report nothing that its sender says of the stage is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPace:
+    """The step that a replica is at, when it came there, and how long its steps last on average, None if unknown."""
+
+    step: int
+    since: float
+    step_s: float | None = None
+
+    def at_step(self, step: int, now: float, step_s: float | None, furthest: int) -> OwnPace:
+        """Returns the pace when the replica is seen at `step`. furthest: the step of the others who are believed.
+
+        While they are ahead, the time goes on to count from when they were not: a replica that fetches a state, or
+        replays their steps one by one, takes many at once.
+        """
+        is_level = step != self.step and furthest <= step + LEAD
+        return OwnPace(step, now if is_level else self.since, step_s)
+
+    def highest_plausible_step(self, now: float, target_tokens: int) -> int:
+        """Returns the highest step that another replica can have taken, see the module. target_tokens: of a step."""
+        least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S
+        return self.step + LEAD + int(max(0.0, now - self.since) / least_s)

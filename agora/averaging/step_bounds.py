@@ -1,0 +1,76 @@
+"""Judges the steps that other replicas report by the time since this one's last step, and reports impossible ones.
+
+Knows: this replica's stages and how long their steps last, the clocks. Must not know: calls, or how gossip travels; the
+rule is in plausible_steps.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from agora_protocol.ids import PeerId, Span
+
+from agora.averaging.plausible_steps import JOIN_S, OwnPace
+from agora.clock import loop_time, slept_s
+from agora.swarm.conduct import Offence, ReportOffence
+
+
+class SteppingStages(Protocol):
+    """The stages of this peer's span, and the optimizer steps that each has taken."""
+
+    @property
+    def span(self) -> Span: ...
+    def step_of(self, stage: int) -> int: ...
+
+
+class StepBounds:
+    """Says of each stage of the span which steps of others are plausible now."""
+
+    def __init__(
+        self,
+        stages: SteppingStages,
+        step_s: Callable[[int], float | None],
+        furthest: Callable[[int], int],
+        target_tokens: int,
+        report_offence: ReportOffence,
+    ) -> None:
+        """step_s: returns how long the steps of a stage last, None if unknown. target_tokens: of a step.
+
+        furthest: returns the most steps that another replica of a stage has reported and that were believed.
+        """
+        self._stages = stages
+        self._step_s = step_s
+        self._furthest = furthest
+        self._target_tokens = target_tokens
+        self._report_offence = report_offence
+        since = _time_with_sleep() - JOIN_S
+        self._paces = {stage: OwnPace(stages.step_of(stage), since) for stage in stages.span.stages}
+
+    def highest(self, stage: int) -> int:
+        """Returns the highest step that another replica of a stage can have taken by now."""
+        now = _time_with_sleep()
+        step, furthest = self._stages.step_of(stage), self._furthest(stage)
+        pace = self._paces[stage].at_step(step, now, self._step_s(stage), furthest)
+        self._paces[stage] = pace
+        return pace.highest_plausible_step(now, self._target_tokens)
+
+    def is_plausible(self, stage: int, step: int) -> bool:
+        """Returns whether another replica of a stage can be at `step`."""
+        return step <= self.highest(stage)
+
+    def report(self, stage: int, peer: PeerId, step: int) -> None:
+        """Reports a replica that says to be at a step where nobody can be; once for each minute in which it says so."""
+        text = f"says that it is at step {step} of stage {stage}; {self.highest(stage)} is the most that time allows"
+        occasion = f"stage {stage}, minute {loop_time() // 60:.0f}"
+        self._report_offence(peer, Offence.IMPLAUSIBLE_STEP, text, occasion)
+
+    def plausible_of_run(self, steps_of_run: Collection[Collection[int]]) -> list[list[int]]:
+        """Returns, for each stage of the run, the steps that are possible: those of all stages go along together."""
+        highest = max(self.highest(stage) for stage in self._paces)
+        return [[step for step in steps if step <= highest] for steps in steps_of_run]
+
+
+def _time_with_sleep() -> float:
+    """Returns the loop's time, with the time for which this machine was suspended added to it."""
+    return loop_time() + slept_s()

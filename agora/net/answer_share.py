@@ -1,0 +1,70 @@
+"""Reserves the bytes of answers before they are made, and rations the answers that strangers may ask for.
+
+Knows: how large the answer to each kind of request can be, who holds how many bytes. Must not know: how an answer is
+made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for each.
+
+| request | bytes reserved | besides |
+|---|---|---|
+| GetChunk, GetPiece | a chunk | |
+| GetState, GetBase | an index | |
+| Recall | a part | |
+| GetStatus, GetManifest | what they may have at most | STATUS_PER_S a peer, PREFIX_STATUS_PER_S a network |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from agora_protocol.errors import Busy
+from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_STATUS_BYTES, PART_ELEMENTS, STATE_CHUNK_BYTES
+from agora_protocol.message_base import Message
+from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, GetState, GetStatus, Recall
+
+from agora.net.fair_share import Holder, Places, TokenBuckets
+
+INDEX_BYTES: Final = 1_048_576
+ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
+    GetChunk: STATE_CHUNK_BYTES,
+    GetPiece: STATE_CHUNK_BYTES,
+    GetState: INDEX_BYTES,
+    GetBase: INDEX_BYTES,
+    Recall: 4 * PART_ELEMENTS,
+    GetStatus: MAX_STATUS_BYTES,
+    GetManifest: MAX_MANIFEST_BYTES,
+}
+MOST_EACH: Final = 0.5
+"""The fraction of all bytes for answers that one peer's unread answers may hold."""
+STATUS_PER_S, STATUS_BURST = 2.0, 20.0
+PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
+RATIONED: Final = (GetStatus, GetManifest)
+RETRY_MS: Final = 1000
+
+
+class AnswerShare:
+    """Decides whether an answer may be made now, for all connections of this peer; `places` counts bytes."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: bytes of all reserved answers that are not written yet."""
+        self.places = Places(limit, MOST_EACH)
+        self._by_peer = TokenBuckets(STATUS_PER_S, STATUS_BURST)
+        self._by_prefix = TokenBuckets(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
+
+    def reserve(self, holder: Holder, request: Message | None, now: float) -> int:
+        """Reserves the bytes of the answer to a request, and returns them, for `release`; 0 when none are needed.
+
+        Raises Busy when the holder has its part of the bytes, or asks for its status too often.
+        """
+        if isinstance(request, RATIONED):
+            is_within = self._by_peer.take(holder.peer, now)
+            if not is_within or (holder.prefix and not self._by_prefix.take(holder.prefix, now)):
+                raise Busy("you ask for this too often", RETRY_MS)
+        size = ANSWER_BYTES.get(type(request), 0) if request is not None else 0
+        if size and not self.places.enter(holder, size):
+            raise Busy("answers that you or others have not read yet take all room", RETRY_MS)
+        return size
+
+    def release(self, holder: Holder, size: int) -> None:
+        """Gives reserved bytes back."""
+        if size:
+            self.places.leave(holder, size)

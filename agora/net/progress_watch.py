@@ -1,0 +1,45 @@
+"""Decides when a transfer that does not progress is given up, so that what it holds is free again.
+
+Deterministic: a TransferWatch changes only itself, and only by the calls to it; `now` is an argument.
+
+Knows: how many bytes a stream has moved, and whether others wait for what it holds. Must not know: sockets, calls.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+STALLED_S: Final = 15.0
+"""Seconds in which a transfer must bring at least one byte."""
+PRESSED_S: Final = 3.0
+"""The same seconds while others wait for memory; then it must bring LEAST_BYTES_PER_S."""
+LEAST_BYTES_PER_S: Final = 2048.0
+
+
+class TransferWatch:
+    """Watches one direction of one stream. Asked about twice a second."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # the beginning of the present look; None while nothing is under way
+        self._moved = 0
+
+    def is_stalled(self, now: float, moved: int, *, under_way: bool, pressed: bool) -> bool:
+        """Returns whether the transfer that is under way has brought too little for too long.
+
+        moved: bytes that the stream has moved in this direction since it began. pressed: others wait for memory.
+        """
+        if not under_way:
+            self._since = None
+            return False
+        if self._since is None:
+            self._since, self._moved = now, moved
+            return False
+        elapsed, gained = now - self._since, moved - self._moved
+        if pressed and elapsed >= PRESSED_S:
+            is_too_slow = gained < LEAST_BYTES_PER_S * elapsed
+        elif elapsed >= STALLED_S:
+            is_too_slow = gained <= 0
+        else:
+            return False
+        self._since, self._moved = now, moved
+        return is_too_slow

@@ -1,0 +1,40 @@
+"""Bounds the size of one gradient that comes from downstream by the median of those before it. Deterministic.
+
+Knows: root mean squares of gradients. Must not know: tensors, peers, time. A GradientNormBound changes only itself, and
+only by the calls to it.
+
+One gradient that is 1e30 large would fill the sum of a whole step. So a gradient may be MAX_RATIO times as large as the
+median of the last WINDOW. A rejected one counts as as large as the limit: if most are larger, the limit follows them,
+and whoever sends less than half of a stage's gradients cannot move it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import Final
+
+WINDOW: Final = 65
+MIN_SAMPLES: Final = 5
+MAX_RATIO: Final = 100.0
+FIRST_LIMIT: Final = 1e4
+"""The limit before MIN_SAMPLES gradients were seen: the gradient of a sum of token losses is far smaller."""
+
+
+class GradientNormBound:
+    """Says whether the next gradient is plausibly large, and remembers the last WINDOW of them."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def limit(self) -> float:
+        """The largest root mean square that is accepted now."""
+        return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
+
+    def accepts(self, size: float) -> bool:
+        """Records a gradient of root mean square `size`, and returns whether it may be used; one of 0 always may."""
+        limit = self.limit
+        if size > 0:
+            self._sizes.append(min(size, limit))
+        return size <= limit

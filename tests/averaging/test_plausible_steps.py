@@ -1,0 +1,76 @@
+"""Which step numbers of others are followed, and which are not, however often they are said."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from agora_protocol.messages import GossipSteps
+
+from agora.averaging.plausible_steps import FASTEST_TOKENS_PER_S, LEAD, MAX_SPEED_UP, OwnPace
+from agora.sim.virtual_time import run
+from agora.swarm.conduct import Offence
+from tests.averaging.group_world import GroupWorld
+
+
+def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
+    pace = OwnPace(step=100, since=50.0, step_s=10.0)
+    assert pace.highest_plausible_step(50.0, 1000) == 100 + LEAD
+    assert pace.highest_plausible_step(50.0 + 25.0, 1000) == 100 + LEAD + int(2.5 * MAX_SPEED_UP)
+    assert pace.highest_plausible_step(40.0, 1000) == 100 + LEAD, "a clock that went back allows nothing"
+    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000)
+    assert hour == 100 + LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
+
+
+def test_before_a_step_was_measured_the_fastest_machines_are_the_bound() -> None:
+    pace = OwnPace(step=0, since=0.0)
+    assert pace.highest_plausible_step(1.0, 65_536) == LEAD + int(FASTEST_TOKENS_PER_S / 65_536)
+    assert pace.highest_plausible_step(60.0, 65_536) < 10**4
+
+
+def test_the_time_counts_from_the_last_step() -> None:
+    pace = OwnPace(7, 10.0, 1.0)
+    assert pace.at_step(7, 99.0, 2.0, furthest=7) == OwnPace(7, 10.0, 2.0)
+    assert pace.at_step(8, 99.0, 2.0, furthest=9) == OwnPace(8, 99.0, 2.0)
+    assert pace.at_step(8, 99.0, 2.0, furthest=40) == OwnPace(8, 10.0, 2.0), "it still replays their steps"
+
+
+async def train(others: int, *, liar: bool) -> tuple[list[int], list[list[float]], list[tuple[bool, Offence]]]:
+    """Returns the steps and weights of the honest replicas after a minute, and the offences that they recorded."""
+    world = GroupWorld([300.0] * (others + 1))
+    *honest, last = world.all
+    if not liar:
+        world.peers.pop(last.peer)
+    for peer in honest:
+        peer.start()
+
+    async def tell() -> None:
+        """Says to every honest replica, ten times a second, that the liar has taken 10^9 steps."""
+        step = 10**9
+        while True:
+            for peer in honest:
+                entry = (last.peer, step, step, 4, 10**12, step, 5, 0, 0)
+                peer.group.gossip.answer(last.peer, GossipSteps(0, (entry,)))
+            await asyncio.sleep(0.1)
+
+    telling = asyncio.create_task(tell()) if liar else None
+    await asyncio.sleep(60.0)
+    if telling is not None:
+        telling.cancel()
+    offences = [(peer == last.peer, offence) for p in honest for peer, offence, _ in p.offences]
+    steps, weights = [p.stage.step for p in honest], [p.stage.weights.tolist() for p in honest]
+    for peer in honest:
+        await peer.stop()
+    return steps, weights, offences
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_a_liar_at_step_10_9_changes_neither_steps_nor_weights(others: int) -> None:
+    with_liar = run(train(others, liar=True))
+    without = run(train(others, liar=False))
+    assert with_liar[0] == without[0] and min(without[0]) >= 10
+    for beside_it, alone in zip(with_liar[1], without[1], strict=True):  # until its first lie it was waited for
+        assert np.allclose(beside_it, alone, atol=0.01)
+    assert others == 3 or with_liar[1] == without[1]
+    assert set(with_liar[2]) == {(True, Offence.IMPLAUSIBLE_STEP)} and not without[2]

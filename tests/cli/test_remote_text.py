@@ -1,0 +1,66 @@
+"""What peers, files and daemons say reaches a terminal only as text: never as a command to it."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from agora.cli import console, sample_command
+from agora.cli.status_command import lines_of
+from agora.observe import events
+from agora.observe.log import EventLog
+from agora.terminal_text import printable
+
+COMMANDS = [
+    "\x1b[2J\x1b[H",  # clears the screen
+    "\x1b]0;title\x07",  # sets the window's title
+    "\x1b]8;;https://example.org\x1b\\link\x1b]8;;\x1b\\",  # a link with another text
+    "\x9b31m",  # the same as ESC [ in one character
+    "ok\rhealth  OK",  # overwrites the line
+    "\u202etxt.exe",  # shown from right to left
+    "\x08\x08\x08",
+]
+
+
+def is_harmless(text: str) -> bool:
+    return all(sign.isprintable() or sign in "\n\t" for sign in text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_for_a_terminal_passes_whatever_a_peer_wrote(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.print_line(f"error: {command}")
+    console.print_text(f"exported  {command}")
+    with console.ProgressDisplay(f"waits for {command}") as display:
+        display.note(f"[red]{command}")
+    sample_command._show(command)
+    peer = {"peer": "12D3KooW", "name": command, "span": [0, 0], "state": command, "step": 1, "tokens_per_second": 1.0}
+    peer |= {"path": command, "seen_seconds": 1.0, "note": command}
+    health = {"state": "OK", "why": command, "do": command}
+    stage = {"stage": 0, "replicas": 1, "step": 1, "target_tokens": 1, "tokens_per_second": 1.0, "waits_for": command}
+    status = {"name": command, "run_id": "ab", "step": 1, "loss": 1.0, "tokens_per_second": 1.0, "health": health}
+    assert all(map(is_harmless, lines_of(status | {"stages": [stage], "peers": [peer]})))
+    log = io.StringIO()
+    EventLog(log).take(events.TaskFailed("fetch", command), 1000.0)
+    written = capsys.readouterr()
+    assert is_harmless(written.out + written.err + log.getvalue())
+    assert "?" in written.out and "?" in written.err and "?" in log.getvalue()
+
+
+def test_text_in_any_language_stays_as_it_is() -> None:
+    text = "größer, 模型, модель, 3 × 4\n\tnext line"
+    assert printable(text) == text
+    assert printable(text, keep="") == text.replace("\n", "?").replace("\t", "?")
+
+
+def test_a_progress_bar_shows_markup_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with console.ProgressDisplay("[link=https://example.org]run[/link]", total=1.0) as display:
+        display.show(1.0, "[blink]step[/blink]")
+        display.note("[bold]note")
+    assert "[blink]step[/blink]" in terminal.getvalue() and "[bold]note" in terminal.getvalue()
