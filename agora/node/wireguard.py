@@ -1,4 +1,4 @@
-"""Writes the WireGuard configurations of a private mesh: one for each machine of a list. Pure but for `write_key`.
+"""Writes the WireGuard configurations of a private mesh: one for each machine of a list. Only write_key writes a file.
 
 Knows: WireGuard's configuration files and keys. Must not know: runs, peers, the network. No configuration holds a
 private key: each machine makes its own, which stays there, and only the public ones are in the list.

@@ -1,4 +1,4 @@
-"""Checks the multiaddrs that peers send each other, so that no odd text is ever dialled. Knows their grammar only.
+"""Checks the multiaddrs that peers send each other before anything dials them. Knows their grammar only.
 
 Only internet addresses are allowed: a stranger must not make this peer dial a Unix socket, for example.
 """
@@ -22,10 +22,10 @@ _RELAY_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,60}\Z", re.ASCII)
 
 
 def _is_ip(version: int) -> Callable[[str], bool]:
-    """Returns a function that tells whether a text is an IP address of that version (4 or 6), without a zone."""
+    """Returns a function that says whether a text is an IP address of that version (4 or 6), without a zone."""
 
     def is_address(text: str) -> bool:
-        """Tells whether `text` is an IP address of `version` without a zone such as %eth0."""
+        """Returns whether `text` is an IP address of `version` without a zone such as %eth0."""
         try:
             return ipaddress.ip_address(text).version == version and "%" not in text
         except ValueError:
@@ -35,22 +35,22 @@ def _is_ip(version: int) -> Callable[[str], bool]:
 
 
 def _is_port(text: str) -> bool:
-    """Tells whether `text` is a port number: 1 to 5 ASCII digits, at most 65535."""
+    """Returns whether `text` is a port number: 1 to 5 ASCII digits, at most 65535."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65_535
 
 
 def _is_host(text: str) -> bool:
-    """Tells whether `text` has the form of a DNS name: labels of letters, digits, - and _, at most 253 characters."""
+    """Returns whether `text` has the form of a DNS name: labels of letters, digits, - and _, at most 253 characters."""
     return _HOST.match(text) is not None
 
 
 def _is_hash(text: str) -> bool:
-    """Tells whether `text` is 1 to 128 characters of base64url, as a certificate's hash is written."""
+    """Returns whether `text` is 1 to 128 characters of base64url, as a certificate's hash is written."""
     return _HASH.match(text) is not None
 
 
 def _is_any_peer_id(text: str) -> bool:
-    """Tells whether `text` is 46 to 60 base58 characters: the peer id of any key, since relays may not have Ed25519."""
+    """Returns whether `text` is 46 to 60 base58 characters: a peer id of any key, since relays may not have Ed25519."""
     return _RELAY_ID.match(text) is not None
 
 
@@ -79,8 +79,10 @@ PARTS: Final[dict[str, Callable[[str], bool] | None]] = {
 
 @lru_cache(maxsize=4096)
 def _grammar_problem(text: str) -> str | None:
-    """Returns what is wrong with a multiaddr, or None: a part not in PARTS, a value that the part's check refuses, or
-    an end other than /p2p/ and the peer id of an Ed25519 key.
+    """Returns what is wrong with a multiaddr in words, or None.
+
+    Wrong are a part not in PARTS, a value that the part's check refuses, and an end other than /p2p/ and the peer id of
+    an Ed25519 key.
     """
     words = text.split("/")
     if words[0] != "" or len(words) < 2:
@@ -102,7 +104,7 @@ def _grammar_problem(text: str) -> str | None:
 
 
 def address_problem(text: str) -> str | None:
-    """Returns what is wrong with a multiaddr (its length, its parts, an end other than /p2p/PEER), or None."""
+    """Returns what is wrong with a multiaddr in words, or None: its length, its parts, an end other than /p2p/PEER."""
     if len(text) > MAX_ADDRESS_BYTES or not text.isascii():
         return f"must be at most {MAX_ADDRESS_BYTES} ASCII characters"
     return _grammar_problem(text)

@@ -27,12 +27,12 @@ UNSUPPORTED: Final[dict[str, str]] = {
     "add_cross_attention": "has cross-attention, which is not a decoder alone",
     "use_bidirectional_attention": "attends to later tokens, and cannot learn to predict them",
 }
-"""Why a model is refused whose config.json sets one of these keys to anything but false, null or nothing."""
+"""Keys of config.json that must be false, null or empty, and why a model that sets one is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseSizes:
-    """What a config.json says of a model. width: values of a token between layers. positions: most tokens at once."""
+    """The sizes in a config.json. width: values of a token between layers. positions: most tokens of a sequence."""
 
     model_type: str
     layers: int
@@ -42,7 +42,7 @@ class BaseSizes:
 
 
 def canonical_config(config: dict[str, Any]) -> str:
-    """Returns the one text that stands for this config in manifests: ASCII JSON in one line, keys sorted."""
+    """Returns the config's canonical text, as manifests contain it: ASCII JSON in one line, keys sorted."""
     return json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -74,7 +74,7 @@ def sizes_in(config: dict[str, Any]) -> BaseSizes:
 
 
 def _size(config: dict[str, Any], key: str) -> int:
-    """Returns a positive integer of the config. Raises ValueError."""
+    """Returns the config's value for `key`. Raises ValueError unless it is an integer from 1 to 2^31 - 1."""
     value = config.get(key)
     if type(value) is not int or not 0 < value < 2**31:
         raise ValueError(f"has {key} {describe(value)}, which is no size")

@@ -18,9 +18,9 @@ from agora_protocol.limits import BOUNDARY_BLOCK
 Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 Shape = tuple[int, int, int]
-"""Of a boundary: [b, s, k], sequences, positions, values for each token."""
+"""The shape of a boundary, [b, s, k]: sequences, positions, values for each token."""
 WireName = Literal["normal2", "normal3", "normal4", "int8", "bf16", "float32"]
-"""How the values of an averaging round travel; normal2 to normal4 are that many bits."""
+"""The number formats in which the values of an averaging round are sent; normal2 to normal4 take 2 to 4 bits each."""
 WIRE_NAMES: Final[tuple[WireName, ...]] = get_args(WireName)
 
 UNCOMPRESSED_BYTES: Final = {"bf16": 2, "float32": 4}
@@ -32,16 +32,17 @@ DIRECTION_CODEC_NAMES: Final = (
 )
 """The codecs of one direction. A boundary codec is one of them for both directions, or two as FORWARD/BACKWARD."""
 TOP_COLUMNS: Final = re.compile(r"top([1-9][0-9]{0,4}):")
-"""The prefix that sends only some columns; not allowed before rotated codecs."""
+"""The prefix topN: of a codec that sends only N columns; not allowed before rotated codecs."""
 COLUMN_BYTES: Final = 2
 """Bytes of a column's number, which is below 65,536 as a model's width is."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectionCodec:
-    """Says how many bytes a boundary takes in one direction, and in which dtype and shape it is sent.
+    """A codec of one direction: computes the bytes, dtype and shape of an encoded boundary. Immutable.
 
-    bits: of each quantised value, 0 for bf16 and float32; rotated: values are rotated before they are quantised.
+    bits: bits of each quantised value, 0 for bf16 and float32. rotated: whether values are rotated before they are
+    quantised.
     """
 
     name: str
@@ -49,8 +50,9 @@ class DirectionCodec:
     rotated: bool
 
     def bytes_of(self, shape: Shape) -> int:
-        """Returns how many bytes a boundary [b, s, k] takes on the wire: packed levels and a scale for each block of
-        values, or the plain values of bf16 and float32.
+        """Returns how many bytes a boundary of `shape` takes on the wire.
+
+        These are packed levels and a scale for each block of values, or the plain values of bf16 and float32.
         """
         b, s, k = shape
         if not self.bits:
@@ -58,13 +60,16 @@ class DirectionCodec:
         return SCALE_BYTES * b * s * blocks_per_token(k) + packed_bytes(b * s * k, self.bits)
 
     def wire_format(self, shape: Shape) -> tuple[str, tuple[int, ...]]:
-        """Returns dtype and shape of the wire tensor of a boundary [b, s, k]: flat uint8 if quantised, else as is."""
+        """Returns dtype and shape of the wire tensor: uint8 [bytes] if quantised, otherwise `name` and `shape`."""
         return ("uint8", (self.bytes_of(shape),)) if self.bits else (self.name, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSpec:
-    """What a boundary codec's name means: a codec for each direction, and how many columns are sent (0: all)."""
+    """What a boundary codec's name means; immutable.
+
+    forward, backward: the codecs of activations and of their gradients. columns: how many columns are sent; 0: all.
+    """
 
     name: str
     forward: DirectionCodec
@@ -76,23 +81,24 @@ class CodecSpec:
         return self.forward if direction == "forward" else self.backward
 
     def sent_shape(self, shape: Shape) -> Shape:
-        """Returns the shape sent of a boundary [b, s, k]: [b, s, columns], or all of it where `columns` is 0."""
+        """Returns the shape of the values sent of a boundary: [b, s, columns], or `shape` if `columns` is 0."""
         return (*shape[:2], self.columns or shape[2])
 
     def bytes_of(self, shape: Shape, direction: Direction) -> int:
-        """Returns how many bytes a boundary [b, s, k] takes on the wire, with the numbers of its columns."""
+        """Returns how many bytes a boundary of `shape` takes on the wire, including the numbers of its columns."""
         return COLUMN_BYTES * self.columns + self.of_direction(direction).bytes_of(self.sent_shape(shape))
 
     def bytes_per_token(self, k: int, direction: Direction) -> float:
-        """Returns the bytes on the wire of a token's `k` values, the mean of 8 tokens, without the columns' numbers.
+        """Returns the mean bytes on the wire of one token's `k` values, without the numbers of columns.
 
         Where the codec sends only some columns, only their values count, whatever `k` is.
         """
         return self.of_direction(direction).bytes_of(self.sent_shape((8, 1, k))) / 8
 
     def wire_format(self, shape: Shape, direction: Direction) -> tuple[str, tuple[int, ...]]:
-        """Returns dtype and shape of the wire tensor of a boundary [b, s, k]: flat uint8 where only some columns are
-        sent, else as the direction's codec has it.
+        """Returns dtype and shape of the wire tensor of a boundary of `shape`.
+
+        It is uint8 [bytes] if only some columns are sent, otherwise as DirectionCodec.wire_format says.
         """
         if self.columns:
             return "uint8", (self.bytes_of(shape, direction),)
@@ -100,7 +106,7 @@ class CodecSpec:
 
 
 def blocks_per_token(k: int) -> int:
-    """Returns ceil(k / BOUNDARY_BLOCK): the blocks that a token's `k` values make; each block has one scale."""
+    """Returns how many blocks, of one scale each, a token's `k` values make: ceil(k / BOUNDARY_BLOCK)."""
     return -(-k // BOUNDARY_BLOCK)
 
 
@@ -134,7 +140,7 @@ def _direction_codec(name: str) -> DirectionCodec:
 
 
 def _remedy(name: str) -> str:
-    """Returns the advice that ends the error for an unknown `name`: a known name that is near, if any, and all."""
+    """Returns the end of the error for an unknown `name`: a similar known name, if there is one, and all names."""
     close = difflib.get_close_matches(name[:64], DIRECTION_CODEC_NAMES, n=1)
     suggestion = f"did you mean {close[0]!r}? " if close else ""
     return (

@@ -35,7 +35,7 @@ PROTOCOL_CODES: Final[dict[str, str]] = {
 
 
 class AgoraError(Exception):
-    """The base of every error raised on purpose. `code` is a word for programs, str(error) a sentence for people."""
+    """Base of every error raised on purpose. `code` is a word for programs, str(error) a sentence for people."""
 
     code: ClassVar[str] = "error"
 
@@ -68,7 +68,7 @@ class ProtocolError(AgoraError):
         super().__init__(text)
         if code not in PROTOCOL_CODES:
             raise ValueError(f"{code!r} is not one of PROTOCOL_CODES")
-        self.__dict__["code"] = code  # the one error whose word is per instance; the class attribute stays a ClassVar
+        self.__dict__["code"] = code  # only this class has a code per instance; the class attribute stays a ClassVar
 
 
 class Refused(AgoraError):
@@ -78,12 +78,12 @@ class Refused(AgoraError):
 
 
 class Busy(Refused):
-    """The peer has no room for work now; asking again before `retry_after_ms` milliseconds is pointless."""
+    """The peer can take no more work now; asking again before `retry_after_ms` milliseconds is pointless."""
 
     code: ClassVar[str] = "busy"
 
     def __init__(self, text: str = "no seat free", retry_after_ms: int = 0) -> None:
-        """retry_after_ms: milliseconds before which asking the peer again is pointless."""
+        """retry_after_ms: milliseconds to wait before asking the peer again."""
         super().__init__(text)
         self.retry_after_ms = retry_after_ms
 
@@ -118,7 +118,7 @@ class Unavailable(AgoraError):
     code: ClassVar[str] = "unavailable"
 
     def __init__(self, stage: int, reasons: Sequence[str]) -> None:
-        """Makes the text of `stage` and `reasons`; without reasons it says that no live peer claims the stage."""
+        """reasons: why each peer could not; () if no live peer claims the stage, which the text then says."""
         self.stage = stage
         self.reasons = tuple(reasons)
         why = "; ".join(self.reasons) or "no live peer claims it"

@@ -1,4 +1,4 @@
-"""Classes whose annotated fields carry their bounds and their documentation; messages and records are such classes.
+"""Base class of messages and records, whose annotated fields carry their bounds and their documentation.
 
     class Pair(Structure):
         stage: int = int_field(0, 1023, doc="first stage to run")
@@ -27,10 +27,10 @@ MAX_UINT: Final = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a Structure.
+    """One field of a Structure; immutable.
 
-    words: its type as SPEC.md prints it. check: returns what is wrong with a value, or None. default: REQUIRED for
-    none. load, dump: convert its value from and to msgpack; None where nothing is to be converted.
+    words: its type as SPEC.md prints it. check: returns what is wrong with a value, or None. default: REQUIRED if there
+    is none. load, dump: convert a value from and to its msgpack form; None if both are the same.
     """
 
     words: str
@@ -42,7 +42,7 @@ class Field:
 
 
 def describe(value: object) -> str:
-    """Returns a stranger's value as text for an error message: short, and safe to print."""
+    """Returns any value that a peer or file has sent as text for an error message: short, and safe to print."""
     if isinstance(value, int) and value.bit_length() > 64:
         return "a huge integer"
     if isinstance(value, int | float | str | bytes) or value is None:
@@ -51,7 +51,7 @@ def describe(value: object) -> str:
 
 
 def int_field(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares an int, not a bool, from `low` to `high`."""
+    """Declares a field: an int, not a bool, from `low` to `high`."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not an int from `low` to `high` (a bool is not one); None if it is."""
@@ -63,7 +63,7 @@ def int_field(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") ->
 
 
 def float_field(low: float, high: float, *, optional: bool = False, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares a finite float from `low` to `high`, or None where `optional`; an int is refused."""
+    """Declares a field: a finite float from `low` to `high`, or None if `optional`; an int is refused."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not a finite float from `low` to `high`, nor None where `optional`; None if it is."""
@@ -77,7 +77,7 @@ def float_field(low: float, high: float, *, optional: bool = False, default: Any
 
 
 def bool_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares a bool."""
+    """Declares a field: a bool."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not True or False; None if it is."""
@@ -87,7 +87,7 @@ def bool_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
 
 
 def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares a text of at most `most` bytes of UTF-8; all of it must match `pattern`, where one is given."""
+    """Declares a field: a text of at most `most` bytes of UTF-8, all of which must match `pattern`, if given."""
     compiled = re.compile(pattern, re.ASCII) if pattern else None
 
     def find_problem(value: Any) -> str | None:
@@ -112,7 +112,7 @@ def _utf8_length(value: str) -> float:
 
 
 def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares bytes that have one of the `lengths`, or at most `most` bytes where `most` is given."""
+    """Declares a field: bytes of one of the `lengths`; or, if `most` is given, at most that many bytes."""
     words = " or ".join(map(str, lengths)) if most is None else f"<= {most}"
 
     def find_problem(value: Any) -> str | None:
@@ -126,7 +126,7 @@ def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED,
 
 
 def choice_field(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares a text that must be one of `words`."""
+    """Declares a field: a text that is one of `words`."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not one of `words`; None if it is."""
@@ -140,7 +140,7 @@ def choice_field(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
 
 
 def peer_id_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares the base58 peer id of an Ed25519 key."""
+    """Declares a field: the base58 peer id of an Ed25519 key."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not the base58 peer id of an Ed25519 key; None if it is."""
@@ -151,7 +151,7 @@ def peer_id_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
 
 
 def span_field(*, doc: str = "") -> Any:
-    """Declares a Span of at most MAX_SPAN_STAGES stages; on the wire it is [first, last]."""
+    """Declares a field: a Span of at most MAX_SPAN_STAGES stages; on the wire it is [first, last]."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not a Span of at most MAX_SPAN_STAGES stages; None if it is."""
@@ -160,7 +160,7 @@ def span_field(*, doc: str = "") -> Any:
         return None if len(value) <= MAX_SPAN_STAGES else f"is {value}; a span has at most {MAX_SPAN_STAGES} stages"
 
     def load(value: Any) -> Any:
-        """Returns [first, last] from the wire as a Span; anything else as it is, for the check to refuse."""
+        """Returns [first, last] from the wire as a Span; anything else unchanged, so that the check refuses it."""
         if isinstance(value, tuple) and len(value) == 2 and all(type(end) is int for end in value):
             try:
                 return Span(*value)
@@ -179,7 +179,7 @@ def span_field(*, doc: str = "") -> Any:
 
 
 def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") -> Any:
-    """Declares a tuple of at most `most` items, each of which passes the check of the field `item`."""
+    """Declares a field: a tuple of at most `most` items, each of which passes the check of the field `item`."""
     check_item: Check = item.check
 
     def find_problem(value: Any) -> str | None:
@@ -195,7 +195,7 @@ def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") 
 
 
 def tuple_field(*items: Any) -> Any:
-    """Declares a tuple with one value for each field of `items`, checked by it. Used as the item of a `list_field`."""
+    """Declares a tuple of one value for each field of `items`, checked by it; for use as the item of a list_field."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not a tuple whose values fit `items` one by one; None if it is."""
@@ -210,7 +210,7 @@ def tuple_field(*items: Any) -> Any:
 
 
 def addresses_field(*, doc: str = "") -> Any:
-    """Declares a tuple of at most MAX_ADDRESSES multiaddrs that each end in /p2p/PEER."""
+    """Declares a field: a tuple of at most MAX_ADDRESSES multiaddrs that each end in /p2p/PEER."""
 
     def find_problem(value: Any) -> str | None:
         """Returns why `value` is not one multiaddr that ends in /p2p/PEER; None if it is."""
@@ -238,9 +238,10 @@ def addresses_field(*, doc: str = "") -> Any:
     ),
 )
 class Structure:
-    """The base of messages and records: fields that convert to and from the map on the wire.
+    """Base of messages and records: an immutable object whose fields convert to and from the map on the wire.
 
-    Subclasses become frozen dataclasses. However one is made, each field is checked; ProtocolError for an invalid one.
+    Subclasses become frozen dataclasses. Every way to make an instance checks each field, and raises ProtocolError,
+    with the code ERROR, for an invalid one.
     """
 
     FIELDS: ClassVar[dict[str, Field]] = {}
@@ -261,7 +262,7 @@ class Structure:
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
-        """Raises ProtocolError for the first field that is invalid, then for what `find_problem` complains of."""
+        """Checks the instance: raises ProtocolError for the first invalid field, then for what find_problem returns."""
         values = self.__dict__
         for name, _, check in self._checks:
             if problem := check(values[name]):
@@ -270,11 +271,11 @@ class Structure:
             raise ProtocolError(self.ERROR, f"{type(self).__name__} {problem}.")
 
     def find_problem(self) -> str | None:
-        """Returns what is wrong between fields that are each valid, or None; always None unless overridden."""
+        """Returns why fields that are each valid do not fit together, or None; always None unless overridden."""
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns field names and plain values for the wire. Do not change the map: it may be the instance's own."""
+        """Returns the fields as plain values by name, for the wire. Do not change the map: it may be its own."""
         fields = self.__dict__
         if self._dumps:
             fields = dict(fields)
@@ -284,9 +285,9 @@ class Structure:
 
     @classmethod
     def from_fields(cls, fields: object) -> Self:
-        """Builds an instance from a map read from the wire.
+        """Returns the instance with these fields, a map read from the wire.
 
-        Raises ProtocolError when a field is missing, even one with a default, unknown or invalid.
+        Raises ProtocolError when a field is missing (even one with a default), unknown or invalid.
         """
         if not isinstance(fields, Mapping):
             raise ProtocolError(cls.ERROR, f"{cls.__name__} must be a map, not {describe(fields)}.")
@@ -304,7 +305,7 @@ class Structure:
 
 
 def _key_problem(cls: type[Structure], fields: Mapping[str, Any]) -> str:
-    """Returns the sentence that names the keys of a map that `cls` does not have, or else the fields that it lacks."""
+    """Returns the error's sentence: it names keys of the map that `cls` does not have; without any, missing fields."""
     unknown = sorted(describe(key) for key in fields.keys() - cls.FIELDS.keys())
     missing = sorted(cls.FIELDS.keys() - fields.keys())
     if unknown:

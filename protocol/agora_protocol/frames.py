@@ -1,4 +1,4 @@
-"""Encodes and decodes frames: 16 fixed bytes, a msgpack header, raw tensors. Knows the layout of bytes, no streams.
+"""Encodes and decodes frames: a prefix of 16 bytes, a msgpack header, raw tensors. Knows the byte layout, no streams.
 
 A reader takes 16 bytes and calls Prefix.parse, which checks every length. It takes the header and calls decode_header,
 which checks every tensor. It reads the payload into one buffer and calls slice_payload, which copies nothing.
@@ -32,7 +32,7 @@ _PREFIX: Final = struct.Struct("<BBHIII")
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The longest payload, header and answer's header that one connection accepts; Prefix.parse refuses more.
+    """Most bytes of payload, header and answer's header that a connection accepts; Prefix.parse refuses more.
 
     A run's manifest usually allows much smaller payloads.
     """
@@ -51,7 +51,7 @@ _HEADER_OPTIONAL: Final = frozenset({FrameType.GOODBYE})
 
 
 class Prefix(NamedTuple):
-    """The first 16 bytes of a frame: its type, its call's number, and the lengths of its header and payload."""
+    """The first 16 bytes of a frame: its type, its call's number, the lengths of header and payload. Immutable."""
 
     type: FrameType
     call: int
@@ -60,7 +60,7 @@ class Prefix(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes | bytearray | memoryview, limits: FrameLimits = DEFAULT_LIMITS) -> Prefix:
-        """Reads and checks the 16 bytes of `data`.
+        """Returns the checked prefix in `data`, 16 bytes.
 
         Raises ProtocolError: "bad-frame" for a malformed prefix, "too-large" for a length beyond the limits.
         """
@@ -75,7 +75,7 @@ class Prefix(NamedTuple):
         return cls(kind, call, header_bytes, payload_bytes)
 
     def to_bytes(self) -> bytes:
-        """Returns the 16 bytes as they go on the wire, unchecked."""
+        """Returns the 16 bytes for the wire; checks nothing."""
         return _PREFIX.pack(FRAME_MAGIC, self.type, 0, self.call, self.header_bytes, self.payload_bytes)
 
 
@@ -112,7 +112,7 @@ def encode_frame(
 ) -> list[bytes | memoryview]:
     """Returns the frame as buffers to write in order: prefix and header, then each tensor's data, which is not copied.
 
-    message: None makes a frame without header. Raises ProtocolError where a receiver would refuse the frame.
+    message: None makes a frame without header. Raises ProtocolError if a receiver would refuse the frame.
     """
     _check_call(type, call)
     header = b""
@@ -126,8 +126,9 @@ def encode_frame(
 
 
 def _check_message_fits(type: FrameType, message: Message, tensors: int) -> None:
-    """Raises ProtocolError: "bad-message" where frames of this type may not carry the message, "bad-tensor" where the
-    number of `tensors` is not what the message allows.
+    """Raises ProtocolError if a frame of this type may not carry the message, with this number of `tensors`.
+
+    Its code is "bad-message" for the type, "bad-tensor" for the number.
     """
     if type not in message.FRAMES:
         raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in {type.name} frames.")
@@ -163,7 +164,7 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
 
 
 def _read_specs(listed: Any) -> tuple[TensorSpec, ...]:
-    """Checks a header's list of [dtype, shape] and returns it as specs. Raises ProtocolError("bad-tensor")."""
+    """Returns a header's list of [dtype, shape] as checked specs. Raises ProtocolError("bad-tensor")."""
     if not isinstance(listed, tuple) or len(listed) > MAX_TENSORS:
         raise ProtocolError("bad-tensor", f"A header lists at most {MAX_TENSORS} tensors.")
     specs = []
@@ -175,7 +176,7 @@ def _read_specs(listed: Any) -> tuple[TensorSpec, ...]:
 
 
 def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:
-    """Returns the tensors of `specs` as views that lie one after the other in `payload`; nothing is copied.
+    """Returns the tensors of `specs`, which lie one after the other in `payload`, as views; copies nothing.
 
     Raises ProtocolError("bad-tensor") when the payload has more or fewer bytes than they need.
     """

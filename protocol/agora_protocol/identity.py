@@ -26,23 +26,26 @@ KEY_TYPES: Final = {0: "RSA", 1: "Ed25519", 2: "Secp256k1", 3: "ECDSA"}
 
 
 class Identity:
-    """A peer's private key and its peer id. Signs; never prints or pickles the secret."""
+    """A peer's private Ed25519 key and its peer id. It signs; it never prints or pickles the secret. Immutable."""
 
     __slots__ = ("_private", "peer")
 
     def __init__(self, private_key: bytes) -> None:
-        """private_key: the raw 32 bytes; the peer id follows from them."""
+        """private_key: the raw 32 bytes, from which the peer id is computed."""
         self._private: Final = Ed25519PrivateKey.from_private_bytes(private_key)
         self.peer: Final[PeerId] = peer_id_of(self._private.public_key().public_bytes_raw())
 
     @classmethod
     def generate(cls) -> Identity:
-        """Returns a new identity, in memory only."""
+        """Returns a new random identity, in memory only."""
         return cls(secrets.token_bytes(32))
 
     @classmethod
     def create(cls, path: Path) -> Identity:
-        """Returns a new identity, written to `path` with mode 0600. IdentityError if it exists or cannot be made."""
+        """Makes a new identity, writes it to `path` with mode 0600, and returns it.
+
+        Raises IdentityError if the file exists or cannot be written.
+        """
         identity = cls.generate()
         try:
             written = _write_new(Path(path), identity.key_file_bytes())
@@ -56,12 +59,18 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Reads a key file. IdentityError if it is missing, unreadable, open to others, damaged, or not of Ed25519."""
+        """Returns the identity in a key file.
+
+        Raises IdentityError if it is missing, unreadable, readable by other users, damaged, or not of Ed25519.
+        """
         return cls(_parse_key_file(_read_private_file(Path(path)), Path(path)))
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Reads the identity at `path`, or creates it there. Two processes that do this at once get the same one."""
+        """Returns the identity in the file `path`, which it creates if missing; raises IdentityError as these do.
+
+        Two processes that do this at the same time get the same identity.
+        """
         if not os.path.lexists(path):
             with contextlib.suppress(IdentityError):
                 return cls.create(path)
@@ -70,7 +79,7 @@ class Identity:
         return cls.load(path)
 
     def sign(self, message: bytes) -> bytes:
-        """Returns the 64-byte Ed25519 signature of `message`. Callers prepend a tag that says what is being signed."""
+        """Returns the 64-byte Ed25519 signature of `message`. Callers must prepend a tag for the kind of message."""
         return self._private.sign(message)
 
     def key_file_bytes(self) -> bytes:
@@ -106,7 +115,7 @@ def _verifier(public_key: bytes) -> Ed25519PublicKey:
 
 
 def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
-    """Tells whether `signature` is that of `peer` over `message`. False for malformed ids and signatures."""
+    """Returns whether `signature` is that of `peer` over `message`; False for malformed ids and signatures too."""
     key = key_in_peer_id(peer)
     if key is None or len(signature) != 64:
         return False
@@ -118,7 +127,7 @@ def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
 
 
 def _write_new(path: Path, data: bytes) -> bool:
-    """Writes a new file of mode 0600, completely or not at all, and its folders. Returns False when `path` exists."""
+    """Writes a new file of mode 0600, wholly or not at all, and makes missing folders; returns False if it exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -136,8 +145,9 @@ def _write_new(path: Path, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """Returns at most MAX_KEY_FILE_BYTES bytes of a file. Raises IdentityError if it is missing, unreadable, not a
-    regular file, or open to other users.
+    """Returns the first MAX_KEY_FILE_BYTES bytes of a file.
+
+    Raises IdentityError if it is missing, unreadable, no regular file, or accessible to other users.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -161,8 +171,9 @@ def _read_private_file(path: Path) -> bytes:
 
 
 def _parse_key_file(data: bytes, path: Path) -> bytes:
-    """Returns the raw private key in a key file's bytes. Raises IdentityError, which names `path`, for another form or
-    type of key, and where the private half does not give the public one.
+    """Returns the raw private key in a key file's bytes.
+
+    Raises IdentityError, which names `path`, for another form or type of key, and if the two halves do not match.
     """
     kind = KEY_TYPES.get(data[1]) if len(data) > 2 and data[0] == 0x08 else None
     if kind is not None and kind != "Ed25519":

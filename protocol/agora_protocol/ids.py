@@ -1,4 +1,4 @@
-"""The ids of peers, runs and microbatches, and spans of stages. Knows their form, not who or what they name.
+"""The ids of peers, runs and microbatches, and spans of stages. Knows their form, not what they name.
 
 A peer id is libp2p's: base58 of the identity multihash of the protobuf-wrapped Ed25519 public key, so the key itself
 can be read out of the id and no lookup is ever needed to check a signature.
@@ -31,7 +31,7 @@ _SPAN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """The consecutive stages that one peer holds; first and last are included."""
+    """The consecutive stages that one peer holds, `first` to `last`, both included. Immutable."""
 
     first: int
     last: int
@@ -49,7 +49,7 @@ class Span:
         return range(self.first, self.last + 1)
 
     def __contains__(self, stage: int) -> bool:
-        """Tells whether the stage lies in the span."""
+        """Returns whether the stage lies in the span."""
         return self.first <= stage <= self.last
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Reads a span such as "0-1" or "2". Raises InputError."""
+        """Returns the span that a text such as "0-1" or "2" names. Raises InputError for any other text."""
         match = _SPAN.match(text.strip())
         if match is None:
             raise InputError(f"{text[:40]!r} is no span of stages; write one stage as 2, or several as 0-1.")
@@ -70,14 +70,17 @@ class Span:
 
 
 def microbatch_id(session: bytes, counter: int) -> MicrobatchId:
-    """Returns a microbatch id: the 8 random bytes of the origin's `session`, then `counter` as 8 big-endian bytes."""
+    """Returns a microbatch id: the 8 random bytes of the origin's `session`, then `counter` as 8 big-endian bytes.
+
+    Raises ValueError for a session of another length.
+    """
     if len(session) != 8:
         raise ValueError("a session is 8 random bytes")
     return MicrobatchId(session + counter.to_bytes(8, "big"))
 
 
 def is_run_id(text: str) -> bool:
-    """Tells whether `text` has the form of a run id: 64 lower-case hex characters."""
+    """Returns whether `text` has the form of a run id: 64 lower-case hex characters."""
     return _RUN_ID.match(text) is not None
 
 
@@ -104,7 +107,7 @@ def key_in_peer_id(text: str) -> bytes | None:
 
 
 def is_peer_id(text: str) -> bool:
-    """Tells whether `text` is the peer id of an Ed25519 key."""
+    """Returns whether `text` is the peer id of an Ed25519 key."""
     return key_in_peer_id(text) is not None
 
 
@@ -125,8 +128,9 @@ _SECOND_WORDS: Final = tuple(_SECOND.split())
 
 
 def peer_name(peer: PeerId) -> str:
-    """Returns two words for people, such as "olive-heron", chosen by the SHA-256 of the peer id: the same everywhere,
-    but not unique (there are 4096).
+    """Returns two words for people, such as "olive-heron", chosen by the SHA-256 of the peer id.
+
+    They are the same everywhere, but not unique: there are 4096 pairs.
     """
     digest = hashlib.sha256(peer.encode()).digest()
     return f"{_FIRST_WORDS[digest[0] % len(_FIRST_WORDS)]}-{_SECOND_WORDS[digest[1] % len(_SECOND_WORDS)]}"

@@ -1,4 +1,4 @@
-"""Invites: the text that one person sends another so that they can join a run. Knows the form, nothing of networks.
+"""Invites: texts that one person sends to another, who can join a run by it. Knows the form, nothing of networks.
 
     agora://RUN/NAME@ADDRESS,ADDRESS
 
@@ -26,7 +26,7 @@ _ADVICE: Final = "copy the whole line that `agora-node join` printed."
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """A run's id, its name for people, and 1 to MAX_ADDRESSES addresses of peers that were in it."""
+    """A run's id, its name for people, and 1 to MAX_ADDRESSES addresses of peers that were in it. Immutable."""
 
     run: RunId
     addresses: tuple[str, ...]
@@ -50,7 +50,7 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Invite:
-        """Reads an invite; spaces around it are ignored. Raises InputError, which says what is wrong."""
+        """Returns the invite in a text; spaces around it are ignored. Raises InputError, which says what is wrong."""
         text = text.strip()
         if not text.startswith(SCHEME) or len(text) > MAX_INVITE_BYTES:
             raise InputError(f"An invite begins with {SCHEME} and has at most {MAX_INVITE_BYTES} characters; {_ADVICE}")

@@ -37,7 +37,7 @@ MAX_INVITE_BYTES: Final = 8192
 MAX_RECORD_BYTES: Final = 20_480
 MAX_RECORD_LIFETIME_S: Final = 600
 CLOCK_TOLERANCE_S: Final = 60
-MAX_KEY_RECORDS: Final = 64  # under one key: those of the peers with the least hashes
+MAX_KEY_RECORDS: Final = 64  # under one key: those of the peers with the smallest hashes
 MAX_SHARD_BITS: Final = 16
 RECENT_STEPS: Final = 16
 
@@ -52,8 +52,8 @@ MAX_KEY_FILE_BYTES: Final = 4096
 MAX_STAGES: Final = 1024
 MAX_SPAN_STAGES: Final = 256
 MAX_REFERENCES: Final = 256  # log-probabilities in one message: rows of a microbatch of preference pairs
-MAX_EPOCH_STATE: Final = 1024  # integers with which origins say what is done of the epochs
-MAX_METRICS: Final = 8  # sums that an answer reports beside the loss
+MAX_EPOCH_STATE: Final = 1024  # integers with which an origin sends its state of the epochs
+MAX_METRICS: Final = 8  # sums that an answer reports in addition to the loss
 BOUNDARY_BLOCK: Final = 64  # values of a token in a quantised boundary that share one scale
 
 # Averaging and state
@@ -67,7 +67,7 @@ STATE_CHUNK_BYTES: Final = 4_194_304
 MAX_BASE_TENSORS: Final = 16_384  # in a tensor list
 MAX_TENSOR_LIST_BYTES: Final = 16_777_216
 
-# msgpack, whoever it comes from
+# msgpack, from any source
 MAX_DEPTH: Final = 16
 MAX_ARRAY_ITEMS: Final = 1024
 MAX_MAP_ITEMS: Final = 64

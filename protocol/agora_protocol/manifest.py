@@ -74,7 +74,10 @@ SIGNED_VERSION: Final = 1
 
 
 class Manifest(Section):
-    """Everything that the peers of a run agree on, checked when made of values. Unsigned while `founder` is empty."""
+    """Everything that the peers of a run agree on; immutable, and checked when it is made from values.
+
+    `founder` is empty until it is signed.
+    """
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="a name for people")
     seed: int = Field(
@@ -95,8 +98,9 @@ class Manifest(Section):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, values: Any) -> Any:
-        """Pydantic calls this first: returns lists as tuples, which strict sections need, and -0.0 as 0.0, so that
-        equal manifests have equal canonical bytes.
+        """Pydantic calls this first: returns the values with lists as tuples, which strict sections need.
+
+        Also with -0.0 as 0.0, so that equal manifests have equal canonical bytes.
         """
         return _normalised(values)
 
@@ -114,7 +118,10 @@ class Manifest(Section):
 
     @classmethod
     def from_values(cls, values: dict[str, Any], source: str) -> Manifest:
-        """Returns the manifest of plain values, defaults for the rest. Raises ManifestError, begun with `source`."""
+        """Returns the manifest of plain values, by section and key, with defaults for the rest.
+
+        Raises ManifestError, whose text begins with `source`.
+        """
         try:
             return cls.model_validate(values, context={"source": source})
         except ValidationError as error:
@@ -122,13 +129,13 @@ class Manifest(Section):
 
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> Manifest:
-        """Returns the manifest of a file's text, without looking at its [signed] table. Raises ManifestError."""
+        """Returns the manifest in a file's text, and ignores its [signed] table. Raises ManifestError."""
         values = _parse_toml(text, source)
         values.pop("signed", None)
         return cls.from_values(values, source)
 
     def to_toml(self) -> str:
-        """Returns the text of a commented file; reading it gives an equal manifest."""
+        """Returns the manifest as the text of a commented TOML file; from_toml of it gives an equal manifest."""
         return manifest_toml.manifest_text(self)
 
     def replaced(self, **overrides: Any) -> Manifest:
@@ -136,23 +143,21 @@ class Manifest(Section):
         return Manifest.from_values(_with_changes(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:
-        """Returns deterministic msgpack of every field, which is hashed and signed: keys sorted, floats as float64."""
+        """Returns the bytes that are hashed and signed: msgpack of every field, keys sorted, floats as float64."""
         return pack_canonical(self.model_dump())
 
     @property
     def run_id(self) -> RunId:
-        """Returns the SHA-256 of RUN_TAG and the canonical bytes: 64 hex characters that change with any field."""
+        """The SHA-256 of RUN_TAG and the canonical bytes: 64 hex characters, which change with any field."""
         return RunId(hashlib.sha256(RUN_TAG + self.canonical()).hexdigest())
 
     @property
     def stage_count(self) -> int:
-        """Returns how many stages the model is cut into."""
+        """Number of stages that the model is cut into."""
         return self.stages.count
 
     def layers_of(self, stage: int) -> range:
-        """Returns the layers of a stage, cut by first_layers, or evenly if empty. Raises ValueError for an unknown
-        stage.
-        """
+        """Returns the layers of a stage: cut by first_layers, evenly if that is empty. Raises ValueError if unknown."""
         count, layers = self.stages.count, self.model.layers
         if not 0 <= stage < count:
             raise ValueError(f"stage {stage} is not one of {count}")
@@ -160,60 +165,61 @@ class Manifest(Section):
         return range(cuts[stage], cuts[stage + 1] if stage + 1 < count else layers)
 
     def layers_in(self, span: Span) -> range:
-        """Returns the layers of all stages of a span."""
+        """Returns the layers of all stages of a span, as one range."""
         return range(self.layers_of(span.first).start, self.layers_of(span.last).stop)
 
     @property
     def exact_steps(self) -> int:
-        """Returns how many first steps are along the mean gradient of all replicas: ALL_STEPS in synchronous runs."""
+        """Number of initial steps along the mean gradient of all replicas: ALL_STEPS in synchronous runs."""
         return ALL_STEPS if self.schedule.kind == "synchronous" else self.averaging.exact_steps
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Returns the supervised tokens of one microbatch, b x s."""
+        """Number of tokens of one microbatch, b x s; without samples, all of them are supervised."""
         return self.schedule.microbatch * self.model.context
 
     @property
     def quota_tokens(self) -> int:
-        """Returns the tokens whose multiples steps and shares of them hold: those of a microbatch, for sft 1.
+        """Number of tokens in whose multiples steps and shares of steps are counted: those of a microbatch; 1 for sft.
 
-        Each microbatch of sft has another number of supervised tokens.
+        Microbatches of sft differ in their number of supervised tokens.
         """
         return 1 if self.objective.kind == "sft" else self.tokens_per_microbatch
 
     @property
     def has_marks(self) -> bool:
-        """Returns whether tokens travel with marks: which are learnt, and where sequences begin. So for samples."""
+        """Whether tokens are sent with marks, which say what is learnt and where sequences begin: True for samples."""
         return self.objective.kind != "lm"
 
     def tokens_shape(self) -> tuple[int, ...]:
-        """Returns the shape in which a microbatch's tokens travel: [b, s + 1], with marks [2, b, s + 1]."""
+        """Returns the shape in which a microbatch's tokens are sent: [b, s + 1], with marks [2, b, s + 1]."""
         shape = self.schedule.microbatch, self.model.context + 1
         return (2, *shape) if self.has_marks else shape
 
     def boundary_shape(self) -> tuple[int, int, int]:
-        """Returns (b, s, k) of every boundary: sequences, positions, values of each token."""
+        """Returns the shape (b, s, k) of every boundary: sequences, positions, values of each token."""
         return self.schedule.microbatch, self.model.context, self.model.boundary_width
 
     @property
     def max_payload_bytes(self) -> int:
-        """Returns the largest payload of a frame in this run, in bytes.
+        """Bytes of the largest payload of a frame in this run.
 
-        The larger of: a boundary in its larger direction with its tokens, 4 bytes each; STATE_CHUNK_BYTES.
+        It is the larger of STATE_CHUNK_BYTES and a boundary, in its larger direction, with its tokens of 4 bytes each.
         """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
         return max(STATE_CHUNK_BYTES, boundary + 4 * math.prod(self.tokens_shape()))
 
     def admits(self, peer: PeerId) -> bool:
-        """Returns whether `peer` may take part: anyone in mode open, else the founder and the listed peers."""
+        """Returns whether `peer` may take part: any peer in mode open, only founder and listed peers in mode listed."""
         return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
 
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """A manifest and its founder's signature over its canonical bytes. `sign` makes one, `verify` checks it; the
-    readers (from_bytes, from_toml) refuse one whose signature does not verify.
+    """A manifest and its founder's signature over its canonical bytes. Immutable.
+
+    `sign` makes one, `verify` checks it. from_bytes and from_toml raise for a signature that does not verify.
     """
 
     manifest: Manifest
@@ -221,24 +227,22 @@ class SignedManifest:
 
     @property
     def founder(self) -> PeerId:
-        """Returns the peer that signed."""
+        """The peer that signed."""
         return PeerId(self.manifest.founder)
 
     @property
     def run_id(self) -> RunId:
-        """Returns the id of the run that this manifest describes."""
+        """The id of the run that this manifest describes."""
         return self.manifest.run_id
 
     @classmethod
     def sign(cls, manifest: Manifest, identity: Identity) -> SignedManifest:
-        """Makes a signed manifest: a copy of `manifest` with `identity` as founder, which changes the run id, and its
-        signature by `identity`.
-        """
+        """Returns a copy of `manifest` with `identity` as founder, which changes the run id, and signed by it."""
         founded = manifest.model_copy(update={"founder": identity.peer})
         return cls(founded, identity.sign(SIGNATURE_TAG + founded.canonical()))
 
     def verify(self, run: RunId | None = None) -> None:
-        """Raises ManifestError unless the founder signed exactly this manifest, and it is of `run` if one is given."""
+        """Raises ManifestError unless the founder has signed exactly this manifest and, if given, its id is `run`."""
         if not verify(self.founder, SIGNATURE_TAG + self.manifest.canonical(), self.signature):
             raise ManifestError(
                 "The manifest's signature is not its founder's, so somebody changed it; "
@@ -250,13 +254,15 @@ class SignedManifest:
             )
 
     def to_bytes(self) -> bytes:
-        """Returns msgpack [1, canonical bytes, signature], as ManifestAnswer carries it."""
+        """Returns the msgpack [1, canonical bytes, signature] that ManifestAnswer carries."""
         return pack((SIGNED_VERSION, self.manifest.canonical(), self.signature))
 
     @classmethod
     def from_bytes(cls, data: bytes, run: RunId | None = None) -> SignedManifest:
-        """Reads and verifies what a peer sent. Raises ManifestError, also when the bytes are not in canonical form, and
-        when the manifest is not of `run` where one is given.
+        """Returns the verified manifest in the bytes that a peer has sent.
+
+        Raises ManifestError if they are malformed or not in canonical form, if the signature is wrong, or if the
+        manifest is not of `run`, where that is given.
         """
         try:
             parts = unpack(data, MAX_MANIFEST_BYTES)
@@ -274,13 +280,14 @@ class SignedManifest:
         return signed
 
     def to_toml(self) -> str:
-        """Returns the text of a commented file with a [signed] table at its end."""
+        """Returns the manifest as the text of a commented TOML file with a [signed] table at its end."""
         return self.manifest.to_toml() + manifest_toml.signed_table(self.run_id, self.signature)
 
     @classmethod
     def from_toml(cls, text: str, source: str = "manifest") -> SignedManifest:
-        """Reads the text of a manifest file and verifies the signature in its [signed] table; the `run` there is not
-        compared. Raises ManifestError, also without such a table.
+        """Returns the manifest in a file's text, verified by the signature in its [signed] table.
+
+        Raises ManifestError, also without such a table. The `run` in that table is not compared.
         """
         table = _parse_toml(text, source).get("signed")
         if not isinstance(table, dict) or set(table) - {"run", "signature"} or "signature" not in table:
@@ -310,12 +317,12 @@ def _parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def _source_of(info: ValidationInfo) -> str:
-    """Returns the `source` that from_values was given, with which errors begin; "manifest" without one."""
+    """Returns the `source` that from_values got, which begins the texts of errors; "manifest" without one."""
     return str((info.context or {}).get("source", "manifest"))
 
 
 def _normalised(values: Any) -> Any:
-    """Returns plain values, at any depth, with lists as tuples and -0.0 as 0.0."""
+    """Returns a copy of plain values with, at any depth, lists as tuples and -0.0 as 0.0."""
     if isinstance(values, dict):
         return {key: _normalised(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
@@ -324,7 +331,7 @@ def _normalised(values: Any) -> Any:
 
 
 def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a manifest's values with changes: tables key by key, [model] as its family has it, others replaced."""
+    """Returns a copy of a manifest's values with changes: tables key by key, [model] by its family, others replaced."""
     changed = values | changes
     for name in values.keys() & changes.keys():
         if isinstance(values[name], dict) and isinstance(changes[name], dict):

@@ -38,39 +38,39 @@ class ModelSection(Section, abc.ABC):
     @property
     @abc.abstractmethod
     def boundary_width(self) -> int:
-        """Returns how many values of each token a boundary carries."""
+        """Number of values of each token that a boundary carries."""
 
     @property
     def can_learn_samples(self) -> bool:
-        """Returns whether the objectives sft and dpo can train it; the base returns False."""
+        """Whether the objectives sft and dpo can train it; False unless overridden."""
         return False
 
     @property
     def has_reference(self) -> bool:
-        """Returns whether the model as it began stays at hand, as dpo needs it; the base returns False."""
+        """Whether training keeps the initial model as a reference, which dpo needs; False unless overridden."""
         return False
 
     @property
     def dropout(self) -> float:
-        """Returns the share of values that training drops at random; the base returns 0."""
+        """Share of values that training drops at random; 0 unless overridden."""
         return 0.0
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns the changes to [model] that make boundaries carry the whole residual stream; the base returns {}."""
+        """Returns the changes to [model] that make boundaries carry the whole residual stream; {} unless overridden."""
         return {}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence with remedy when values do not fit together, or None; the base returns None."""
+        """Returns an error sentence with its remedy if values do not fit together; None if they do, or by default."""
         return None
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns a [model] table's values and the defaults that depend on others; the base adds none."""
+        """Returns a [model] table's values plus the defaults that depend on other values; none unless overridden."""
         return values
 
     @classmethod
     def with_changes(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        """Returns a [model] table's values with some changed; families also change what follows from them."""
+        """Returns a [model] table's values with changes; families also change values that depend on these."""
         return values | changes
 
 
@@ -104,23 +104,23 @@ class SubspaceSection(ModelSection):
 
     @property
     def embedding_is_fixed(self) -> bool:
-        """Returns whether every token has a fixed row beside its learnt one.
+        """Whether every token has a fixed embedding row in addition to its learnt one.
 
-        So it is if `embedding` is fixed, or auto with subspace < width.
+        True if `embedding` is "fixed", or if it is "auto" and subspace < width.
         """
         return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
 
     @property
     def boundary_width(self) -> int:
-        """Returns `subspace`: a boundary carries that many coordinates of each token."""
+        """`subspace`: a boundary carries that many coordinates of each token."""
         return self.subspace
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns the changed fields with which a boundary carries all columns: `subspace` = `width`."""
+        """Returns the changes to [model] with which a boundary carries the whole width: {"subspace": width}."""
         return {"subspace": self.width}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence when heads, subspace or embedding do not fit the width, else None."""
+        """Returns an error sentence if heads, subspace or embedding do not fit the width, otherwise None."""
         return self._check_heads() or self._check_subspace()
 
     @classmethod
@@ -139,7 +139,7 @@ class SubspaceSection(ModelSection):
         return changed
 
     def _check_heads(self) -> str | None:
-        """Returns an error sentence unless heads divides width into even sizes, and key_value_heads divides heads."""
+        """Returns an error sentence unless heads divide width into even sizes, and key_value_heads divide heads."""
         if self.width % self.heads:
             return (
                 f"[model] width {self.width} is not divisible by heads {self.heads}; "
@@ -160,7 +160,7 @@ class SubspaceSection(ModelSection):
         return None
 
     def _check_subspace(self) -> str | None:
-        """Returns an error sentence when `subspace` exceeds `width`, or is less while the embedding is learnt."""
+        """Returns an error sentence if `subspace` exceeds `width`, or is less while the embedding is learnt."""
         if self.subspace > self.width:
             return f"[model] subspace {self.subspace} is more than width {self.width}; remove it, or set it to less."
         if self.subspace < self.width and not self.embedding_is_fixed:
@@ -191,7 +191,7 @@ class HfSection(ModelSection):
         default="", description="SHA-256 of their tensor list; empty: peers without the files cannot fetch them"
     )
     trained: Literal["all", "lora"] = Field(
-        default="all", description="all parameters, or lora: small matrices beside frozen ones, which stay as they are"
+        default="all", description="all parameters, or lora: small matrices added to frozen ones, which stay as they are"
     )
     frozen_as: Literal["float32", "bf16", "nf4"] = Field(
         default="bf16", description="how lora keeps the frozen weights; nf4 is 4 bits, with double quantisation"
@@ -206,27 +206,27 @@ class HfSection(ModelSection):
 
     @property
     def boundary_width(self) -> int:
-        """Returns `width`: a boundary carries the whole residual stream."""
+        """`width`: a boundary carries the whole residual stream."""
         return self.width
 
     @property
     def can_learn_samples(self) -> bool:
-        """Returns True: attention can be kept inside each sample of a row."""
+        """True: attention can be limited to each sample of a row."""
         return True
 
     @property
     def has_reference(self) -> bool:
-        """Returns whether lora is trained: without it, the model is as it began."""
+        """Whether lora is trained: without its matrices, the model is the initial one."""
         return self.trained == "lora"
 
     @property
     def dropout(self) -> float:
-        """Returns that of lora; the base model's own is off."""
+        """lora_dropout if lora is trained, otherwise 0; the base model's own dropout is off."""
         return self.lora_dropout if self.trained == "lora" else 0.0
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values with the canonical text of `config`, and its sizes where they are not given."""
+        """Returns the values with `config` in canonical form, and its sizes where they are not given."""
         try:
             config = parse_config(values["config"])
             sizes = sizes_in(config)
@@ -236,11 +236,11 @@ class HfSection(ModelSection):
         return {**known, **values, "config": canonical_config(config)}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence when config or weights are missing or malformed, or do not fit the sizes."""
+        """Returns an error sentence if config or weights are missing or malformed, or do not fit the sizes."""
         return self._check_config() or self._check_weights()
 
     def _check_config(self) -> str | None:
-        """Returns an error sentence unless `config` is of a known model of these sizes, with room for `context`."""
+        """Returns an error sentence unless `config` is of a known model of these sizes, with `context` positions."""
         if not self.config:
             return f"[model] has no config, so there is no base model; {WRITE_ANEW}."
         try:
@@ -261,8 +261,8 @@ class HfSection(ModelSection):
     def _check_weights(self) -> str | None:
         """Returns an error sentence unless `weights` has distinct plain names of safetensors files, each with a hash.
 
-        Also for a `tensors_hash` that is no hash. A name is no path, so a manifest cannot make a machine read files
-        elsewhere.
+        Also for a `tensors_hash` that is no hash. Names must not be paths, so that a manifest cannot make a machine
+        read files in other folders.
         """
         if not self.weights:
             return f"[model] weights names no file; {WRITE_ANEW}."
@@ -289,8 +289,8 @@ def link_subspace(width: int) -> int:
 def read_model_section(values: Any, source: str) -> Any:
     """Returns the values of a [model] table as the section of the family that they name.
 
-    What is no table is returned unchanged, for the manifest's own check. Raises ManifestError, which begins with
-    `source`, for an unknown family and for wrong values.
+    Values that are no table are returned unchanged, so that the manifest's own check refuses them. Raises
+    ManifestError, which begins with `source`, for an unknown family and for wrong values.
     """
     if not isinstance(values, dict):
         return values
@@ -307,9 +307,10 @@ def read_model_section(values: Any, source: str) -> Any:
 
 
 def model_with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the [model] table `values` with `changes` by the family's own with_changes; dependent values follow.
+    """Returns the [model] table `values` with `changes`, and with changes of values that depend on them.
 
-    For example the subspace follows the width. Returns `changes` alone for another family, or an unknown one.
+    For example the subspace follows the width. If the changes name another family, or an unknown one, returns
+    `changes` alone.
     """
     section = _section_of(values | changes)
     if section is None or section is not _section_of(values):

@@ -29,18 +29,19 @@ SIGNING_BYTES: Final = 128
 
 
 def nearest_multiple(value: int, of: int) -> int:
-    """Returns the multiple of `of` closest to `value`, at least `of` itself."""
+    """Returns the multiple of `of` that is closest to `value`, at least `of` itself."""
     return max(round(value / of), 1) * of
 
 
 def _check_model(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless the values of [model] fit together, as its family judges."""
+    """Returns an error sentence unless the values of [model] fit together by its family's rules."""
     return manifest.model.check_values()
 
 
 def _check_stages(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless every stage has a layer; first_layers, if given, must be `count` rising layers,
-    the first of them 0.
+    """Returns an error sentence unless every stage has a layer.
+
+    first_layers, if given, must be `count` rising layers, the first of them 0.
     """
     count, cuts, layers = manifest.stages.count, manifest.stages.first_layers, manifest.model.layers
     if layers < count:
@@ -207,7 +208,7 @@ def check_rules(manifest: Manifest, source: str) -> None:
 def explain_error(error: ValidationError, section: type[BaseModel], source: str, within: str = "") -> ManifestError:
     """Returns pydantic's first complaint as a ManifestError: one sentence that names section, key, value and remedy.
 
-    section: what was validated; within: its name in the manifest, empty for the manifest itself.
+    section: the class that was validated. within: its name in the manifest; empty for the manifest itself.
     """
     first = error.errors(include_url=False)[0]
     path = first["loc"]
@@ -230,7 +231,7 @@ def _key_text(path: Sequence[str | int]) -> str:
 
 
 def _complaint_text(first: Mapping[str, Any]) -> str:
-    """Returns what pydantic says is wrong with a value, in words of a manifest file."""
+    """Returns pydantic's reason why a value is wrong, in the words of a manifest file."""
     limits = first.get("ctx", {})
     match first["type"]:
         case "model_type" | "model_attributes_type":
@@ -258,7 +259,7 @@ def _fields_beside(path: Sequence[str | int], section: type[BaseModel]) -> Mappi
 
 
 def _default_text(path: Sequence[str | int], section: type[BaseModel]) -> str | None:
-    """Returns the default of the field at `path` as TOML writes it; None where there is none."""
+    """Returns the default of the field at `path` in TOML; None if it has none."""
     keys = [part for part in path if isinstance(part, str)]
     field = _fields_beside(path, section).get(keys[-1]) if keys else None
     default = field.default if field else None
@@ -266,7 +267,7 @@ def _default_text(path: Sequence[str | int], section: type[BaseModel]) -> str | 
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns the remedy for an unknown word: the nearest known one, or all of them where none is near."""
+    """Returns the remedy for an unknown word, as the end of a sentence: the nearest known word; all if none is near."""
     names = list(known)
     close = difflib.get_close_matches(word[:64], names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}."

@@ -1,4 +1,4 @@
-"""The sections of a manifest but [model]: every field with its type, bounds, default and one line of documentation.
+"""The sections of a manifest except [model]: every field with its type, bounds, default and one line of documentation.
 
 The field descriptions become the comments of a manifest file. Knows: single values. Must not know: rules between them
 (manifest_rules), reading and writing (manifest), models (manifest_model).
@@ -19,7 +19,7 @@ PathText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, nothing beyond the declared fields, no silent conversions, no NaN."""
+    """Base of all sections: immutable; refuses undeclared fields, values that need conversion, and NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -133,7 +133,7 @@ class AveragingSection(Section):
 
 
 class CheckpointSection(Section):
-    """What lasts on the disks of those who take part."""
+    """Which checkpoints peers keep on their disks."""
 
     every: int = Field(default=100, ge=1, le=10**6, description="optimizer steps between two checkpoints of a stage")
     keep: int = Field(default=3, ge=1, le=1000, description="checkpoints of a stage that a peer keeps")

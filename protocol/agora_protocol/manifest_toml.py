@@ -1,4 +1,4 @@
-"""Writes a manifest as a file that a person can edit: every key with the line that documents it. Reads nothing."""
+"""Makes the text of a manifest file that people can edit: every key with a line that documents it. Reads nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _key_line(name: str, value: Any, field: FieldInfo) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns the TOML of a text, a number, a bool or a tuple of them. Of a tuple of tuples, each has its own line."""
+    """Returns the TOML of a text, a number, a bool or a tuple of these; a tuple of tuples has a line for each."""
     if isinstance(value, tuple):
         if value and isinstance(value[0], tuple):
             return "[\n" + "".join(f"    {toml_value(item)},\n" for item in value) + "]"
@@ -60,7 +60,7 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_text(value: str) -> str:
-    """Returns a TOML string: literal, in single quotes, if it has double quotes; else as in JSON, with DEL escaped."""
+    """Returns a TOML string: in single quotes if it has double quotes; otherwise as in JSON, with DEL escaped."""
     if '"' in value and "'" not in value and value.isprintable():
         return f"'{value}'"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

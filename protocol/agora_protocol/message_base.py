@@ -1,4 +1,4 @@
-"""What every message has: a number, the frames that may carry it, how many tensors come with it.
+"""The base of every message: its number, the frames that may carry it, how many tensors come with it.
 
 Knows: frame types. Must not know: which messages there are.
 """
@@ -24,10 +24,10 @@ class FrameType(IntEnum):
 
 
 class Message(Structure):
-    """The base of all messages.
+    """Base of all messages.
 
-    KIND: the message's number on the wire. FRAMES: the frame types that may carry it. TENSORS: the fewest and the most
-    tensors that come with it.
+    KIND: the message's number on the wire. FRAMES: the frame types that may carry it. TENSORS: the least and the
+    greatest number of tensors that come with it.
     """
 
     KIND: ClassVar[int] = 0
@@ -37,7 +37,7 @@ class Message(Structure):
     def __init_subclass__(
         cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
     ) -> None:
-        """Registers the message under number `kind` with its FRAMES and TENSORS. Raises TypeError for a taken kind."""
+        """Registers the subclass in KINDS under number `kind`; sets FRAMES and TENSORS. TypeError for a taken kind."""
         super().__init_subclass__(**rest)
         if kind in KINDS:
             raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")

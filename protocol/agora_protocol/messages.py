@@ -1,4 +1,4 @@
-"""Every message that peers send each other: its fields, their bounds, its frame types, and the tensors it brings.
+"""Every message that peers send each other: its fields, their bounds, its frame types, and its tensors.
 
 Knows what a message must be; not how frames carry it, nor what a receiver does. SPEC.md sections 9 and 10.
 """
@@ -95,13 +95,14 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
         0,
         MAX_UINT,
         default=0,
-        doc="in synchronous runs, the optimizer step that it belongs to; a stage waits until it has taken so many",
+        doc="in synchronous runs, the optimizer step that it belongs to; a stage waits until it has taken that many",
     )
     references: tuple[float, ...] = list_field(
         float_field(-1e30, 0.0),
         MAX_REFERENCES,
         default=(),
-        doc="dpo: for each row, what the answer to a reference request said of it; none in other runs and requests",
+        doc="dpo: for each row, the log-probability from the answer to a reference request; none in other runs and "
+        "requests",
     )
 
 
@@ -172,7 +173,7 @@ class GetManifest(Message, kind=8, frames=(FrameType.REQUEST,)):
 
 
 class ManifestAnswer(Message, kind=9, frames=(FrameType.ANSWER,)):
-    """Answers GetManifest. Whoever receives it must check hash and signature."""
+    """Answers GetManifest. The receiver must check hash and signature."""
 
     manifest: bytes = bytes_field(most=MAX_MANIFEST_BYTES, doc="the signed manifest, as in section 3")
 
@@ -190,7 +191,7 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list field of replicas.
+    """Declares a list field of replicas, documented by `doc`.
 
     Each is [replica, step, open_step, tokens, tokens_counted, agreed, lineage, start_step, age_ms].
     """
@@ -239,7 +240,7 @@ _WHAT: Final = ("gradient", "slice")
 
 
 class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
-    """Brings the sender's values of one part of a round to the part's owner. Answered by Averaged.
+    """Sends the sender's values of one part of a round to the part's owner. Answered by Averaged.
 
     Tensors: the part as `wire` says: float32 [n]; bf16 [n]; of int8 levels, int8 [n], and exponents, int8 [blocks]; of
     normal2 to normal4 scales, uint8 [1 + blocks], and packed levels, uint8. A block has QUANTISER_BLOCK elements.
@@ -371,7 +372,10 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
 
 
 def message_from_fields(kind: object, fields: object) -> Message:
-    """Returns the message of that kind with those fields, as read from msgpack. Raises ProtocolError("bad-message")."""
+    """Returns the message of number `kind` with these fields, as read from msgpack.
+
+    Raises ProtocolError("bad-message") for an unknown kind or wrong fields.
+    """
     known = KINDS.get(kind) if type(kind) is int else None
     if known is None:
         raise ProtocolError("bad-message", f"{describe(kind)} is not the kind of any message.")

@@ -1,4 +1,4 @@
-"""Writes msgpack in one form, and reads a stranger's msgpack with every length and depth bounded beforehand.
+"""Writes msgpack in one form, and reads msgpack from any peer with every length and depth bounded beforehand.
 
 Knows msgpack; not what the values mean. Equal values in equal order give equal bytes: shortest integers, float64 for
 every float, str for text, bin for bytes. `pack_canonical` also sorts the keys of every map.
@@ -24,12 +24,12 @@ def pack(value: object) -> bytes:
 
 
 def pack_canonical(value: Any) -> bytes:
-    """Returns the msgpack of `value` that is hashed and signed: the keys of every map are in order of their bytes."""
+    """Returns the msgpack of `value` with the keys of every map sorted by their bytes; for hashes and signatures."""
     return pack(_sort_keys(value))
 
 
 def _sort_keys(value: Any) -> Any:
-    """Returns `value` with the keys of every map in it sorted."""
+    """Returns a copy of `value` in which the keys of every map are sorted."""
     if isinstance(value, dict):
         return {key: _sort_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list | tuple):
@@ -45,11 +45,12 @@ def unpack(
     most_items: int = MAX_ARRAY_ITEMS,
     most_values: int = MAX_VALUES,
 ) -> Any:
-    """Returns the value in `data`; arrays become tuples. Raises ProtocolError(code), "too-large" beyond `most` bytes.
+    """Returns the value in `data`, with arrays as tuples.
 
-    Before anything is built, it bounds the size, the nesting depth, the number of values, and the length of every
-    array, map, text and bytes. Neither a false length nor a million tiny values cost anything. Map keys must be texts,
-    and no key may appear twice. most_items: in one array. most_values: keys and values in all.
+    Raises ProtocolError with `code` for malformed bytes, with "too-large" for more than `most` bytes. Before anything
+    is built, it bounds the size, the nesting depth, the number of values, and the length of every array, map, text and
+    bytes; so neither a false length nor a million tiny values cost much. Map keys must be texts, and no key may appear
+    twice. most_items: items of one array. most_values: keys and values in all.
     """
     if len(data) > most:
         raise ProtocolError("too-large", f"{len(data)} bytes of msgpack where at most {most} are allowed.")
@@ -72,7 +73,7 @@ def unpack(
 
 
 def is_version(value: object, version: int) -> bool:
-    """Tells whether `value` is exactly this integer. In Python True and 1.0 equal 1; here they do not count."""
+    """Returns whether `value` is exactly this integer: True and 1.0, which equal 1 in Python, are not."""
     return type(value) is int and value == version
 
 
@@ -97,9 +98,9 @@ def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_structure(data: bytes, code: str, most_values: int) -> None:
     """Raises ProtocolError(code) for nesting deeper than MAX_DEPTH and for more than `most_values` values.
 
-    This comes before msgpack's own reader, which allows 1024 levels and could reserve an array for each. Both need many
-    bytes that open a container. A fast count shows that honest headers have few; only where there are many are the
-    tokens walked, and that walk is bounded too.
+    It runs before msgpack's own reader, which allows 1024 levels and could reserve an array for each. Both problems
+    need many bytes that open a container. Honest headers have few, which a fast count shows; only if there are many are
+    the tokens walked, and that walk is bounded too.
     """
     if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (
         problem := _find_structure_problem(data, most_values)
@@ -108,8 +109,10 @@ def _check_structure(data: bytes, code: str, most_values: int) -> None:
 
 
 def _token_sizes() -> tuple[tuple[int, int, int], ...]:
-    """Returns, for every first byte of a token: the bytes to skip, the bytes of the length that follows, and the items
-    for each unit of that length (0 when the length counts bytes).
+    """Returns three numbers for every first byte of a msgpack token.
+
+    They are the bytes to skip, the bytes of the length field that follows, and the items for each unit of that length
+    (0 if the length counts bytes).
     """
     sizes = [(1, 0, 0)] * 256
     for byte in range(0xA0, 0xC0):
@@ -153,8 +156,9 @@ def _items_opened(data: bytes, at: int) -> int:
 
 
 def _find_structure_problem(data: bytes, most_values: int) -> str | None:
-    """Returns what is wrong with the first value in `data`, or None: it nests deeper than MAX_DEPTH or has more than
-    `most_values` values. Walks the tokens and builds nothing.
+    """Returns what is wrong with the first value in `data`, or None; walks its tokens and builds nothing.
+
+    Wrong are nesting deeper than MAX_DEPTH and more than `most_values` values.
     """
     open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:

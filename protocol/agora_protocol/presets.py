@@ -1,4 +1,4 @@
-"""The presets of `swarm new --preset NAME`: runs from a laptop's to those of many GPUs. docs/presets.md has tables.
+"""The presets of `swarm new --preset NAME`: runs for a laptop up to runs for many GPUs. docs/presets.md has tables.
 
 | preset  | parameters | for                                                                          |
 |---------|------------|------------------------------------------------------------------------------|
@@ -10,7 +10,7 @@
 
 The three large ones are cut at every layer, so that a machine can hold as many as fit, next to each other. A step has
 at least 128 microbatches: with the usual staleness of an eighth, as many are in flight as the model has stages. Their
-vocabulary is 32,000: with 128,256 ids, no card of 12 GB could train the head of `8b` beside a layer.
+vocabulary is 32,000: with 128,256 ids, no card of 12 GB could train the head of `8b` together with a layer.
 Knows: values. Must not know: how a manifest is read and checked (manifest).
 """
 

@@ -43,11 +43,11 @@ RECORD_TAG: Final = b"agora record 1\0"
 RECORD_VERSION: Final = 1
 SIGNATURE_BYTES: Final = 64
 PRINTABLE: Final = "[ -~]*"
-"""The pattern of a text that people read on a terminal: nothing in it can move the cursor or change a line."""
+"""The pattern of texts that people read on a terminal: printable ASCII, which cannot move the cursor."""
 
 
 class Record(Structure):
-    """The base of all records: what `peer` tells of itself and its `span` of stages. Each has these two fields."""
+    """Base of all records, in which `peer` publishes facts about itself and its `span` of stages."""
 
     ERROR: ClassVar[str] = "bad-record"
     KIND: ClassVar[int] = 0
@@ -56,7 +56,10 @@ class Record(Structure):
     span: Span
 
     def __init_subclass__(cls, *, kind: int, name: str, **rest: Any) -> None:
-        """Registers the record under number `kind` and the word `name` of its DHT keys; TypeError for a taken kind."""
+        """Registers the subclass in RECORDS under number `kind`, and sets the word `name` of its DHT keys.
+
+        Raises TypeError for a taken kind.
+        """
         super().__init_subclass__(**rest)
         if kind in RECORDS:
             raise TypeError(f"kind {kind} is {RECORDS[kind].__name__} already")
@@ -87,16 +90,16 @@ class Claim(Record, kind=1, name="claim"):
     )
 
     def find_problem(self) -> str | None:
-        """Returns a complaint when an address leads to another peer, else None."""
+        """Returns what is wrong if an address is of another peer, otherwise None."""
         if any(peer_of_address(address) != self.peer for address in self.addresses):
             return "has an address of another peer"
         return None
 
 
 class StageAccount(NamedTuple):
-    """What became of the tokens whose gradient a peer has computed for one of its stages since it loaded the span.
+    """Counts of the tokens whose gradient a peer has computed for one of its stages since it loaded the span.
 
-    Those that are neither `waiting` nor `counted` are lost. Recent steps are the last RECENT_STEPS at most.
+    Tokens that are neither `waiting` nor `counted` are lost. Recent steps are at most the last RECENT_STEPS.
     """
 
     computed: int = 0  # tokens whose gradient it has computed
@@ -149,7 +152,7 @@ class Progress(Record, kind=2, name="progress"):
     )
 
     def find_problem(self) -> str | None:
-        """Returns a complaint unless there is one step, and one account or none at all, for each stage, else None."""
+        """Returns what is wrong, or None: each stage needs one step; accounts must be empty, or one for each stage."""
         if len(self.steps) != len(self.span):
             return f"has {len(self.steps)} steps for a span of {len(self.span)} stages"
         if len(self.accounts) not in (0, len(self.span)):
@@ -164,9 +167,9 @@ NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}
 
 
 def record_key(run: RunId, kind: str | type[Record], stage: int, bits: str = "") -> str:
-    """Returns the DHT key RUN/claim/STAGE or RUN/progress/STAGE, whose subkeys are peer ids; /BITS follows for a shard.
+    """Returns the DHT key of a stage's records: RUN/claim/STAGE or RUN/progress/STAGE, plus /BITS for a shard.
 
-    Raises ValueError for another kind.
+    Its subkeys are peer ids. kind: "claim", "progress" or a Record class; raises ValueError for any other.
     """
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:
@@ -175,7 +178,7 @@ def record_key(run: RunId, kind: str | type[Record], stage: int, bits: str = "")
 
 
 def seal_record(record: Record, run: RunId, identity: Identity, expires_unix: float) -> bytes:
-    """Returns the signed bytes to publish, valid until `expires_unix`.
+    """Returns the record as bytes to publish, signed by `identity` and valid until `expires_unix`.
 
     Raises ProtocolError: "too-large" beyond MAX_RECORD_BYTES, "wrong-key" for another peer's record.
     """
@@ -191,7 +194,7 @@ def seal_record(record: Record, run: RunId, identity: Identity, expires_unix: fl
 
 
 def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_unix: float) -> Record:
-    """Checks and returns the record in `data`, found in the DHT under `key` and `subkey_peer`.
+    """Returns the verified record in `data`, which was found in the DHT under `key` and `subkey_peer`.
 
     Raises ProtocolError: "too-large", "bad-record", "wrong-run", "wrong-key", "bad-signature", "expired",
     "lives-too-long". A record of another run fails as "bad-signature", since the run is part of what is signed.
@@ -219,12 +222,12 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
 
 
 def read_unverified(data: bytes) -> tuple[Record, float]:
-    """Returns a record and the unix time at which it expires, not verified. Raises ProtocolError if malformed."""
+    """Returns a record and the unix time at which it expires; verifies nothing. Raises ProtocolError if malformed."""
     return _parse_payload(_parse_envelope(data)[0])
 
 
 def _signed_bytes(run: RunId, payload: bytes) -> bytes:
-    """Returns the bytes that a record's signature is over: RECORD_TAG, the run id's 32 bytes, the payload."""
+    """Returns the bytes that a record's signature signs: RECORD_TAG, the run id's 32 bytes, the payload."""
     return RECORD_TAG + bytes.fromhex(run) + payload
 
 
@@ -242,7 +245,7 @@ def _parse_key(run: RunId, key: str) -> tuple[str, Shard]:
 
 
 def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:
-    """Returns a record's payload and signature, not verified. Raises ProtocolError unless it is a list of these two."""
+    """Returns a record's payload and signature; verifies nothing. Raises ProtocolError unless it is these two."""
     parts = unpack(data, MAX_RECORD_BYTES, "bad-record")
     if not isinstance(parts, tuple) or len(parts) != 2 or not all(isinstance(part, bytes) for part in parts):
         raise ProtocolError("bad-record", "A record must be a list of payload and signature.")
@@ -252,7 +255,7 @@ def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _parse_payload(payload: bytes) -> tuple[Record, float]:
-    """Returns the record in a payload and the unix time at which it expires, passed or not. Raises ProtocolError."""
+    """Returns a payload's record and its unix time of expiry, which may have passed. Raises ProtocolError."""
     parts = unpack(payload, MAX_RECORD_BYTES, "bad-record")
     if not isinstance(parts, tuple) or len(parts) != 4 or not is_version(parts[0], RECORD_VERSION):
         raise ProtocolError("bad-record", "A record's payload must be a list of 1, kind, expiry and fields.")

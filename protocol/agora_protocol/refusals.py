@@ -24,8 +24,10 @@ def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
 
 
 def refusal_to_wire(error: AgoraError) -> Refusal:
-    """Returns the Refusal to send: a refusal, offence or peer's failure with its code and text, any other error as
-    "failed" with only the word of its code.
+    """Returns the Refusal to send for an error.
+
+    A refusal, an offence or a peer's failure is sent with its code and text; any other error as "failed", of which only
+    the code is said.
     """
     sentence = clip_text(str(error))
     if isinstance(error, errors.Busy):

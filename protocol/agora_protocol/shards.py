@@ -1,6 +1,6 @@
-"""The shards of a stage's records: which part of the DHT keys of a stage a peer belongs to, by a hash of its id.
+"""The shards of a stage's records: under which DHT keys of a stage a peer's records are, by a hash of its id.
 
-Knows: the hash, shards and their key texts' parts. Must not know: records, the DHT, how many shards there should be.
+Knows: the hash, shards and their bits. Must not know: records, the DHT, how many shards there should be.
 
 A shard of depth b holds the peers whose hash begins with its b bits. The shard of depth 0 holds all of them.
 """
@@ -16,23 +16,23 @@ from agora_protocol.limits import MAX_SHARD_BITS
 SHARD_TAG: Final = b"agora shard 1\0"
 HASH_BITS: Final = 64
 HASHES: Final = 1 << HASH_BITS
-"""How many hashes there are: a shard hash is below it."""
+"""The number of possible hashes; every shard hash is below it."""
 
 
 class Shard(NamedTuple):
-    """A part of one stage's peers. bits: a text of "0" and "1", with which their hashes begin; empty for all peers."""
+    """A part of one stage's peers: those whose hash begins with `bits`, a text of "0" and "1"; "" for all peers."""
 
     stage: int
     bits: str = ""
 
     @property
     def depth(self) -> int:
-        """How many bits name the shard; it holds 1 / 2^depth of the stage's peers."""
+        """Number of bits that name the shard; it holds about 1 / 2^depth of the stage's peers."""
         return len(self.bits)
 
     @property
     def first_hash(self) -> int:
-        """The least hash that belongs to the shard."""
+        """The smallest hash that belongs to the shard."""
         return int(self.bits or "0", 2) << (HASH_BITS - self.depth)
 
     def holds(self, peer_hash: int) -> bool:
@@ -41,16 +41,16 @@ class Shard(NamedTuple):
 
 
 def shard_hash(run: RunId, peer: PeerId) -> int:
-    """Returns the hash, below 2^64, that says in which shards of a run a peer is: SHA-256's first 8 bytes, big-endian.
+    """Returns the hash, below 2^64, that decides in which shards of a run a peer is: 8 bytes of a SHA-256, big-endian.
 
-    It differs from run to run, so that ids made to be least in one run are not in another.
+    It differs from run to run, so that ids that were chosen for small hashes in one run have others in another.
     """
     digest = hashlib.sha256(SHARD_TAG + bytes.fromhex(run) + peer.encode("ascii")).digest()
     return int.from_bytes(digest[: HASH_BITS // 8], "big")
 
 
 def shard_bits(peer_hash: int, depth: int) -> str:
-    """Returns the first `depth` bits of a hash as text."""
+    """Returns the first `depth` bits of a hash as a text of "0" and "1"; "" for 0."""
     return format(peer_hash >> (HASH_BITS - depth), f"0{depth}b") if depth else ""
 
 

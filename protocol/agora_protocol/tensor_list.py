@@ -1,8 +1,8 @@
-"""The tensor list of a base model: name, dtype, shape and hashes of its tensors, in the one byte form that is hashed.
+"""The tensor list of a base model: name, dtype, shape and hashes of its tensors, in the canonical form that is hashed.
 
 Peers that lack the model's files fetch tensors by it, in pieces: piece i of a tensor is its bytes from
 i * STATE_CHUNK_BYTES on, at most that many, raw little endian as in a safetensors file. Each piece has a hash of its
-own, so what one source sends is judged without the rest. Knows: the list, pieces, hashes. Must not know: files, peers.
+own, so each is checked without the others. Knows: the list, pieces, hashes. Must not know: files, peers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_VALUES: Final = 3 + MAX_BASE_TENSORS * (5 + MAX_DIMENSIONS)
 
 @dataclass(frozen=True, slots=True)
 class ListedTensor:
-    """One tensor of the list. dtype: one of LISTED_DTYPES. hashes: the SHA-256 of each piece, back to back."""
+    """One tensor of the list; immutable. dtype: one of LISTED_DTYPES. hashes: the SHA-256 of every piece, joined."""
 
     name: str
     dtype: str
@@ -49,32 +49,32 @@ class ListedTensor:
 
     @property
     def piece_count(self) -> int:
-        """How many pieces the tensor has."""
+        """Number of pieces of the tensor."""
         return count_pieces(self.nbytes)
 
     def piece_bytes(self, piece: int) -> int:
-        """Returns the size of a piece; it is STATE_CHUNK_BYTES but for the last one."""
+        """Returns the bytes of piece number `piece`: STATE_CHUNK_BYTES, but for the last one."""
         return min(STATE_CHUNK_BYTES, self.nbytes - piece * STATE_CHUNK_BYTES)
 
     def is_piece(self, piece: int, data: bytes | memoryview) -> bool:
-        """Returns whether `data` has the SHA-256 of this piece."""
+        """Returns whether `data` has the SHA-256 of piece number `piece`."""
         return hashlib.sha256(data).digest() == self.hashes[HASH_BYTES * piece :][:HASH_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorList:
-    """The listed tensors of a base model, sorted by name. A tensor's number is its place among them, from 0."""
+    """The listed tensors of a base model, sorted by name; a tensor's number is its index, from 0. Immutable."""
 
     tensors: tuple[ListedTensor, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[ListedTensor]) -> Self:
-        """Returns the list of these tensors, in any order. Raises ProtocolError for what `from_bytes` would refuse."""
+        """Returns the list of these tensors, given in any order. Raises ProtocolError if from_bytes would refuse it."""
         made = cls(tuple(sorted(tensors, key=lambda tensor: tensor.name)))
         return cls.from_bytes(made.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Returns the msgpack [1, [[name, dtype, shape, hashes], ...]], whose SHA-256 names the list."""
+        """Returns the list's canonical form: msgpack [1, [[name, dtype, shape, hashes], ...]]."""
         return pack([VERSION, [[t.name, t.dtype, t.shape, t.hashes] for t in self.tensors]])
 
     @property
@@ -84,9 +84,9 @@ class TensorList:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Reads the list. Raises ProtocolError: "too-large", or "bad-message" for any but the one form of a list.
+        """Returns the list in `data`. Raises ProtocolError: "too-large", or "bad-message" unless it is canonical.
 
-        Sizes are bounded before anything is built: MAX_TENSOR_LIST_BYTES, MAX_BASE_TENSORS.
+        Sizes are bounded before anything is built, by MAX_TENSOR_LIST_BYTES and MAX_BASE_TENSORS.
         """
         value = unpack(data, MAX_TENSOR_LIST_BYTES, most_items=MAX_BASE_TENSORS, most_values=_MOST_VALUES)
         if not isinstance(value, tuple) or len(value) != 2 or not is_version(value[0], VERSION):
@@ -103,7 +103,7 @@ class TensorList:
 
 
 def can_be_listed(name: str, dtype: str, shape: Sequence[int]) -> bool:
-    """Returns whether a list may have such a tensor: dtype and name as above, 1 or more values, few dimensions."""
+    """Returns whether a list may contain such a tensor, by its name, its dtype, and a shape without dimensions of 0."""
     fits = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 1 <= n <= MAX_DIMENSION for n in shape)
     return dtype in LISTED_DTYPES and TENSOR_NAME.fullmatch(name) is not None and fits
 
@@ -114,7 +114,7 @@ def size_in_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def count_pieces(nbytes: int) -> int:
-    """Returns how many pieces so many bytes have."""
+    """Returns how many pieces a tensor of `nbytes` bytes has."""
     return -(-nbytes // STATE_CHUNK_BYTES)
 
 
@@ -133,11 +133,14 @@ def _read_row(row: Any) -> ListedTensor:
     return ListedTensor(name, dtype, shape, hashes)
 
 
-# --- which of them a peer has
+# --- which tensors a peer has
 
 
 def held_to_bits(held: Collection[int], count: int) -> bytes:
-    """Returns ceil(count / 8) bytes: bit n mod 8, the lowest first, of byte n // 8 says whether `held` has n."""
+    """Returns the numbers `held`, each below `count`, as ceil(count / 8) bytes of bits.
+
+    Bit n mod 8, counted from the lowest, of byte n // 8 is set if `held` contains n.
+    """
     bits = bytearray(-(-count // 8))
     for number in held:
         bits[number // 8] |= 1 << number % 8
@@ -145,9 +148,9 @@ def held_to_bits(held: Collection[int], count: int) -> bytes:
 
 
 def bits_to_held(bits: bytes | memoryview, count: int) -> frozenset[int]:
-    """Returns the numbers below `count` whose bits are set. Raises ProtocolError for other bytes than `held_to_bits`'s.
+    """Returns the numbers below `count` whose bits are set, as held_to_bits has set them.
 
-    These are another length, and a set bit at `count` or above.
+    Raises ProtocolError for another length than ceil(count / 8) bytes, and for a set bit at `count` or above.
     """
     if len(bits) != -(-count // 8):
         raise ProtocolError("bad-tensor", f"{len(bits)} bytes of bits do not fit {count} tensors.")

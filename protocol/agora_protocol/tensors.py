@@ -22,13 +22,13 @@ ITEM_BYTES: Final = {
 TOKEN_DTYPES: Final = ("uint8", "int16", "int32")
 """The dtypes in which token ids may be sent, from the narrowest."""
 SUPERVISED: Final = 1
-"""The bit of a token's mark that says: it is predicted by those before it, and counted in the loss."""
+"""The bit of a token's mark that is set if its prediction by earlier tokens counts in the loss."""
 BEGINS: Final = 2
-"""The bit of a token's mark that says: it begins a sequence."""
+"""The bit of a token's mark that is set if the token begins a sequence."""
 
 
 class TensorSpec(NamedTuple):
-    """One tensor as a frame's header describes it, already checked; `nbytes` follows from dtype and shape."""
+    """One tensor as a frame's header describes it, already checked; `nbytes` is its size. Immutable."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,8 +36,9 @@ class TensorSpec(NamedTuple):
 
 
 def count_bytes(dtype: Any, shape: Any) -> int:
-    """Returns a tensor's size in bytes. ProtocolError("bad-tensor") for a bad dtype or shape, or over
-    MAX_PAYLOAD_BYTES.
+    """Returns a tensor's size in bytes.
+
+    Raises ProtocolError("bad-tensor") for an unknown dtype, a malformed shape, and more than MAX_PAYLOAD_BYTES.
     """
     item_bytes = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
     if item_bytes is None:
@@ -58,7 +59,7 @@ def count_bytes(dtype: Any, shape: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor as it is sent and received. `data` is a flat view of exactly its bytes; nothing is copied."""
+    """A tensor as it is sent and received; immutable. `data` is a flat view of exactly its bytes; nothing is copied."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -79,7 +80,7 @@ class WireTensor:
 
     @classmethod
     def from_spec(cls, spec: TensorSpec, data: memoryview) -> Self:
-        """Builds a tensor without checking it again. `data` must be flat and have `spec.nbytes` bytes."""
+        """Returns a tensor without checking it again; `data` must be flat and have `spec.nbytes` bytes."""
         made = object.__new__(cls)
         object.__setattr__(made, "dtype", spec.dtype)
         object.__setattr__(made, "shape", spec.shape)
