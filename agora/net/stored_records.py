@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
@@ -146,6 +146,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                 return False
             del present.value[last]
         return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+    def keep_only(self, is_kept: Callable[[PeerId], bool]) -> None:
+        """Forgets the records of all peers for which `is_kept` is not true."""
+        for entry in self.data.values():
+            refused = [peer for peer, _ in entry.value.items() if not is_kept(PeerId(peer))]
+            for peer in refused:
+                del entry.value[peer]
 
     def _hash(self, peer: str) -> int:
         """Returns a peer's shard hash."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.identity import Identity
-from agora_protocol.ids import RunId, Span
+from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 
 from agora.clock import loop_time
@@ -54,6 +54,7 @@ class MembershipConfig:
     stage_count: int
     incarnation: int
     addresses: tuple[str, ...] = ()
+    proof: bytes = b""  # this peer's tickets, which its claims carry
 
 
 class Membership:
@@ -68,12 +69,14 @@ class Membership:
         *,
         progress: Callable[[], Progress | None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
+        is_member: Callable[[PeerId], bool] = lambda _: True,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
-        on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
+        on_change: called, on the loop, after each merge in which a peer came, went or changed its claim. is_member:
+        returns whether a peer is admitted to the run; others are not in the view.
         """
         self._me = identity.peer
         self._config = config
@@ -81,6 +84,7 @@ class Membership:
         self._report = report
         self._progress = progress
         self._on_change = on_change
+        self._is_member = is_member
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
@@ -158,7 +162,8 @@ class Membership:
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
-        await self._publish_changed(Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0))
+        claim = Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0, proof=self._config.proof)
+        await self._publish_changed(claim)
 
     async def _publish_changed(self, claim: Claim) -> None:
         """Makes `claim` this peer's claim, merges it into the own view and publishes it."""
@@ -225,6 +230,10 @@ class Membership:
 
     # --- the view
 
+    def forget_refused(self) -> None:
+        """Drops at once the peers that are not members any more."""
+        self._merge([])
+
     def _merge(self, found: Sequence[FoundRecords], samples: Mapping[int, StageSample] | None = None) -> None:
         """Merges records and this peer's own claim, so that it never expires, into the view; reports each change.
 
@@ -234,6 +243,8 @@ class Membership:
         former, view, now_unix = self.view, self.view, self._unix()
         for batch in (*found, own):
             view = merge(view, batch.records, now_unix, batch.linger_s)
+        for peer in [peer for peer in view.peers if peer != self._me and not self._is_member(peer)]:
+            view = view.without(peer)
         self.view = view if samples is None else replace(view, samples=samples)
         changed = changes(former, self.view)
         for event in changed:

@@ -52,6 +52,4 @@ class TookRevocations(Message, kind=29, frames=(FrameType.ANSWER,)):
     """Answers ShareRevocations."""
 
     new: int = int_field(0, MAX_SHARED_REVOCATIONS, doc="how many of them the receiver did not know and accepted")
-    refused: int = int_field(
-        0, MAX_SHARED_REVOCATIONS, doc="how many of them do not count: malformed, or of no delegate"
-    )
+    refused: int = int_field(0, MAX_SHARED_REVOCATIONS, doc="how many do not count: malformed, or of no delegate")

@@ -3,9 +3,9 @@
     agora://RUN/NAME@ADDRESS,ADDRESS
     agora://RUN/NAME/TICKET@ADDRESS,ADDRESS
 
-RUN is the run id in hex, NAME the run's name percent-encoded, TICKET a ticket in base64url, each ADDRESS a multiaddr that
-ends in /p2p/PEER. Nothing in it needs quoting in a shell. The run id is the hash of the manifest, so an invite cannot lead to another run than it
-names.
+RUN is the run id in hex, NAME the run's name percent-encoded, TICKET a ticket in base64url, each ADDRESS a
+multiaddr that ends in /p2p/PEER. Nothing in it needs quoting in a shell. The run id is the hash of the manifest, so an
+invite cannot lead to another run than it names.
 """
 
 from __future__ import annotations

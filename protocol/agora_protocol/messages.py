@@ -14,7 +14,6 @@ from agora_protocol.codec_names import WIRE_NAMES
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
-    addresses_field,
     bool_field,
     bytes_field,
     choice_field,
@@ -35,7 +34,6 @@ from agora_protocol.limits import (
     MAX_HINTS,
     MAX_MANIFEST_BYTES,
     MAX_METRICS,
-    MAX_NAME_BYTES,
     MAX_REFERENCES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
@@ -345,9 +343,8 @@ class TensorPiece(Message, kind=25, frames=(FrameType.ANSWER,), tensors=(1, 1)):
 
 
 _StateRequest = GetState | GetChunk | GetBase | GetPiece
-Request = (
-    Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | ShareRevocations | _StateRequest
-)
+_EverybodysRequest = Ping | GetManifest | GetStatus | ShareRevocations
+Request = _EverybodysRequest | Process | GossipSteps | Contribute | Recall | _StateRequest
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,

@@ -1,4 +1,4 @@
-"""The signed records that peers publish in the DHT: claims, progress and lists of bans. Knows bytes and rules, not the DHT.
+"""The signed records that peers publish in the DHT: claims, progress, ban lists. Knows bytes and rules, not the DHT.
 
 A record is msgpack [payload, signature]; payload is msgpack [1, kind, expires_unix, fields]; the signature is over
 b"agora record 1\\0" || run (32 bytes) || payload, by the peer that the fields and the DHT subkey both name.

@@ -1,10 +1,10 @@
-"""Tickets, by which a founder admits peers to a run, and revocations, by which it bans them: their bytes and signatures.
+"""Tickets, by which a founder admits peers to a run, and revocations, by which it bans them: bytes and signatures.
 
-Knows: bytes, bounds, signatures. Must not know: who is admitted in the end (agora/swarm/admission.py), networks, clocks.
+Knows: bytes, bounds, signatures. Must not know: who is admitted in the end (agora/swarm/admission.py), any clock.
 
 A ticket is msgpack [payload, signature]; payload is msgpack [1, fields]; the signature is over b"agora ticket 1\\0" ||
-run (32 bytes) || payload, by `issuer`. A proof is msgpack [ticket, ...]: the holder of each has issued the next, and the
-last one's holder is the peer that shows it. A revocation is sealed like a ticket, under a tag of its own.
+run (32 bytes) || payload, by `issuer`. A proof is msgpack [ticket, ...]: the holder of each has issued the next, and
+the last one's holder is the peer that shows it. A revocation is sealed like a ticket, under a tag of its own.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ class Ticket(Structure):
 
     ERROR: ClassVar[str] = "bad-ticket"
     issuer: PeerId = peer_id_field(doc="who signs the ticket: the founder, a delegate, or the key of a bearer ticket")
-    holder: PeerId = peer_id_field(
-        doc="the peer that may use it; of a bearer ticket, the key that came with the invite"
-    )
+    holder: PeerId = peer_id_field(doc="the peer that may use it; of a bearer ticket, the key in the invite")
     bearer: bool = bool_field(doc="whether the holder may pass the role on to the peer that it is used by")
     role: str = choice_field(
         *ROLES,
-        doc="member: takes part; reader: reads status and manifest; delegate: also signs tickets and revocations",
+        doc="member: takes part; reader: reads status and manifest; delegate: member that signs tickets and bans",
     )
     not_after: int = int_field(0, MAX_UNIX, doc="unix seconds after which the ticket counts no more")
 
@@ -74,6 +72,7 @@ class Revocation(Structure):
     proof: bytes = bytes_field(most=MAX_PROOF_BYTES, doc="the proof by which the issuer is a delegate; founder: empty")
 
 
+_DAMAGED: Final = "The invite's ticket is damaged; copy the whole line that `swarm invite` printed."
 Signed = TypeVar("Signed", Ticket, Revocation)
 
 
@@ -142,7 +141,7 @@ class InviteTicket:
             ) from None
         ticket = cls(proof, secret)
         if not proof or len(secret) not in (0, SECRET_BYTES) or str(ticket) != text:
-            raise InputError("The invite's ticket is damaged; copy the whole line that `swarm invite` printed.")
+            raise InputError(_DAMAGED)
         return ticket
 
     def used_by(self, peer: PeerId, run: RunId) -> bytes:
@@ -156,9 +155,7 @@ class InviteTicket:
             raise InputError(f"The invite's ticket is not one of this run ({error}); ask for another.") from None
         if not self.secret:
             if last.holder != peer:
-                raise InputError(
-                    f"The invite is for {last.holder}, and this machine is {peer}; ask for one of its own."
-                )
+                raise InputError(f"The invite is for {last.holder}, and this machine is {peer}; ask for its own.")
             return self.proof
         key = Identity(self.secret)
         if not last.bearer or last.holder != key.peer:
