@@ -92,7 +92,7 @@ def _read(path: Path, most: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file of mode 0600, over an old one, at once: a reader finds the old text or all of the new. DiskError."""
+    """Writes a file of mode 0600, over an old one, at once: a reader finds the old or all of the new. DiskError."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

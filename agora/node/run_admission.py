@@ -151,8 +151,7 @@ class RunAdmission:
         return TookRevocations(len(new), refused)
 
     def ban_here(self, peer: PeerId) -> None:
-        """Bans a peer from this machine only, for good. Raises DiskError."""
-        admission_files.add_banned(self._startup.home, peer)
+        """Bans a peer from this machine from now on; whoever asks for it has written it to the disk."""
         self.book.banned_here.add(peer)
         self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
         self.enforce()
@@ -177,7 +176,7 @@ class RunAdmission:
             self._send(peer, sealed)
 
     def _send(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Sends revocations to a neighbour, in a task. If that fails, it gets them at its next HELLO, or from the DHT."""
+        """Sends revocations to a neighbour, in a task. If that fails: at its next HELLO, or by the DHT."""
         if self._network is not None:
             self._network.spawn(self._share(self._network.call, peer, sealed))
 
