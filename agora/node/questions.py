@@ -111,12 +111,12 @@ class ControlAnswers:
     async def revoke(self, revocation: str = "") -> Answer:
         """Takes a sealed revocation, in hex, and passes it on. InputError for one that does not count."""
         try:
-            took = self._admission().take([bytes.fromhex(revocation)])
+            new, refused = self._admission().take([bytes.fromhex(revocation)])
         except ValueError:
             raise InputError("A revocation is hex, as `swarm ban` sends it.") from None
-        if took.refused:
+        if refused:
             raise InputError("The revocation does not count; it must be signed by the run's founder or a delegate.")
-        return {"new": took.new}
+        return {"new": new}
 
     def _admission(self) -> RunAdmission:
         """Returns the node's admission. Raises LocalError while the daemon has no network."""

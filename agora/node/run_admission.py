@@ -82,8 +82,8 @@ class RunAdmission:
             f"agora {__version__}",
             addresses,
             proof=proof,
-            judge=lambda peer, shown: self.book.judge(peer, shown, unix()).role,
-            why_not=lambda peer: self.book.why_not_called(peer, unix()),
+            judge=lambda peer, shown: self.book.judge(peer, shown, self._unix()).role,
+            why_not=lambda peer: self.book.why_not_called(peer, self._unix()),
         )
         self._network: Network | None = None
         self._forgetful: tuple[Forgetful, ...] = ()
@@ -129,10 +129,13 @@ class RunAdmission:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers ShareRevocations (the network's handler)."""
         assert isinstance(call.message, ShareRevocations)
-        return Reply(self.take(call.message.revocations))
+        return Reply(TookRevocations(*self.take(call.message.revocations)))
 
-    def take(self, sealed: Sequence[bytes]) -> TookRevocations:
-        """Takes those of the revocations that count and are new, and enforces them. Returns how many those are."""
+    def take(self, sealed: Sequence[bytes]) -> tuple[int, int]:
+        """Takes those of the revocations that count and are new, and enforces them.
+
+        Returns how many those are, and how many do not count.
+        """
         new, refused = list[bytes](), 0
         for data in sealed:
             try:
@@ -148,7 +151,7 @@ class RunAdmission:
             self.enforce()
             for peer in self._network.members() if self._network is not None else ():
                 self._send(peer, new)
-        return TookRevocations(len(new), refused)
+        return len(new), refused
 
     def ban_here(self, peer: PeerId) -> None:
         """Bans a peer from this machine from now on; whoever asks for it has written it to the disk."""
