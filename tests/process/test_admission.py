@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,11 +40,11 @@ def peers_seen(daemon: Daemon) -> set[str]:
     return {peer["peer"] for peer in answer["peers"]} if answer is not None else set()
 
 
-def swarm_command(*arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON of a `swarm` command in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "agora.cli.main_swarm", *arguments, "--json"], capture_output=True, text=True, timeout=60
-    )
+def swarm_command(elsewhere: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of a `swarm` command as on a machine without daemons. elsewhere: a folder of its own."""
+    command = [sys.executable, "-m", "agora.cli.main_swarm", *arguments, "--json"]
+    environment = os.environ | {"AGORA_RUNTIME_DIR": str(elsewhere)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     return done.returncode, json.loads(done.stdout)
 
 
@@ -88,13 +89,13 @@ def test_a_ban_reaches_all_by_any_peer_and_outlasts_every_daemon(
         made.until(lambda: all(len(peers_seen(guest)) == 4 for guest in guests), "all to see all")
         reader = invite(capsys, made, InviteRequest(role="reader"))["invite"]
         nobody = str(tmp_path / "nobody")
-        assert swarm_command("status", reader, "--dir", nobody)[1]["step"] >= 0
-        code, status = swarm_command("status", made.invite, "--dir", nobody)
+        assert swarm_command(tmp_path / "run", "status", reader, "--dir", nobody)[1]["step"] >= 0
+        code, status = swarm_command(tmp_path / "run", "status", made.invite, "--dir", nobody)
         assert (code, status["health"]["state"]) == (4, "UNREACHABLE") and "ticket" in status["health"]["why"]
         founder.end_is_intended = True
         founder.kill()
         banned = bad.peer
-        code, said = swarm_command("ban", str(made.file), banned, "--dir", str(founder.root))
+        code, said = swarm_command(tmp_path / "run", "ban", str(made.file), banned, "--dir", str(founder.root))
         assert (code, said["told"]) == (0, ["a peer of the run"])
         honest = {first.peer, second.peer}
         for guest in (first, second):
