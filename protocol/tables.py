@@ -22,6 +22,7 @@ from agora_protocol import (
     records,
     shards,
     tensors,
+    tickets,
 )
 from agora_protocol.fields import REQUIRED, Structure
 from agora_protocol.manifest_toml import toml_value
@@ -58,6 +59,12 @@ LIMITS: Final = {
     "RECENT_STEPS": "steps that a stage's account in a progress is of",
     "MAX_RECORD_LIFETIME_S": "seconds from now to a record's expiry",
     "CLOCK_TOLERANCE_S": "seconds by which clocks may differ",
+    "MAX_TICKETS": "tickets of a proof",
+    "MAX_PROOF_BYTES": "one proof",
+    "MAX_REVOCATION_BYTES": "one sealed revocation",
+    "MAX_SHARED_REVOCATIONS": "revocations in a ShareRevocations or a BanList",
+    "MAX_REVOCATIONS": "revocations that a peer keeps of a run",
+    "SALT_BYTES": "salt of a Hello",
     "MAX_MANIFEST_BYTES": "one signed manifest",
     "MAX_CONFIG_BYTES": "the config.json of a base model, inside a manifest",
     "MAX_WEIGHT_FILES": "weights files of a base model",
@@ -104,6 +111,9 @@ def tags_table() -> str:
         ["founder's signature tag", f"`{manifest.SIGNATURE_TAG.hex()}` = `agora founder 1` and a zero byte"],
         ["record signature tag", f"`{records.RECORD_TAG.hex()}` = `agora record 1` and a zero byte"],
         ["shard hash tag", f"`{shards.SHARD_TAG.hex()}` = `agora shard 1` and a zero byte"],
+        ["ticket signature tag", f"`{tickets.TICKET_TAG.hex()}` = `agora ticket 1` and a zero byte"],
+        ["revocation signature tag", f"`{tickets.REVOCATION_TAG.hex()}` = `agora revocation 1` and a zero byte"],
+        ["hello tag", f"`{tickets.HELLO_TAG.hex()}` = `agora hello 1` and a zero byte"],
     ]
     return _table(["what", "bytes (hex)"], rows)
 
@@ -169,6 +179,11 @@ def records_tables() -> str:
     )
 
 
+def tickets_tables() -> str:
+    """Returns one section for tickets and one for revocations."""
+    return _structure(tickets.Ticket, "Ticket") + _structure(tickets.Revocation, "Revocation")
+
+
 def _bounds(field: Any) -> str:
     """Returns the bounds of a manifest's field, such as ">= 1, <= 100"."""
     words = []
@@ -221,6 +236,7 @@ TABLES: Final = {
     "addresses": addresses_table,
     "messages": messages_tables,
     "records": records_tables,
+    "tickets": tickets_tables,
     "manifest": manifest_table,
     "base_model": base_model_table,
 }

@@ -179,6 +179,43 @@ def move(
     _ask_and_print("move", run, directory, MOVE_SECONDS, stages=stages)
 
 
+@app.command()
+def ban(
+    peer: Annotated[
+        str, typer.Argument(metavar="PEER", help="The peer's id, 12D3KooW..., as `swarm status` lists it.")
+    ],
+    run: RUN_OR_NONE = None,
+    directory: console.DIRECTORY = None,
+) -> None:
+    """Have nothing to do with a peer on this machine, in any run, for good.
+
+    The running daemon ends its connection at once and forgets it; without a daemon it is only noted for the next start.
+    It stays in banned.txt in the data directory; remove the line and start again to lift it. Others go on with the
+    peer: a founder bans it for all with `swarm ban`.
+
+    \b
+    Example:
+      agora-node ban 12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB
+    """
+    from agora.node import admission_files
+
+    if run is None and not _entries_in(directory):
+        home = paths.home_at(directory)
+        admission_files.add_banned(home, peer)
+        console.print_line(f"{peer} is banned here; no daemon runs, so it holds from the next start on.")
+        return
+    _ask_and_print("ban", run, directory, peer=peer)
+
+
+def _entries_in(directory: Path | None) -> list[paths.Entry]:
+    """Returns this user's running daemons on this machine, of one data directory where that is given."""
+    entries = paths.daemons()
+    if directory is None:
+        return entries
+    root = str(paths.home_at(directory).root.resolve())
+    return [entry for entry in entries if str(Path(entry.root).resolve()) == root]
+
+
 def _ask_and_print(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_SECONDS, **arguments: Any
 ) -> paths.Entry:
@@ -204,10 +241,7 @@ def _the_daemon(run: str | None, directory: Path | None) -> paths.Entry:
 
     None means any. Raises Failure when there is no such daemon, or more than one.
     """
-    entries = paths.daemons()
-    if directory is not None:
-        root = str(paths.home_at(directory).root.resolve())
-        entries = [entry for entry in entries if str(Path(entry.root).resolve()) == root]
+    entries = _entries_in(directory)
     if run is not None:
         from agora.node import runs
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from agora.cli import console
+from agora.cli import admission_commands, console
 
 app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
 
@@ -213,6 +213,9 @@ def export(
             as_json=as_json,
         )
     )
+
+
+admission_commands.add_to(app)
 
 
 @app.command()

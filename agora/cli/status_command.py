@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agora_protocol.errors import AgoraError
+from agora_protocol.errors import AgoraError, NotAdmitted
+from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 
 from agora.cli import console
-from agora.node import control_client, paths, runs
+from agora.node import admission_files, control_client, paths, runs
 from agora.terminal_text import printable
 
 WATCH_SECONDS = 2.0
@@ -73,9 +74,13 @@ def fetch(run: str, home: paths.Home) -> Status:
         from agora.net import light
 
         try:
-            return light.fetch_status(reference.addresses, RunId(reference.run))
+            identity, proof = _credentials(reference, home)
+            asker = light.Credentials(identity, proof) if identity is not None else None
+            return light.fetch_status(reference.addresses, RunId(reference.run), credentials=asker)
         except AgoraError as error:
             why, do = str(error), "ask for a newer invite, or check this machine's network"
+            if isinstance(error, NotAdmitted):
+                do = "ask the founder for `swarm invite RUN --role reader`"
     return {
         "schema": 1,
         "run_id": reference.run,
@@ -87,6 +92,23 @@ def fetch(run: str, home: paths.Home) -> Status:
         "stages": [],
         "peers": [],
     }
+
+
+def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identity | None, bytes]:
+    """Returns the key and the proof with which to ask a run's peers; (None, b"") to ask as a stranger.
+
+    A bearer ticket of an invite is used with a new key. Else it is this machine's key, with its ticket; but not that of
+    a daemon that runs, whose connections would suffer.
+    """
+    ticket, run = reference.ticket, RunId(reference.run)
+    if ticket is not None and ticket.secret:
+        fresh = Identity.generate()
+        return fresh, ticket.used_by(fresh.peer, run)
+    is_used = any(Path(entry.root).resolve() == home.root.resolve() for entry in paths.daemons())
+    if is_used or not home.identity.exists():
+        return None, b""
+    own = Identity.load(home.identity)
+    return own, ticket.used_by(own.peer, run) if ticket is not None else admission_files.read_proof(home, run)
 
 
 def lines_of(status: Status) -> list[str]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from agora_protocol import refusals
-from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, Refused, WrongRun
+from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, Refused
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
-from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES, PROTOCOL_VERSION
+from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES
 from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     ANSWER_OF,
@@ -25,20 +25,23 @@ from agora_protocol.messages import (
     Ping,
     Pong,
     Refusal,
+    ShareRevocations,
 )
 from agora_protocol.tensors import WireTensor
+from agora_protocol.tickets import MEMBER
 
 from agora.calls import OnProgress, Reply
 from agora.clock import boot_time, loop_time
 from agora.moving_average import MovingAverage
 from agora.net.fair_share import Holder
+from agora.net.gate import Gate
 from agora.net.incoming import CallServices, IncomingCalls
 from agora.net.liveness import LivenessCheck, Verdict
 from agora.net.network_errors import ConnectionBroken
 from agora.net.progress_watch import TransferWatch
 from agora.net.streams import Frame, FrameStream, Intake
 
-OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest)  # the only requests that an observer may make
+OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of an observer
 LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
 GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, which would take this side's last frames along
@@ -48,7 +51,7 @@ ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.ro
 class ConnectionOwner(CallServices, Protocol):
     """What a connection needs of the Network that it is part of; `Network.__init__` says what the functions do."""
 
-    hello: Callable[[], Hello]
+    gate: Gate
     report_violation: Callable[[PeerId, ProtocolError], None]
     shut_out_s: Callable[[PeerId], float]
 
@@ -83,7 +86,8 @@ class Connection:
         self.broken: AgoraError | None = None
         self._owner = owner
         self._limits = owner.limits
-        self._run: bytes | None = None  # of the peer, b"" for an observer; None until it has said HELLO
+        self.role: str | None = None  # in which the peer was admitted; None until its HELLO has come
+        self.proof = b""  # that its HELLO has shown
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
@@ -99,13 +103,14 @@ class Connection:
     # --- from HELLO to GOODBYE
 
     async def start(self) -> None:
-        """Exchanges HELLOs. Raises WrongRun for a peer of another run, ProtocolError for one of another version.
+        """Exchanges HELLOs: this side's comes first where it has opened the stream, else once the peer is admitted.
 
-        Raises the peer's refusal if it says GOODBYE with one, such as NotAdmitted, and ConnectionBroken when the stream
-        ends or no HELLO comes within `hello_s`.
+        Raises what the gate raises for a peer that it does not admit, the peer's refusal if it says GOODBYE with one,
+        such as NotAdmitted, and ConnectionBroken when the stream ends or no HELLO comes within `hello_s`.
         """
         self.stream.attach(self)
-        self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.hello()))
+        if self.opened:
+            self._say_hello()
         try:
             async with asyncio.timeout(self._limits.hello_s):
                 await self._ready
@@ -117,7 +122,7 @@ class Connection:
     def is_usable(self) -> bool:
         """Whether new calls may go here: the peer said HELLO and is not leaving, nothing broke, numbers are left."""
         has_numbers = self._next_call <= LAST_CALL - 2
-        return self._run is not None and self.broken is None and not self._peer_leaves and has_numbers
+        return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
     def holder(self) -> Holder:
@@ -126,8 +131,8 @@ class Connection:
 
     @property
     def is_observer(self) -> bool:
-        """Whether the peer has named no run in its HELLO, or has not said HELLO yet."""
-        return not self._run
+        """Whether the peer is admitted only as a reader, or has not said HELLO yet."""
+        return self.role != MEMBER
 
     def end(self, error: AgoraError, reason: str) -> None:
         """Sends a GOODBYE with `error`, closes the stream, and fails every call with ConnectionBroken(reason)."""
@@ -216,7 +221,7 @@ class Connection:
         Also pings while a long payload is being received, so that its sender hears a sign of life; and breaks off when
         a payload, or what the peer should read, does not progress.
         """
-        if self._run is None or self.broken is not None:
+        if self.role is None or self.broken is not None:
             return
         if why := self._find_stall(now):
             self.break_off(why)
@@ -257,7 +262,7 @@ class Connection:
 
         A header may exceed MAX_HEADER_BYTES only in a frame of an open call whose request is in LONG_ANSWERS.
         """
-        if self._run is None and prefix.type not in (FrameType.HELLO, FrameType.GOODBYE):
+        if self.role is None and prefix.type not in (FrameType.HELLO, FrameType.GOODBYE):
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)
         if prefix.header_bytes > MAX_HEADER_BYTES and not (call and call.request in LONG_ANSWERS):
@@ -273,7 +278,7 @@ class Connection:
         if prefix.type is FrameType.REQUEST:
             refusal = None
             if self.is_observer and not isinstance(message, OBSERVERS_MAY):
-                refusal = NotAdmitted("An observer may only ask for the manifest and the status.")
+                refusal = NotAdmitted("A reader may only ask for the manifest and the status.")
             elif self._owner.shut_out_s(self.peer) > 0:
                 refusal = NotAdmitted("This peer answers nothing to you for now; ask another.")
             return self.incoming.on_request_header(prefix, message, refusal)
@@ -292,7 +297,7 @@ class Connection:
         share = self.incoming.share
         match frame.type:
             case FrameType.REQUEST:
-                self.incoming.on_request(frame, message, self._run or None)
+                self.incoming.on_request(frame, message)
             case FrameType.ANSWER:
                 share.release(share.take_arrived())  # others may go on at once, and end this connection
                 tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
@@ -338,25 +343,27 @@ class Connection:
         else:
             call.reply.set_result(result)
 
+    def _say_hello(self) -> None:
+        """Sends this side's HELLO."""
+        self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.gate.hello_to(self.peer)))
+
     def _on_hello(self, hello: Hello) -> None:
-        """Makes the connection ready, or ends it for another version or run. A second HELLO raises ProtocolError."""
-        if self._run is not None:
+        """Makes the connection ready if the gate admits the peer, else ends it. A second HELLO raises ProtocolError."""
+        if self.role is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
-        problem: AgoraError
-        own = self._owner.hello()
-        if hello.version != PROTOCOL_VERSION:
-            versions = f"Protocol version {hello.version} meets version {PROTOCOL_VERSION}; update the older one."
-            problem = ProtocolError("wrong-version", versions)
-        elif hello.run and own.run and hello.run != own.run:
-            problem = WrongRun(f"The peer trains run {own.run.hex()[:12]}, not {hello.run.hex()[:12]}.")
-        else:
-            self._run = hello.run
-            self._owner.on_ready(self, hello.addresses)
-            if not self._ready.done():
-                self._ready.set_result(None)
+        try:
+            self.role, self.proof = self._owner.gate.admit(self.peer, hello), hello.proof
+        except AgoraError as error:
+            if isinstance(error, ProtocolError) and error.code != "wrong-version":
+                raise
+            self._fail(error)
+            self.end(error, str(error))
             return
-        self._fail(problem)
-        self.end(problem, str(problem))
+        if not self.opened:
+            self._say_hello()
+        self._owner.on_ready(self, hello.addresses)
+        if not self._ready.done():
+            self._ready.set_result(None)
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
         """Ends the connection as the peer's GOODBYE asks.

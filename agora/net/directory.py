@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
-from agora_protocol.ids import RunId
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_KEY_RECORDS
 from agora_protocol.packing import pack
 from agora_protocol.records import Record, record_key, seal_record
 from agora_protocol.shards import Shard
 
 from agora.clock import loop_time
+from agora.net.address_book import addresses_by_peer
 from agora.net.bounded_dht import BoundedP2P, node_id_of
+from agora.net.dht_door import DhtDoor, DhtGuard, OpenGuard
 from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS, KeyHolders
@@ -49,10 +50,12 @@ class Directory:
         node: Any,
         validator: SignedRecords,
         bounds: BoundedP2P,
-        unix: Callable[[], float] = time.time,
+        guard: DhtGuard,
+        unix: Callable[[], float],
     ) -> None:
         """bounds: what stands between the node and p2pd; its functions may be set after this."""
         self.bounds = bounds
+        self._guard = guard
         self.refused = validator.refused  # how many records this node refused, by the code of their error
         self._run = run
         self._host = host
@@ -71,16 +74,18 @@ class Directory:
         bootstrap: Sequence[str],
         *,
         stages: int,
+        guard: DhtGuard | None = None,
         unix: Callable[[], float] | None = None,
     ) -> Directory:
         """Starts a node on `host` for a run of `stages` stages, and joins the DHT through the peers at `bootstrap`.
 
-        unix: the time by which records are published and judged, for all nodes of this process; None: the wall clock.
+        guard: says which peers the node answers and calls, and whose records it keeps; None: all. unix: the time by
+        which records are published and judged, for all nodes of this process; None: the wall clock.
         """
+        guard = guard or OpenGuard()
         if unix is not None:
             set_dht_time(unix)
-        unix = unix or time.time
-        validator = SignedRecords(run, stages, unix)
+        validator = SignedRecords(run, stages, unix or time.time)
         bounds = BoundedP2P(host.p2p, validator, stages)
         node = await DHTNode.create(
             p2p=bounds,
@@ -96,11 +101,13 @@ class Directory:
             blacklist_time=2.0,
             num_workers=8,
             record_validator=validator,
+            client_mode=True,  # until the door is open
         )
         node.protocol.storage = storage = BoundedStorage(run)
         bounds.stored_bytes = storage.bytes_under
         node.protocol.cache = BoundedStorage(run, maxsize=1)
-        directory = cls(host, run, node, validator, bounds, unix)
+        await DhtDoor(node.protocol, guard).open()
+        directory = cls(host, run, node, validator, bounds, guard, unix or time.time)
         await directory.bootstrap(bootstrap)
         return directory
 
@@ -114,12 +121,13 @@ class Directory:
 
         timeout_s: for connecting, and again for looking up this peer's neighbours.
         """
+        by_peer = {peer: known for peer, known in addresses_by_peer(addresses).items() if self._guard.may_call(peer)}
         try:
-            await self._host.connect(addresses, timeout_s)
+            await self._host.connect([address for known in by_peer.values() for address in known], timeout_s)
         except ConnectionBroken:
             return
         ping = self._node.protocol.call_ping
-        strangers = {peer_of_address(address) for address in addresses} - {self._host.peer}
+        strangers = by_peer.keys() - {self._host.peer}
         if any(await asyncio.gather(*(ping(PeerID.from_base58(peer)) for peer in strangers))):
             await _within(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
@@ -201,13 +209,15 @@ class Directory:
         return found
 
     def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
-        """Decodes the entries under one key, and leaves out those that have expired or are not valid any more."""
+        """Decodes the entries under one key; leaves out those that have expired, are not valid, or not of members."""
         now_unix = self._unix()
         records = []
         for peer, (packed, expires_unix) in entries.items():
             if now_unix < expires_unix:
                 with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been corrected since
-                    records.append(self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix))
+                    record = self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix)
+                    if self._guard.admits_record(record):
+                        records.append(record)
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
 
@@ -217,6 +227,14 @@ class Directory:
             return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
 
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]
+
+    def forget_refused(self) -> None:
+        """Forgets the records and the nodes of peers that must not be called any more."""
+        protocol = self._node.protocol
+        protocol.storage.keep_only(self._guard.may_call)
+        for peer, node in list(protocol.routing_table.peer_id_to_uid.items()):
+            if not self._guard.may_call(PeerId(str(peer))):
+                del protocol.routing_table[node]
 
     async def close(self) -> None:
         """Stops this node and cancels its open questions to others; the host goes on."""

@@ -53,13 +53,12 @@ class NetLimits:
 
 @dataclass(slots=True)
 class IncomingCall:
-    """One request of a peer. `deadline` is loop time; `run` the 32 bytes of the peer's run, None for an observer.
+    """One request of a peer that the gate has admitted, and that may ask this. `deadline` is loop time.
 
     `progress` sends the caller how far the work is; it never waits, and does nothing once the caller is gone.
     """
 
     peer: PeerId
-    run: bytes | None
     message: Message
     tensors: list[WireTensor]
     deadline: float
@@ -272,15 +271,15 @@ class IncomingCalls:
         self._stream.enqueue(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
         return Intake.DROP
 
-    def on_request(self, frame: Frame, request: Request, run: bytes | None) -> None:
-        """Answers a Ping at once, and any other complete request in a task. run: the peer's, None for an observer."""
+    def on_request(self, frame: Frame, request: Request) -> None:
+        """Answers a Ping at once, and any other complete request in a task."""
         held_bytes = self.share.take_arrived()
         if isinstance(request, Ping):
             self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong(self._network.tell_time())))
             return
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
         deadline, progress = loop_time() + request.deadline_ms / 1000, partial(self._send_progress, frame.call)
-        call = IncomingCall(self._peer, run, request, tensors, deadline, progress, self._stream.prefix)
+        call = IncomingCall(self._peer, request, tensors, deadline, progress, self._stream.prefix)
         task = self._network.spawn(self._serve(frame.call, call))
         self._open[frame.call] = call, task
         task.add_done_callback(partial(self._on_served, frame.call, held_bytes))

@@ -1,4 +1,4 @@
-"""The light client: asks a peer of a run for its status, without a daemon, torch or hivemind.
+"""The light client: asks a peer of a run for its status, or brings it a ban, without a daemon, torch or hivemind.
 
 Knows: py-libp2p, trio and the wire protocol. Must not know: hivemind, nor anything of agora that imports it: two libp2p
 implementations cannot live in one process.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
 from agora_protocol import messages, refusals
-from agora_protocol.errors import AgoraError, ProtocolError, WrongRun
+from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, WrongRun
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
+from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
-from agora_protocol.limits import PREFIX_BYTES, PROTOCOL_NAME, PROTOCOL_VERSION
+from agora_protocol.limits import PREFIX_BYTES, PROTOCOL_NAME, PROTOCOL_VERSION, SALT_BYTES
 from agora_protocol.message_base import Message
+from agora_protocol.tickets import READER, run_token
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
@@ -34,34 +38,86 @@ SOFTWARE: Final = "agora light client"  # what its HELLO says that it is
 LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers that it asks for have no payload
 
 
-def fetch_status(addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Who asks: a key, and the proof that it may read, b"" where it has none. A new key is a stranger's."""
+
+    identity: Identity
+    proof: bytes = b""
+
+
+def fetch_status(
+    addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S, credentials: Credentials | None = None
+) -> dict[str, Any]:
     """Returns a run's status (`swarm status --json`) as the first peer that answers sees it.
 
-    addresses: multiaddrs with /p2p/PEER. Takes at most about `timeout_s`. Raises InputError for a malformed address,
-    WrongRun when all peers that answered train another run, Unreachable when none answered.
+    addresses: multiaddrs with /p2p/PEER. credentials: None asks as a stranger. Takes at most about `timeout_s`. Raises
+    InputError for a malformed address, WrongRun when all peers that answered train another run, NotAdmitted when all of
+    them refused to tell, Unreachable when none answered.
     """
+    return _decode_status(_ask_run(addresses, run, messages.GetStatus(), timeout_s, credentials))
+
+
+def share_revocations(
+    addresses: Sequence[str],
+    run: RunId,
+    sealed: Sequence[bytes],
+    credentials: Credentials,
+    timeout_s: float = TIMEOUT_S,
+) -> messages.TookRevocations:
+    """Brings revocations to the first peer of the run that answers, and returns its answer; raises as fetch_status."""
+    answer = _ask_run(addresses, run, messages.ShareRevocations(tuple(sealed)), timeout_s, credentials)
+    if not isinstance(answer, messages.TookRevocations):
+        raise ProtocolError("bad-message", "The peer answers a revocation with something else.")
+    return answer
+
+
+def _ask_run(
+    addresses: Sequence[str], run: RunId, request: Message, timeout_s: float, credentials: Credentials | None
+) -> Message:
+    """Asks the peers at `addresses` one request, and returns the first answer. Raises as `fetch_status` does."""
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
-    status: dict[str, Any] = trio.run(_ask_all, addresses_by_peer(addresses), run, timeout_s)
-    return status
+    asker = credentials or Credentials(Identity.generate())
+    answer: Message = trio.run(_ask_all, addresses_by_peer(addresses), _Question(run, request, asker), timeout_s)
+    return answer
 
 
-async def _ask_all(by_peer: dict[PeerId, list[str]], run: RunId, timeout_s: float) -> dict[str, Any]:
-    """Asks peer after peer, the next after STAGGER_S or a failure, and returns the first status that comes.
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked of each peer, and by whom."""
 
-    Raises WrongRun when each peer that refused or answered wrongly trains another run, even if others were silent; else
-    Unreachable, with every peer's reason.
+    run: RunId
+    request: Message
+    asker: Credentials
+
+    def hello_to(self, peer: PeerId) -> messages.Hello:
+        """Returns the HELLO of a reader of the run."""
+        salt, me = os.urandom(SALT_BYTES), self.asker.identity.peer
+        token = run_token(self.run, salt, me, peer)
+        return messages.Hello(PROTOCOL_VERSION, salt, token, READER, self.asker.proof, SOFTWARE, ())
+
+    def is_of_run(self, hello: messages.Hello, peer: PeerId) -> bool:
+        """Returns whether the HELLO of `peer` names the run."""
+        return hello.run == run_token(self.run, hello.salt, peer, self.asker.identity.peer)
+
+
+async def _ask_all(by_peer: dict[PeerId, list[str]], question: _Question, timeout_s: float) -> Message:
+    """Asks peer after peer, the next after STAGGER_S or a failure, and returns the first answer that comes.
+
+    Raises WrongRun or NotAdmitted when each peer that refused or answered wrongly did so for that reason, even if
+    others were silent; else Unreachable, with every peer's reason.
     """
-    answers: list[dict[str, Any]] = []
+    answers: list[Message] = []
     errors: list[AgoraError] = []
     reasons: dict[PeerId, str] = dict.fromkeys(by_peer, "no answer in time")
     with trio.move_on_after(timeout_s):
-        host = new_host(key_pair=create_new_key_pair())
+        host = new_host(key_pair=create_new_key_pair(question.asker.identity.key_file_bytes()[4:36]))
         async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
 
             async def ask_one_peer(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
                 """Asks one peer: its answer stops the others, its failure is noted; sets `done` either way."""
                 try:
-                    answers.append(await _ask(host, peer, addresses, run))
+                    answers.append(await _ask(host, peer, addresses, question))
                     nursery.cancel_scope.cancel()
                 except AgoraError as error:
                     errors.append(error)
@@ -77,14 +133,15 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], run: RunId, timeout_s: floa
                     await done.wait()
     if answers:
         return answers[0]
-    if errors and all(isinstance(error, WrongRun) for error in errors):
-        raise errors[0]
+    for kind in (WrongRun, NotAdmitted):
+        if errors and all(isinstance(error, kind) for error in errors):
+            raise errors[0]
     tried = "; ".join(f"{peer}: {why}" for peer, why in reasons.items()) or "no addresses are known"
     raise Unreachable(f"No peer of the run answered ({tried}). Check the invite, or ask for a new one.")
 
 
-async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId) -> dict[str, Any]:
-    """Connects to one peer, asks it for the status, and returns that. Raises AgoraError, or py-libp2p's own errors."""
+async def _ask(host: Any, peer: PeerId, addresses: list[str], question: _Question) -> Message:
+    """Connects to one peer, asks it, and returns its answer. Raises AgoraError, or py-libp2p's own errors."""
     identity = ID.from_base58(peer)
     await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
@@ -93,20 +150,20 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], run: RunId) -> dic
         """Writes one frame without payload."""
         await stream.write(b"".join(encode_frame(type, call, message)))
 
-    await send(FrameType.HELLO, 0, messages.Hello(PROTOCOL_VERSION, b"", SOFTWARE, ()))
+    await send(FrameType.HELLO, 0, question.hello_to(peer))
     while True:
         prefix = Prefix.parse(await _read_exactly(stream, PREFIX_BYTES), LIMITS)
         message, _ = decode_header(prefix, await _read_exactly(stream, prefix.header_bytes))
         match prefix.type, message:
-            case FrameType.HELLO, messages.Hello() as hello if hello.run != bytes.fromhex(run):
-                raise WrongRun(f"The peer trains run {hello.run.hex()[:12] or 'none'}, not {run[:12]}.")
+            case FrameType.HELLO, messages.Hello() as hello if not question.is_of_run(hello, peer):
+                raise WrongRun("The peer takes part in another run; use an invite of this one.")
             case FrameType.HELLO, messages.Hello():
-                await send(FrameType.REQUEST, 1, messages.GetStatus())
+                await send(FrameType.REQUEST, 1, question.request)
             case FrameType.REQUEST, messages.Ping():
                 await send(FrameType.ANSWER, prefix.call, messages.Pong())
             case FrameType.ANSWER, Message() as answer if prefix.call == 1:
                 await stream.close()
-                return _decode_status(answer)
+                return answer
             case ((FrameType.REFUSAL | FrameType.GOODBYE), messages.Refusal() as refusal):
                 raise refusals.refusal_from_wire(refusal)
 

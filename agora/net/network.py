@@ -20,7 +20,6 @@ from agora_protocol.frames import FrameLimits, FrameType, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PROTOCOL_NAME
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Hello
 from agora_protocol.refusals import refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
@@ -30,6 +29,7 @@ from agora.net.address_book import MAX_PEERS, AddressBook
 from agora.net.answer_share import AnswerShare
 from agora.net.connection import Connection
 from agora.net.fair_share import Holder, largest_holder
+from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
@@ -51,7 +51,7 @@ class Network:
     def __init__(
         self,
         host: Host,
-        hello: Callable[[], Hello],
+        gate: Gate,
         handler: Handler,
         limits: NetLimits | None = None,
         *,
@@ -61,7 +61,7 @@ class Network:
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
         on_met: Callable[[PeerId], None] = lambda _peer: None,
     ) -> None:
-        """hello: returns what this peer says first on every stream. handler: answers other peers' requests.
+        """gate: says whom this peer calls and answers. handler: answers other peers' requests.
 
         report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
@@ -73,7 +73,7 @@ class Network:
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
         self.budget = PayloadBudget(self.limits.max_held_bytes)
         self.answers = AnswerShare(self.limits.max_answer_bytes)
-        self.hello = hello
+        self.gate = gate
         self.handle = handler
         self.report_violation = report_violation
         self.shut_out_s = shut_out_s
@@ -176,7 +176,7 @@ class Network:
         """
         try:
             async with asyncio.timeout_at(deadline):
-                self._refuse_shut_out(peer)
+                self._refuse_to_call(peer)
                 connection = self.connection_to(peer) or await self._dial(peer)
                 fields: Any = request
                 left_ms = max(1, int((deadline - loop_time()) * 1000))
@@ -341,8 +341,14 @@ class Network:
         with contextlib.suppress(AgoraError):
             await connection.start()
 
+    def _refuse_to_call(self, peer: PeerId) -> None:
+        """Raises NotAdmitted for a peer that must not be called: the gate is closed to it, or it is shut out."""
+        if refusal := self.gate.refusal(peer):
+            raise refusal
+        self._refuse_shut_out(peer)
+
     def _refuse_shut_out(self, peer: PeerId) -> None:
-        """Raises NotAdmitted while `peer` is shut out."""
+        """Raises NotAdmitted while `peer` is shut out for its conduct."""
         seconds = self.shut_out_s(peer)
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
@@ -357,13 +363,15 @@ class Network:
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping."""
+        if connection.is_observer:
+            return
         self.learn(connection.peer, addresses)
-        if not connection.is_observer:
-            self._record_met(connection.peer)
-            self.on_met(connection.peer)
+        self._record_met(connection.peer)
+        self.on_met(connection.peer)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
         self.spawn(connection.ping())
+        self.gate.on_member(connection.peer)
 
     def on_gone(self, connection: Connection) -> None:
         """Called when a connection broke or ended: forgets it, and keeps its bytes in `carried_bytes`."""
@@ -392,11 +400,35 @@ class Network:
     def _all_connections(self) -> list[Connection]:
         return [connection for connections in self._connections.values() for connection in connections]
 
+    def _end_if_refused(self, connection: Connection) -> None:
+        """Ends a connection to a peer that is not admitted any more, or that is shut out."""
+        if (role := connection.role) is None:
+            return
+        if refusal := self.gate.still_refuses(connection.peer, connection.proof, role):
+            connection.end(refusal, str(refusal))
+        elif self.shut_out_s(connection.peer) > 0:
+            connection.break_off("the peer is shut out")
+
+    async def greet(self, peer: PeerId) -> bool:
+        """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is a member now."""
+        with contextlib.suppress(AgoraError):
+            self._refuse_to_call(peer)
+            return (self.connection_to(peer) or await self._dial(peer)).is_usable
+        return False
+
+    def members(self) -> list[PeerId]:
+        """Returns the peers to which there is a usable connection."""
+        return [peer for peer in self._connections if self.connection_to(peer) is not None]
+
+    def end_refused(self) -> None:
+        """Ends at once the connections to peers that are not admitted any more; `_tick` does it twice a second."""
+        for connection in self._all_connections():
+            self._end_if_refused(connection)
+
     async def _tick(self) -> None:
-        """Twice a second, until cancelled: breaks off connections to peers that are shut out, and ticks all of them."""
+        """Twice a second, until cancelled: ends connections to peers that are refused now, and ticks all of them."""
         while True:
             await asyncio.sleep(min(TICK_S, self.limits.silence_s / 4))
             for connection in self._all_connections():
-                if self.shut_out_s(connection.peer) > 0:
-                    connection.break_off("the peer is shut out")
+                self._end_if_refused(connection)
                 connection.tick(loop_time())

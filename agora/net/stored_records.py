@@ -166,6 +166,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         """
         return iter(())
 
+    def keep_only(self, is_kept: Callable[[PeerId], bool]) -> None:
+        """Forgets the records of all peers for which `is_kept` is not true."""
+        for entry in self.data.values():
+            refused = [peer for peer, _ in entry.value.items() if not is_kept(PeerId(peer))]
+            for peer in refused:
+                del entry.value[peer]
+
     def _hash(self, peer: str) -> int:
         """Returns a peer's shard hash."""
         return peer_hash(self._run, PeerId(peer))

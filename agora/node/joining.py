@@ -1,7 +1,7 @@
 """Finds the run: its manifest, addresses of its peers, and the network process through which they are reached.
 
-Knows: files, the registry of running daemons, the wire's GetManifest, the order of these steps. Must not know: what the
-daemon does in the run.
+Knows: files, the registry of running daemons, the wire's GetManifest, the ticket of the invite, the order of these
+steps. Must not know: what the daemon does in the run.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError, LocalError, ManifestError, NotAdmitted
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.invite import Invite
-from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_VERSION
+from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import GetManifest, Hello, ManifestAnswer
+from agora_protocol.messages import GetManifest, ManifestAnswer
 
 from agora.calls import Reply
 from agora.clock import loop_time
+from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import IncomingCall
 from agora.net.network import Network
-from agora.node import control_client, paths, runs
+from agora.node import admission_files, control_client, paths, runs
 from agora.node.incarnations import next_incarnation
 from agora.node.startup import Startup
+from agora.swarm.admission import AdmissionPolicy
+from agora.swarm.admission_book import AdmissionBook
 from agora.swarm.view import View
 
 FETCH_SECONDS = 15.0
@@ -73,15 +76,19 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
     """
     run = RunId(startup.reference.run)
     with startup.steps.step("manifest") as note:
-        signed = await _ask_every_peer(host, run, addresses)
+        gate = Gate(startup.me, run, f"agora {__version__}", proof=own_proof(startup, run))
+        signed = await _ask_every_peer(Network(host, gate, _refuse_while_joining), run, addresses)
         _adopt_run(startup, signed)
         note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
     return signed
 
 
-async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    """Asks peer after peer until one gives the run's manifest, and returns it. Raises as `fetch_manifest` does."""
-    network, failures = Network(host, lambda: hello(run, ()), _refuse_while_joining), list[str]()
+async def _ask_every_peer(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
+    """Asks peer after peer until one gives the run's manifest, and returns it; closes the network.
+
+    Raises NotAdmitted when all that answered refuse this peer, and as `fetch_manifest` does.
+    """
+    failures, refusals = list[str](), list[NotAdmitted]()
     try:
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
             network.learn(peer, addresses)
@@ -94,8 +101,12 @@ async def _ask_every_peer(host: Host, run: RunId, addresses: Sequence[str]) -> S
                 raise
             except AgoraError as error:
                 failures.append(str(error))
+                if isinstance(error, NotAdmitted):
+                    refusals.append(error)
     finally:
         await network.close()
+    if refusals and len(refusals) == len(failures):
+        raise refusals[0]
     raise RunUnreachable(
         f"no peer of the invite gives the run's manifest ({'; '.join(failures[:2]) or 'it names no peer'}); "
         "ask for a newer invite, or check this machine's network"
@@ -110,12 +121,15 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
 def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
     """Stores the manifest and registers this daemon, for commands to find.
 
-    Raises NotAdmitted when the manifest does not admit this peer, DiskError when it cannot be stored.
+    Raises NotAdmitted when the run does not admit this peer as a member, DiskError when it cannot be stored.
     """
-    home = startup.home
-    if not signed.manifest.admits(startup.me):
-        raise NotAdmitted(f"the run admits only listed peers; ask its founder to list {startup.me}")
+    home, proof = startup.home, own_proof(startup, signed.run_id)
+    book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
+    if not book.judge(startup.me, proof, time.time()).is_member:
+        raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
     runs.remember(home, signed)
+    if proof:
+        admission_files.write_proof(home, signed.run_id, proof)
     socket, root = str(paths.socket_of(home)), str(home.root)
     name, founder = signed.manifest.name, signed.founder
     paths.register(paths.Entry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
@@ -144,6 +158,15 @@ def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: Vi
     serving = (seen for seen in view.peers.values() if seen.peer != me and seen.state == "serving")
     others = [address for seen in serving for address in seen.addresses[:1]]
     return Invite(signed.run_id, (*own[:MORE_ADDRESSES], *others[:MORE_ADDRESSES]), signed.manifest.name)
+
+
+def own_proof(startup: Startup, run: RunId) -> bytes:
+    """Returns the proof that this machine shows: by the invite's ticket, else the one on its disk, b"" for none.
+
+    Raises InputError for a ticket that is not for this machine, LocalError or DiskError for the file.
+    """
+    ticket = startup.reference.ticket
+    return ticket.used_by(startup.me, run) if ticket is not None else admission_files.read_proof(startup.home, run)
 
 
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
@@ -202,8 +225,3 @@ async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:
                     break
                 await asyncio.sleep(0.2)
     return tuple(addresses)
-
-
-def hello(run: RunId, addresses: Sequence[str]) -> Hello:
-    """Returns the message that begins every stream: protocol version, run, software, and where to dial this peer."""
-    return Hello(PROTOCOL_VERSION, bytes.fromhex(run), f"agora {__version__}", tuple(addresses))

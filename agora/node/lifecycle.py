@@ -27,6 +27,7 @@ from agora.node.local_peer import LocalPeer
 from agora.node.node_report import NO_TRAFFIC, NodeReport, WindowedRate, add_traffic
 from agora.node.pausing import OwnersPause
 from agora.node.questions import questions_of
+from agora.node.run_admission import RunAdmission
 from agora.node.span_loading import load_span
 from agora.node.startup import Startup
 from agora.node.watchdog import Watchdog
@@ -227,14 +228,18 @@ class Node:
             self.signed = await joining.fetch_manifest(startup, host, others)
         with startup.steps.step("doctor") as note:
             note.text = doctor.check_disk(startup.home.root)
+        proof = joining.own_proof(startup, self.signed.run_id)
+        admission = RunAdmission(startup, self.signed, self._addresses, proof, startup.clock.unix)
         with startup.steps.step("directory"):
             stages = self.signed.manifest.stage_count
             unix = startup.clock.unix
-            directory = await Directory.create(host, self.signed.run_id, others, stages=stages, unix=unix)
+            directory = await Directory.create(host, self.signed.run_id, (), stages=stages, guard=admission, unix=unix)
             closing.push_async_callback(directory.close)
-        local_peer = LocalPeer(startup, self.signed, host, directory, self._addresses, self.take_node_report)
-        closing.push_async_callback(local_peer.close)
-        await local_peer.start(others)
+            local_peer = LocalPeer(
+                startup, self.signed, host, directory, admission, self._addresses, self.take_node_report
+            )
+            closing.push_async_callback(local_peer.close)
+            await local_peer.start(others)
         self.local_peer, self._since_unix = local_peer, startup.clock.unix()
         return local_peer
 

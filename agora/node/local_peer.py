@@ -24,14 +24,15 @@ from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
 from agora.net.uplink import SAMPLE_S, UplinkMeter
-from agora.node import joining, runs
+from agora.node import runs
 from agora.node.background import BackgroundTasks
 from agora.node.base_supply import BaseSupply
 from agora.node.clock_keeping import ClockKeeper
 from agora.node.connection_watch import watch_connections
 from agora.node.node_report import NodeReport, progress_record, status_json
 from agora.node.own_ability import OwnAbility
-from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors
+from agora.node.requests import ADMISSION_REQUESTS, BASE_REQUESTS, RequestHandler, SentTensors
+from agora.node.run_admission import RunAdmission
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.pipeline.interfaces import WireShapes
@@ -69,6 +70,7 @@ class LocalPeer:
         signed: SignedManifest,
         host: Host,
         directory: Directory,
+        admission: RunAdmission,
         addresses: tuple[str, ...],
         take_node_report: Callable[[], NodeReport],
     ) -> None:
@@ -82,9 +84,12 @@ class LocalPeer:
         self.ledger = WorkLedger(startup.me, self.seats, startup.report_event)
         report_offence = self.offences.report_offence
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
-        self.network = self._make_network(addresses)
+        self.admission = admission
+        self.network = self._make_network()
         self._lost_peers = LostPeers()
-        config = MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses)
+        config = MembershipConfig(
+            signed.run_id, manifest.stage_count, startup.incarnation, addresses, proof=admission.proof
+        )
         self.membership = Membership(
             config,
             directory,
@@ -94,6 +99,7 @@ class LocalPeer:
             is_lost=self._lost_peers.is_lost,
             on_change=lambda: self.router.view_changed(),
             unix=startup.clock.unix,
+            is_admitted=admission.is_member,
             is_met=self.network.has_met,
             meet=self._meet,
         )
@@ -116,9 +122,8 @@ class LocalPeer:
         self._redialling = Redialling(startup.me, random.Random())
         self._uplink = UplinkMeter()
 
-    def _make_network(self, addresses: tuple[str, ...]) -> Network:
+    def _make_network(self) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""
-        hello = joining.hello(self.signed.run_id, addresses)
         payload = self.manifest.max_payload_bytes
 
         def report_failure(caller: PeerId, error: Exception) -> None:
@@ -127,7 +132,7 @@ class LocalPeer:
 
         network = Network(
             self.host,
-            lambda: hello,
+            self.admission.gate,
             self.requests.answer,
             NetLimits(max_payload_bytes=payload, max_held_bytes=max(LEAST_HELD_BYTES, 2 * self.seats * payload)),
             report_violation=self.offences.report_violation,
@@ -141,12 +146,17 @@ class LocalPeer:
     async def start(self, others: tuple[str, ...]) -> None:
         """Begins to answer other peers, and to keep membership up to date. others: addresses of peers of the run."""
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
+        self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
+        self.admission.attach(self.network, self.membership, self._directory)
         await self.network.start()
-        clock = ClockKeeper(self.startup, self.network)
-        await clock.settle(addresses_by_peer(others))
-        self.tasks.start("membership", self.membership.run())
-        for peer, known in addresses_by_peer(others).items():
+        clock, by_peer = ClockKeeper(self.startup, self.network), addresses_by_peer(others)
+        for peer, known in by_peer.items():
+            self.network.learn(peer, known)
             self._redialling.learn(loop_time(), peer, known)
+        await clock.settle(by_peer)
+        await self._directory.bootstrap(others)
+        self.tasks.start("membership", self.membership.run())
+        self.tasks.start("bans", self.admission.exchange_ban_lists(self._directory))
         self.tasks.start("redial", self._redial_the_missing())
         members = self.membership
         self.tasks.start(
@@ -218,7 +228,7 @@ class LocalPeer:
         home, run = self.startup.home, self.signed.run_id
         while True:
             await asyncio.sleep(REMEMBER_S)
-            peers = self._redialling.remembered()
+            peers = [peer for peer in self._redialling.remembered() if self.admission.may_call(peer)]
             if addresses := [address for peer in peers for address in self._redialling.addresses_of(peer)[:2]][:16]:
                 try:
                     await asyncio.to_thread(runs.remember_addresses, home, run, addresses)

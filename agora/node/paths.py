@@ -12,6 +12,9 @@ because every command uses it before anything heavy. Layout of a data directory 
     corpus/                    tokenised texts, by content
     base/<list hash>/          fetched tensors of a base model, by its tensor list
     runs/<run id>/run.toml     the signed manifest of each run this machine has joined
+    runs/<run id>/ticket       the ticket that admits this machine, mode 0600
+    runs/<run id>/revocations  who is banned from the run, and by whom
+    banned.txt                 whom the owner of this machine has banned from it
     runs/<run id>/peers.txt    addresses that answered last time
     runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
     runs/<run id>/collected/   the weights of every stage, as last asked for by an export
@@ -69,6 +72,19 @@ class Home:
     def peers(self, run: str) -> Path:
         """Returns the path of the file with addresses of a run's peers, one in a line."""
         return self.runs / run / "peers.txt"
+
+    @property
+    def banned(self) -> Path:
+        """The file with the peers that the owner has banned from this machine, one in a line."""
+        return self.root / "banned.txt"
+
+    def ticket(self, run: str) -> Path:
+        """Returns the path of the file with this machine's tickets for a run, in hex."""
+        return self.runs / run / "ticket"
+
+    def revocations(self, run: str) -> Path:
+        """Returns the path of the file with the revocations of a run, in hex, one in a line."""
+        return self.runs / run / "revocations"
 
     def checkpoints(self, run: str) -> Path:
         """Returns the directory of the checkpoints of a run."""

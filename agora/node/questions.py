@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from agora_protocol.errors import LocalError
+from agora_protocol.errors import InputError, LocalError
 from agora_protocol.ids import Span
 
 from agora.clock import loop_time
 from agora.metrics import named_means
+from agora.node import admission_files
 from agora.node.control import Answer, Question
 from agora.node.node_report import report_json, status_json
 from agora.state.collector import COLLECT_S
@@ -21,6 +22,7 @@ from agora.state.files import replace_tensors
 
 if TYPE_CHECKING:
     from agora.node.lifecycle import Node
+    from agora.node.run_admission import RunAdmission
 
 DRAIN_SECONDS = 90.0
 EVALUATE_SECONDS = 300.0
@@ -40,6 +42,8 @@ def questions_of(node: Node) -> Mapping[str, Question]:
         "resume": Question(answers.resume, {}),
         "leave": Question(answers.leave, {}),
         "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
+        "ban": Question(answers.ban, {"peer": str}),
+        "revoke": Question(answers.revoke, {"revocation": str}),
         "link": Question(answers.link, {"rate": str}),
         "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
         "weights": Question(answers.weights, {"average": bool}, deadline_s=60.0),
@@ -91,6 +95,28 @@ class ControlAnswers:
         seconds = loop_time() - began
         text = f"moved from stages {former} to stages {wanted} in {seconds:.1f} s; it serves them."
         return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
+
+    async def ban(self, peer: str = "") -> Answer:
+        """Bans a peer from this machine, in every run and for good. InputError for what is no peer id."""
+        banned = admission_files.add_banned(self._node.startup.home, peer)
+        self._admission().ban_here(banned)
+        return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}
+
+    async def revoke(self, revocation: str = "") -> Answer:
+        """Takes a sealed revocation, in hex, and passes it on. InputError for one that does not count."""
+        try:
+            new, refused = self._admission().take([bytes.fromhex(revocation)])
+        except ValueError:
+            raise InputError("A revocation is hex, as `swarm ban` sends it.") from None
+        if refused:
+            raise InputError("The revocation does not count; it must be signed by the run's founder or a delegate.")
+        return {"new": new}
+
+    def _admission(self) -> RunAdmission:
+        """Returns the node's admission. Raises LocalError while the daemon has no network."""
+        if self._node.local_peer is None:
+            raise LocalError("this daemon is still starting; ask again in a moment")
+        return self._node.local_peer.admission
 
     async def link(self, rate: str = "") -> Answer:
         """Gives the imitated link of this peer another rate, such as "20Mbit". LocalError without a link."""

@@ -1,14 +1,14 @@
 """Answers the requests of other peers, and counts the bytes of tensors that this peer sends.
 
-Knows: every request, and who may make it. Must not know: how anything of it is done, or how bytes travel.
+Knows: every request, and what answers it. Must not know: who may make it (net/gate.py), how anything of it is done.
 
-| request | who may ask | answered by |
-|---|---|---|
-| GetStatus, GetManifest, Ping | everybody, observers too | this module, always |
-| Process | members of the run | the work ledger for a repeat, else the span |
-| GossipSteps, GossipEpochs, Contribute, Recall | members of the run | the span |
-| GetState, GetChunk | peers of the run | the span |
-| GetBase, GetPiece | members of the run | the local peer's files of the base model, also while no span is held |
+| request | answered by |
+|---|---|
+| GetStatus, GetManifest, Ping | this module, always |
+| ShareRevocations | the local peer's admission, always |
+| Process | the work ledger for a repeat, else the span |
+| GossipSteps, GossipEpochs, Contribute, Recall, GetState, GetChunk | the span |
+| GetBase, GetPiece | the local peer's files of the base model, also while no span is held |
 
 While no span is held, what only the span can answer is refused Busy.
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agora_protocol import messages
-from agora_protocol.errors import Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
+from agora_protocol.errors import Busy, ProtocolError, Unsupported
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.message_base import Message
@@ -37,6 +37,7 @@ from agora_protocol.messages import (
     GossipSteps,
     Process,
     Recall,
+    ShareRevocations,
 )
 from agora_protocol.tensors import WireTensor
 
@@ -51,11 +52,13 @@ STATUS_S: Final = 0.25
 """Seconds for which a status is given again: making one costs more than sending it."""
 
 WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
-"""Requests that the span answers to members of the run."""
+"""Requests that the span answers about its work."""
 STATE_REQUESTS: Final = (GetState, GetChunk)
-"""Requests that the span answers to peers of the run."""
+"""Requests that the span answers about its state."""
 BASE_REQUESTS: Final = (GetBase, GetPiece)
-"""Requests that the local peer answers to members of the run, whichever stages it holds."""
+"""Requests that the local peer answers, whichever stages it holds."""
+ADMISSION_REQUESTS: Final = (ShareRevocations,)
+"""Requests that the local peer's admission answers."""
 
 
 @dataclass
@@ -82,7 +85,7 @@ class SentTensors:
 
 
 class RequestHandler:
-    """Answers other peers' requests, after checking that they may ask: some itself, most by the span that is held."""
+    """Answers other peers' requests, which the gate has admitted: some itself, most by the span that is held."""
 
     def __init__(
         self,
@@ -92,9 +95,7 @@ class RequestHandler:
         ledger: WorkLedger,
     ) -> None:
         """status: returns what `swarm status --json` prints. ledger: answers repeats while no span is held."""
-        self._manifest = signed.manifest
         self._manifest_bytes = signed.to_bytes()
-        self._run = signed.run_id
         self._status = status
         self._report_offence = report_offence
         self._ledger = ledger
@@ -114,9 +115,8 @@ class RequestHandler:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers one request (the network's handler). An AgoraError that it raises becomes a typed refusal.
 
-        Raises as `_check_caller` and `_pass_on` do, and Unsupported for a request of another kind.
+        Raises as `_pass_on` does, and Unsupported for a request of another kind.
         """
-        self._check_caller(call)
         match call.message:
             case messages.GetStatus():
                 return Reply(messages.StatusAnswer(self._recent_status()))
@@ -124,7 +124,7 @@ class RequestHandler:
                 return Reply(messages.ManifestAnswer(self._manifest_bytes))
             case messages.Ping():
                 return Reply(messages.Pong())
-            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS):
+            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS + ADMISSION_REQUESTS):
                 return await self._pass_on(call, request)
             case other:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
@@ -153,23 +153,6 @@ class RequestHandler:
         if loop_time() - self._status_at >= STATUS_S:
             self._status_bytes, self._status_at = fitting(self._status()), loop_time()
         return self._status_bytes
-
-    def _check_caller(self, call: IncomingCall) -> None:
-        """Raises an error when the caller may not make its request.
-
-        | caller                       | may not ask for                        | error       |
-        |------------------------------|----------------------------------------|-------------|
-        | of another run               | anything but Ping                      | WrongRun    |
-        | without a run: an observer   | WORK_, STATE_ and BASE_REQUESTS        | NotAdmitted |
-        | that the manifest bars       | WORK_REQUESTS and BASE_REQUESTS        | NotAdmitted |
-        """
-        request = call.message
-        if call.run and call.run.hex() != self._run and not isinstance(request, messages.Ping):
-            raise WrongRun(f"this peer takes part in run {self._run}; use an invite of that run")
-        if not call.run and isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS):
-            raise NotAdmitted("an observer may ask but not train; say the run in HELLO")
-        if isinstance(request, WORK_REQUESTS + BASE_REQUESTS) and not self._manifest.admits(call.peer):
-            raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
 
 
 def fitting(status: dict[str, Any]) -> bytes:

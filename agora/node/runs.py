@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from agora_protocol.errors import DiskError, InputError, ManifestError
 from agora_protocol.ids import RunId, is_run_id
 from agora_protocol.invite import SCHEME, Invite
+from agora_protocol.tickets import InviteTicket
 
 from agora.node import paths
 
@@ -38,6 +39,7 @@ class RunReference:
     signed: SignedManifest | None = None
     draft: Manifest | None = None
     file: Path | None = None
+    ticket: InviteTicket | None = None  # that the invite carries
 
     @property
     def base(self) -> Path:
@@ -60,7 +62,8 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     if text.startswith(SCHEME):
         invite = Invite.parse(text)
         known = remembered_addresses(home, invite.run)
-        return RunReference(invite.run, invite.name, tuple(dict.fromkeys([*invite.addresses, *known])))
+        addresses = tuple(dict.fromkeys([*invite.addresses, *known]))
+        return RunReference(invite.run, invite.name, addresses, ticket=invite.ticket)
     path = Path(text).expanduser()
     if path.is_file():
         return from_file(path, home)

@@ -106,10 +106,7 @@ class MicrobatchStarted(Event):
 
 
 class MicrobatchCompleted(Event):
-    """Event: the origin has a microbatch's answer. `loss_sum`: over its `tokens`; `seconds`: since it started.
-
-    metrics: sums, see agora.metrics.
-    """
+    """Event: the origin has a microbatch's answer. loss_sum: over its tokens; metrics: sums, see agora.metrics."""
 
     microbatch: str
     loss_sum: float
@@ -192,10 +189,10 @@ class SamplesCounted(Event):
     """
 
     step: int
-    epoch: int
-    seen: int
-    repeated: int
-    missed: int
+    epoch: int  # the first that is not complete
+    seen: int  # samples trained on, in each epoch anew
+    repeated: int  # trained on again in the same epoch
+    missed: int  # not done yet, of epochs before the newest
 
 
 class StepTaken(Event):
@@ -383,6 +380,13 @@ class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offe
     text: str
     follows: str = ""
     shut_out_s: float = 0.0  # seconds for which the peer is shut out from now
+
+
+class PeerBanned(Event, level="warning", template="{peer} is banned {by}: it is neither called nor answered"):
+    """Event: a peer, or the key of a bearer ticket, was banned for good."""
+
+    peer: str
+    by: str  # such as "by this machine's owner"
 
 
 class DirectoryTrouble(Event):

@@ -59,6 +59,7 @@ class MembershipConfig:
     stage_count: int
     incarnation: int
     addresses: tuple[str, ...] = ()
+    proof: bytes = b""  # this peer's tickets, which its claims carry
 
 
 class Membership:
@@ -76,6 +77,7 @@ class Membership:
         on_change: Callable[[], None] = lambda: None,
         is_met: Callable[[PeerId], bool] = lambda peer: True,
         meet: Callable[[Sequence[PeerView]], Awaitable[None]] | None = None,
+        is_admitted: Callable[[PeerId], bool] = lambda peer: True,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
@@ -84,7 +86,7 @@ class Membership:
         is_lost: returns whether a peer counts as gone although its claim has not ended; such peers are in no view.
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         is_met: whether HELLO was exchanged with a peer, without which it is in no view. meet: dials strangers, and
-        returns within a few seconds.
+        returns within a few seconds. is_admitted: whether a peer may take part in the run; others count as gone.
         """
         self._me = identity.peer
         self._config = config
@@ -95,6 +97,7 @@ class Membership:
         self._on_change = on_change
         self._is_met = is_met
         self._meet = meet
+        self._is_admitted = is_admitted
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
@@ -181,7 +184,8 @@ class Membership:
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
-        await self._publish_changed(Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0))
+        claim = Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0, proof=self._config.proof)
+        await self._publish_changed(claim)
 
     async def _publish_changed(self, claim: Claim) -> None:
         """Makes `claim` this peer's claim, merges it into the own view and publishes it."""
@@ -278,6 +282,10 @@ class Membership:
 
     # --- the view
 
+    def forget_refused(self) -> None:
+        """Drops at once the peers that are not members any more."""
+        self._merge([])
+
     def _merge(self, found: Sequence[FoundRecords], samples: Mapping[int, StageSample] | None = None) -> None:
         """Merges records and this peer's own claim, so that it never expires, into the view; reports each change.
 
@@ -287,7 +295,12 @@ class Membership:
         former, view, now_unix = self.view, self.view, self._unix()
         for batch in (*found, own):
             view = merge(view, batch.records, now_unix, batch.linger_s)
-        lost = {peer for peer, seen in view.peers.items() if peer != self._me and self._is_lost(seen)}
+        everybody = {**view.peers, **view.strangers}.items()
+        lost = {
+            peer
+            for peer, seen in everybody
+            if peer != self._me and (self._is_lost(seen) or not self._is_admitted(peer))
+        }
         view = view.without(*lost)
         view = view if samples is None else replace(view, samples=samples)
         self.view = view.of_members(lambda peer: peer == self._me or self._is_met(peer))

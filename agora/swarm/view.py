@@ -108,7 +108,8 @@ class View:
         if not peers:
             return self
         left = {other: seen for other, seen in self.peers.items() if other not in peers}
-        return View(left, self.samples, self.strangers)
+        strangers = {other: seen for other, seen in self.strangers.items() if other not in peers}
+        return View(left, self.samples, strangers)
 
     def of_members(self, is_member: Callable[[PeerId], bool]) -> View:
         """Returns a new view whose `peers` are the members among its peers and strangers; the others are strangers."""

@@ -23,6 +23,7 @@ PROTOCOL_CODES: Final[dict[str, str]] = {
     "bad-message": "the header is not the msgpack of a known message, or a field has the wrong type or value",
     "bad-tensor": "a tensor's dtype, shape or byte count is not allowed, or not what the message or manifest implies",
     "bad-record": "a DHT record is malformed, or published under a key it does not belong to",
+    "bad-ticket": "a ticket, a proof or a revocation is malformed",
     "bad-signature": "a signature does not verify",
     "wrong-key": "a record is signed by, or speaks for, another peer than its subkey names",
     "expired": "a record has expired",
@@ -95,7 +96,7 @@ class NotMyStage(Refused):
 
 
 class NotAdmitted(Refused):
-    """The run's manifest does not admit the asking peer."""
+    """The run does not admit the asking peer: it is not listed, shows no ticket that counts, or is banned."""
 
     code: ClassVar[str] = "not-admitted"
 

@@ -1,10 +1,11 @@
 """Invites: texts that one person sends to another, who can join a run by it. Knows the form, nothing of networks.
 
     agora://RUN/NAME@ADDRESS,ADDRESS
+    agora://RUN/NAME/TICKET@ADDRESS,ADDRESS
 
-RUN is the run id in hex, NAME the run's name percent-encoded, each ADDRESS a multiaddr that ends in /p2p/PEER. Nothing
-in it needs quoting in a shell. The run id is the hash of the manifest, so an invite cannot lead to another run than it
-names.
+RUN is the run id in hex, NAME the run's name percent-encoded, TICKET a ticket in base64url, each ADDRESS a
+multiaddr that ends in /p2p/PEER. Nothing in it needs quoting in a shell. The run id is the hash of the manifest, so an
+invite cannot lead to another run than it names.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ from agora_protocol.addresses import address_problem
 from agora_protocol.errors import InputError
 from agora_protocol.ids import RunId, is_run_id
 from agora_protocol.limits import MAX_ADDRESSES, MAX_INVITE_BYTES, MAX_NAME_BYTES
+from agora_protocol.tickets import InviteTicket
 
 SCHEME: Final = "agora://"
-_FORM: Final = re.compile(r"([^/@]*)/([^/@]*)@(.*)\Z")
+_FORM: Final = re.compile(r"([^/@]*)/([^/@]*)(?:/([^/@]*))?@(.*)\Z")
 _ADVICE: Final = "copy the whole line that `agora-node join` printed."
 
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """A run's id, its name for people, and 1 to MAX_ADDRESSES addresses of peers that were in it. Immutable."""
+    """A run's id, its name for people, 1 to MAX_ADDRESSES addresses of peers that were in it, and perhaps a ticket.
+
+    An invite with a bearer ticket is a secret: whoever has it may take part.
+    """
 
     run: RunId
     addresses: tuple[str, ...]
     name: str = ""
+    ticket: InviteTicket | None = None
 
     def __post_init__(self) -> None:
         """Raises InputError for a run id, an address or a name that is not valid."""
@@ -45,8 +51,9 @@ class Invite:
             raise InputError(f"The invite's name is longer than {MAX_NAME_BYTES} bytes or unprintable; {_ADVICE}")
 
     def __str__(self) -> str:
-        """Returns the text that a person sends: agora://RUN/NAME@ADDRESS,ADDRESS."""
-        return f"{SCHEME}{self.run}/{quote(self.name, safe='')}@{','.join(self.addresses)}"
+        """Returns the text that a person sends: agora://RUN/NAME[/TICKET]@ADDRESS,ADDRESS."""
+        ticket = f"/{self.ticket}" if self.ticket is not None else ""
+        return f"{SCHEME}{self.run}/{quote(self.name, safe='')}{ticket}@{','.join(self.addresses)}"
 
     @classmethod
     def parse(cls, text: str) -> Invite:
@@ -57,4 +64,5 @@ class Invite:
         match = _FORM.match(text[len(SCHEME) :])
         if match is None:
             raise InputError(f"The invite is not of the form {SCHEME}RUN/NAME@ADDRESS; {_ADVICE}")
-        return cls(RunId(match[1].lower()), tuple(match[3].split(",")), unquote(match[2]))
+        ticket = InviteTicket.parse(match[3]) if match[3] is not None else None
+        return cls(RunId(match[1].lower()), tuple(match[4].split(",")), unquote(match[2]), ticket)

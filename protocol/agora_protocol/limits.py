@@ -41,6 +41,14 @@ MAX_KEY_RECORDS: Final = 64  # under one key: those of the peers with the smalle
 MAX_SHARD_BITS: Final = 16
 RECENT_STEPS: Final = 16
 
+# Admission
+MAX_TICKETS: Final = 3  # in one proof: a delegate's, a bearer's, and that of the peer that uses it
+MAX_PROOF_BYTES: Final = 1024
+MAX_REVOCATION_BYTES: Final = 1536
+MAX_SHARED_REVOCATIONS: Final = 12  # in one ShareRevocations, or one BanList record
+MAX_REVOCATIONS: Final = 1024  # that a peer keeps of a run
+SALT_BYTES: Final = 16
+
 # Documents
 MAX_MANIFEST_BYTES: Final = 65_536
 MAX_CONFIG_BYTES: Final = 16_384  # the config.json of a base model, inside a manifest

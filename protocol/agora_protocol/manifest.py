@@ -211,7 +211,10 @@ class Manifest(Section):
         return max(STATE_CHUNK_BYTES, boundary + 4 * math.prod(self.tokens_shape()))
 
     def admits(self, peer: PeerId) -> bool:
-        """Returns whether `peer` may take part: any peer in mode open, only founder and listed peers in mode listed."""
+        """Returns whether `peer` may take part without a ticket: anyone in mode open, else the founder, and the listed.
+
+        Revocations are not looked at; agora/swarm/admission.py decides.
+        """
         return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
 
 

@@ -166,7 +166,7 @@ def _check_founder(manifest: Manifest) -> str | None:
 
 
 def _check_admission(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless `peers` are distinct peer ids, some in mode listed and none in mode open."""
+    """Returns an error sentence unless `peers` are distinct peer ids, some in mode listed and none in other modes."""
     mode, peers = manifest.admission.mode, manifest.admission.peers
     for peer in peers:
         if not is_peer_id(peer):
@@ -178,8 +178,8 @@ def _check_admission(manifest: Manifest) -> str | None:
         return "[admission] peers names one peer twice; remove the repetition."
     if mode == "listed" and not peers:
         return "[admission] mode listed with no peers admits nobody but the founder; list peers, or use mode open."
-    if mode == "open" and peers:
-        return "[admission] peers has no effect in mode open; use mode listed, or remove peers."
+    if mode != "listed" and peers:
+        return f"[admission] peers has no effect in mode {mode}; use mode listed, or remove peers."
     return None
 
 

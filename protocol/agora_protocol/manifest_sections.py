@@ -181,9 +181,13 @@ class ObjectiveSection(Section):
 class AdmissionSection(Section):
     """Who may take part."""
 
-    mode: Literal["open", "listed"] = Field(
-        default="open", description="open to everyone, or listed: only peers and founder"
+    mode: Literal["open", "listed", "ticket"] = Field(
+        default="open",
+        description="open to everyone; listed: only peers and founder; ticket: who shows a ticket, and founder",
     )
     peers: tuple[str, ...] = Field(
         default=(), max_length=512, description="peer ids (12D3KooW...) that mode listed admits"
+    )
+    public_status: bool = Field(
+        default=False, description="whether everyone who knows the run's id may read its status and manifest"
     )

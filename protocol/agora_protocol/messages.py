@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from agora_protocol.admission_messages import Hello as Hello
+from agora_protocol.admission_messages import ShareRevocations as ShareRevocations
+from agora_protocol.admission_messages import TookRevocations as TookRevocations
 from agora_protocol.codec_names import WIRE_NAMES
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
-    addresses_field,
     bool_field,
     bytes_field,
     choice_field,
@@ -32,7 +34,6 @@ from agora_protocol.limits import (
     MAX_HINTS,
     MAX_MANIFEST_BYTES,
     MAX_METRICS,
-    MAX_NAME_BYTES,
     MAX_REFERENCES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
@@ -44,15 +45,6 @@ from agora_protocol.message_base import FrameType as FrameType
 from agora_protocol.message_base import Message as Message
 
 _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
-
-
-class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
-    """Introduces the sender. The first frame in both directions; nothing else is sent before both have arrived."""
-
-    version: int = int_field(1, 65_535, doc="protocol version of the sender; must be 1")
-    run: bytes = bytes_field(0, 32, doc="the run id's 32 bytes; empty for an observer, who may ask but not train")
-    software: str = text_field(MAX_NAME_BYTES, doc="name and version of the program, for people")
-    addresses: tuple[str, ...] = addresses_field(doc="where the sender can be dialled; empty when nowhere")
 
 
 class Ping(Message, kind=2, frames=(FrameType.REQUEST,)):
@@ -354,7 +346,8 @@ class TensorPiece(Message, kind=25, frames=(FrameType.ANSWER,), tensors=(1, 1)):
 
 
 _StateRequest = GetState | GetChunk | GetBase | GetPiece
-Request = Ping | GetManifest | GetStatus | Process | GossipSteps | Contribute | Recall | _StateRequest
+_EverybodysRequest = Ping | GetManifest | GetStatus | ShareRevocations
+Request = _EverybodysRequest | Process | GossipSteps | Contribute | Recall | _StateRequest
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,
@@ -368,6 +361,7 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     GetChunk: Chunk,
     GetBase: BaseIndex,
     GetPiece: TensorPiece,
+    ShareRevocations: TookRevocations,
 }
 
 

@@ -1,4 +1,4 @@
-"""The signed records that peers publish in the DHT: claims and progress. Knows bytes and rules, not the DHT.
+"""The signed records that peers publish in the DHT: claims, progress, ban lists. Knows bytes and rules, not the DHT.
 
 A record is msgpack [payload, signature]; payload is msgpack [1, kind, expires_unix, fields]; the signature is over
 b"agora record 1\\0" || run (32 bytes) || payload, by the peer that the fields and the DHT subkey both name.
@@ -14,6 +14,7 @@ from agora_protocol.fields import (
     MAX_UINT,
     Structure,
     addresses_field,
+    bytes_field,
     choice_field,
     describe,
     float_field,
@@ -29,8 +30,11 @@ from agora_protocol.ids import PeerId, RunId, Span, is_run_id
 from agora_protocol.limits import (
     CLOCK_TOLERANCE_S,
     MAX_METRICS,
+    MAX_PROOF_BYTES,
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME_S,
+    MAX_REVOCATION_BYTES,
+    MAX_SHARED_REVOCATIONS,
     MAX_SPAN_STAGES,
     MAX_STAGES,
     MAX_TEXT_BYTES,
@@ -87,6 +91,9 @@ class Claim(Record, kind=1, name="claim"):
     )
     bandwidth: float = float_field(
         0, 1e12, default=0.0, doc="bytes per second, the lesser of up and down; 0 when unknown: the others' median"
+    )
+    proof: bytes = bytes_field(
+        most=MAX_PROOF_BYTES, default=b"", doc="the peer's tickets, as in its HELLO; empty where it has none"
     )
 
     def find_problem(self) -> str | None:
@@ -161,6 +168,20 @@ class Progress(Record, kind=2, name="progress"):
             if account.waiting + account.counted > account.computed:
                 return f"counts {account.waiting + account.counted} tokens of {account.computed} that were computed"
         return None
+
+
+class BanList(Record, kind=4, name="bans"):
+    """Passes on revocations that the publisher knows, the newest first. It is published under stage 0 only."""
+
+    peer: PeerId = peer_id_field(doc="who passes them on, which need not be who signed them")
+    span: Span = span_field(doc="always [0, 0]")
+    revocations: tuple[bytes, ...] = list_field(
+        bytes_field(most=MAX_REVOCATION_BYTES), MAX_SHARED_REVOCATIONS, doc="sealed revocations, section 4"
+    )
+
+    def find_problem(self) -> str | None:
+        """Returns a complaint when the span is another than that of stage 0, else None."""
+        return None if self.span == Span(0, 0) else "has another span than [0, 0]"
 
 
 NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}

@@ -19,14 +19,14 @@ from agora_protocol import messages
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity, peer_id_bytes
 from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
-from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.message_base import Message
-from agora_protocol.records import RECORD_TAG, Claim, Progress, Record, record_key, seal_record
+from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.shards import shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
 from base_model_vectors import base_model_frames, tensor_lists
+from ticket_vectors import admission_frames, bad_proofs, invite_vectors, proofs, revocations, ticket_vectors
 
 HERE: Final = Path(__file__).parent
 FIRST: Final = Identity(bytes(range(32)))
@@ -37,6 +37,8 @@ RUN: Final = SIGNED.run_id
 HASH: Final = hashlib.sha256(b"agora vector").digest()
 MICROBATCH: Final = microbatch_id(b"vectors!", 258)
 ADDRESS: Final = f"/ip4/203.0.113.7/tcp/31000/p2p/{FIRST.peer}"
+PROOFS: Final = proofs(RUN, FIRST, SECOND, int(NOW_UNIX) + 86_400)
+BANS: Final = tuple(sealed for _, sealed in revocations(RUN, FIRST, SECOND, int(NOW_UNIX)))
 RELAYED: Final = f"/ip6/2001:db8::9/tcp/4001/p2p/{SECOND.peer}/p2p-circuit/p2p/{FIRST.peer}"
 
 
@@ -89,14 +91,6 @@ def manifests() -> list[dict[str, Any]]:
     ]
 
 
-def invites() -> list[dict[str, Any]]:
-    """Returns invites in their parts and as text."""
-    made = [Invite(RUN, (ADDRESS,), "tiny"), Invite(RUN, (ADDRESS, RELAYED), "two words"), Invite(RUN, (ADDRESS,))]
-    return [
-        {"run": invite.run, "name": invite.name, "addresses": invite.addresses, "text": str(invite)} for invite in made
-    ]
-
-
 def _records() -> list[tuple[Record, Identity, int, int]]:
     """Returns the records of the vectors, who signs each, and the stage and depth of its shard."""
     account = (337_920, 6_144, 329_728, 1, 16_384, 15, 245_760, 0.1875)
@@ -112,6 +106,9 @@ def _records() -> list[tuple[Record, Identity, int, int]]:
         (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 25e6), SECOND, 3, 0),
         (Claim(SECOND.peer, Span(3, 4), 0, (), "serving", 0.0), SECOND, 4, 1),
         (counted, SECOND, 3, MAX_SHARD_BITS),
+        (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 0.0, PROOFS["named"]), SECOND, 3, 0),
+        (BanList(FIRST.peer, Span(0, 0), BANS), FIRST, 0, 0),
+        (BanList(SECOND.peer, Span(0, 0), ()), SECOND, 0, 0),
     ]
 
 
@@ -195,8 +192,7 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     boundary, tokens = _tensors()
     kind = FrameType
     return [
-        (kind.HELLO, 0, messages.Hello(1, bytes.fromhex(RUN), "agora 0.1.0", (ADDRESS,)), []),
-        (kind.HELLO, 0, messages.Hello(1, b"", "observer", ()), []),
+        *admission_frames(RUN, FIRST, SECOND, int(NOW_UNIX), ADDRESS),
         (kind.REQUEST, 1, messages.Ping(5_000), []),
         (kind.ANSWER, 1, messages.Pong(), []),
         (kind.ANSWER, 1, messages.Pong(1_790_000_000.25), []),
@@ -328,7 +324,7 @@ def _bad_records() -> list[tuple[str, str, bytes]]:
         ("too many bytes", "too-large", _sealed(good) + bytes(MAX_RECORD_BYTES)),
         ("no msgpack", "bad-record", b"\xc1"),
         ("another version", "bad-record", _sealed([2, 1, NOW_UNIX + 60, fields])),
-        ("an unknown kind", "bad-record", _sealed([1, 4, NOW_UNIX + 60, fields])),
+        ("an unknown kind", "bad-record", _sealed([1, 5, NOW_UNIX + 60, fields])),
         ("an integer expiry", "bad-record", _sealed([1, 1, int(NOW_UNIX + 60), fields])),
         (
             "an address of another peer",
@@ -372,6 +368,7 @@ def refused() -> dict[str, Any]:
     """Returns bytes that a reader must refuse, and the code it must refuse them with."""
     claim = {"run": RUN, "key": record_key(RUN, Claim, 0), "subkey": FIRST.peer, "now_unix": NOW_UNIX}
     lists = {"frames": _bad_frames(), "records": _bad_records(), "manifests": _bad_manifests()}
+    lists["proofs"] = bad_proofs(RUN, FIRST, SECOND, int(NOW_UNIX))
     rows = {
         name: [{"why": why, "code": code, "bytes": data} for why, code, data in rows] for name, rows in lists.items()
     }
@@ -383,10 +380,11 @@ def build() -> dict[str, str]:
     made = {
         "identities": identities(),
         "manifests": manifests(),
-        "invites": invites(),
+        "invites": invite_vectors(RUN, PROOFS["invite"], (ADDRESS, RELAYED)),
         "records": records(),
         "frames": frames(),
         "tensor_lists": tensor_lists(),
+        "tickets": ticket_vectors(RUN, FIRST, SECOND, int(NOW_UNIX)),
         "refused": refused(),
     }
     return {f"{name}.json": json.dumps(_json(value), indent=1) + "\n" for name, value in made.items()}

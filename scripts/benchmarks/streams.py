@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import uvloop
 from agora_protocol.identity import Identity
-from agora_protocol.ids import MicrobatchId, PeerId
-from agora_protocol.limits import PROTOCOL_VERSION
-from agora_protocol.messages import Hello, Process, Processed
+from agora_protocol.ids import MicrobatchId, PeerId, RunId
+from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 from hivemind.p2p import PeerID
 
 from agora.calls import Reply
+from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, IncomingCall
 from agora.net.network import Network
@@ -187,8 +187,7 @@ async def join(key: Path, handler: Handler) -> tuple[Host, Network]:
     Identity.create(key)
     host = await Host.create(identity_path=key, listen=LOOPBACK)
     addresses = await host.addresses()
-    hello = Hello(version=PROTOCOL_VERSION, run=bytes(32), software="agora-bench", addresses=addresses)
-    network = Network(host, lambda: hello, handler)
+    network = Network(host, Gate(host.peer, RunId("00" * 32), "agora-bench", addresses), handler)
     await network.start()
     return host, network
 

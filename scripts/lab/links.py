@@ -35,17 +35,18 @@ from typing import Any, Final
 import uvloop
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.identity import Identity
-from agora_protocol.ids import MicrobatchId
-from agora_protocol.messages import Hello, Process, Processed
+from agora_protocol.ids import MicrobatchId, RunId
+from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
+from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import IncomingCall
 from agora.net.link import LinkSpec
 from agora.net.network import Network
 
-RUN: Final = b"\x07" * 32
+RUN: Final = RunId("07" * 32)
 ROUND_TRIPS: Final = 21
 TRANSFERS: Final = 3
 MEGABYTES: Final = 10
@@ -195,7 +196,7 @@ async def peer(address: str, link: str) -> Any:
         Identity.create(key)
         spec = LinkSpec.parse(link) if link else None
         host = await Host.create(identity_path=key, listen=[f"/ip4/{address}/tcp/0"], link=spec)
-        net = Network(host, lambda: Hello(1, RUN, "lab", ()), swallow)
+        net = Network(host, Gate(host.peer, RUN, "lab"), swallow)
         try:
             await net.start()
             yield host, net

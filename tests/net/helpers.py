@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import uvloop
 from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId
-from agora_protocol.messages import Hello, Process, Processed, StatusAnswer
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.messages import Process, Processed, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
+from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, IncomingCall, NetLimits
 from agora.net.link import LinkSpec
@@ -89,8 +90,9 @@ async def make_peer(
     version: int = 1,
     link: LinkSpec | None = None,
     offences: OffenceLog | None = None,
+    gate: dict[str, Any] | None = None,
 ) -> Peer:
-    """offences: judges who is shut out; without one nobody is."""
+    """offences: judges who is shut out; without one nobody is. gate: further arguments of the Gate."""
     host, identity = await make_host(folder, name, link=link)
     try:
         addresses = await host.addresses()
@@ -102,10 +104,9 @@ async def make_peer(
             if offences is not None:
                 offences.report_violation(peer, error)
 
-        hello = Hello(version, bytes.fromhex(run_id), "test", addresses)
         network = Network(
             host,
-            lambda: hello,
+            Gate(host.peer, RunId(run_id), "test", addresses, version=version, **gate or {}),
             handler,
             limits,
             report_violation=report_violation,

@@ -12,13 +12,13 @@ from agora_protocol import errors
 from agora_protocol.messages import (
     Advance,
     GetStatus,
-    Hello,
     Ping,
     Pong,
     Process,
     Processed,
     StatusAnswer,
 )
+from agora_protocol.tickets import READER
 
 from agora.calls import Reply
 from agora.net.incoming import IncomingCall, NetLimits
@@ -253,7 +253,7 @@ def test_what_a_handler_raises_arrives_typed_and_bugs_are_reported_where_they_ar
 def test_an_observer_may_ask_and_nothing_else() -> None:
     async def main() -> None:
         async with peers(echo, echo) as (a, b):
-            a.network.hello = lambda: Hello(1, b"", "observer", ())
+            a.network.gate.role = READER
             assert (await a.network.call(b.id, Ping(), deadline=after(10))).message == Pong()
             assert (await a.network.call(b.id, GetStatus(), deadline=after(10))).message == StatusAnswer(b"{}")
             with pytest.raises(errors.NotAdmitted):

@@ -7,15 +7,17 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
-from agora_protocol.ids import PeerId
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Advance, Hello, Processed
+from agora_protocol.messages import Advance, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.net.answer_share import AnswerShare
 from agora.net.connection import Connection
+from agora.net.gate import Gate
 from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
 from agora.net.send_queue import NEWS_BYTES
 from agora.net.streams import HEAD_BYTES, FrameStream
@@ -24,6 +26,8 @@ from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
 
 LARGE = 2 * GUARANTEED_BYTES
+ME = Identity(bytes(32)).peer
+HELLO = Gate(PEER, RunId(RUN), "raw").hello_to(ME)
 LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, patience_s=1.0)
 
 
@@ -38,9 +42,7 @@ class Owner:
         self.handled: list[IncomingCall] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.errors: list[Exception] = []
-
-    def hello(self) -> Hello:
-        return Hello(1, bytes.fromhex(RUN), "test", ())
+        self.gate = Gate(ME, RunId(RUN), "test")
 
     async def handle(self, call: IncomingCall) -> Reply:
         self.handled.append(call)
@@ -85,7 +87,7 @@ class Line:
 
     async def greeted(self) -> Line:
         await asyncio.sleep(0)
-        self.say(frame(FrameType.HELLO, 0, Hello(1, bytes.fromhex(RUN), "raw", ())))
+        self.say(frame(FrameType.HELLO, 0, HELLO))
         await asyncio.sleep(0)
         return self
 

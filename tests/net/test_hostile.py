@@ -15,13 +15,12 @@ import pytest
 from agora_protocol.errors import PROTOCOL_CODES, NotAdmitted
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
 from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     Advance,
     GetStatus,
-    Hello,
     Ping,
     Pong,
     Processed,
@@ -29,6 +28,7 @@ from agora_protocol.messages import (
 )
 from hivemind.p2p import PeerID
 
+from agora.net.gate import Gate
 from agora.net.incoming import NetLimits
 from agora.net.network_errors import ConnectionBroken
 from agora.swarm.conduct import Conduct, Offence, Penalty
@@ -36,7 +36,12 @@ from agora.swarm.offences import OffenceLog
 from tests.net.helpers import RUN, Peer, after, boundary, echo, peers, process, run, until
 
 LENIENT = NetLimits(max_payload_bytes=65_536)
-HELLO = b"".join(encode_frame(FrameType.HELLO, 0, Hello(1, bytes.fromhex(RUN), "raw", ())))
+
+
+def hello_frame(sender: Peer, to: Peer, run_id: str = RUN, version: int = 1) -> bytes:
+    """The first frame of a stream from one peer to another."""
+    hello = Gate(sender.id, RunId(run_id), "raw", version=version).hello_to(to.id)
+    return b"".join(encode_frame(FrameType.HELLO, 0, hello))
 
 
 class Raw:
@@ -65,17 +70,17 @@ class Raw:
 
 
 @asynccontextmanager
-async def raw_stream(a: Peer, to: Peer, greet: bytes = HELLO) -> AsyncIterator[Raw]:
+async def raw_stream(a: Peer, to: Peer, greet: bytes | None = None) -> AsyncIterator[Raw]:
     _, reader, writer = await a.host.p2p.call_binary_stream_handler(PeerID.from_base58(to.id), PROTOCOL_NAME)
     raw = Raw(reader, writer)
     try:
-        raw.send(greet)
+        raw.send(hello_frame(a, to) if greet is None else greet)
         yield raw
     finally:
         writer.close()
 
 
-def frames_to_mutate(peer: PeerId) -> list[bytes]:
+def frames_to_mutate(peer: PeerId, hello: bytes) -> list[bytes]:
     """One good frame of every type that a peer may send unasked."""
     return [
         b"".join(encode_frame(FrameType.REQUEST, 1, process(peer), boundary(300))),
@@ -85,7 +90,7 @@ def frames_to_mutate(peer: PeerId) -> list[bytes]:
         b"".join(encode_frame(FrameType.PROGRESS, 2, Advance(0, peer, "accepted", 0))),
         b"".join(encode_frame(FrameType.ANSWER, 2, Processed(0.0, 1, 0.0))),
         b"".join(encode_frame(FrameType.REFUSAL, 2, Refusal("busy"))),
-        HELLO,
+        hello,
     ]
 
 
@@ -114,8 +119,10 @@ def test_400_mutated_streams_end_typed_while_an_honest_peer_is_served_and_memory
     # Whatever length a mutation made up, this is longer; and it begins no frame.
     filler = b"\0" * (MAX_HEADER_BYTES + LENIENT.max_payload_bytes + 1024)
 
-    async def attack(a: Peer, victim: Peer, good: list[bytes]) -> None:
-        async with raw_stream(a, victim, greet=mutated(HELLO, rng) if rng.random() < 0.1 else HELLO) as raw:
+    async def attack(a: Peer, victim: Peer) -> None:
+        hello = hello_frame(a, victim)
+        good = frames_to_mutate(a.id, hello)
+        async with raw_stream(a, victim, greet=mutated(hello, rng) if rng.random() < 0.1 else hello) as raw:
             raw.send(*(mutated(rng.choice(good), rng) for _ in range(3)), filler)
             async with asyncio.timeout(20):
                 *_, (last, message) = await raw.until_goodbye()
@@ -139,7 +146,7 @@ def test_400_mutated_streams_end_typed_while_an_honest_peer_is_served_and_memory
 
             calling = asyncio.create_task(keep_calling())
             for _ in range(400):
-                await attack(attacker, victim, frames_to_mutate(attacker.id))
+                await attack(attacker, victim)
             stop = True
             await calling
             assert served > 50
@@ -155,12 +162,8 @@ def test_400_mutated_streams_end_typed_while_an_honest_peer_is_served_and_memory
 
 
 def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None:
-    hello = Hello(1, bytes.fromhex(RUN), "raw", ())
     too_large = Prefix(FrameType.REQUEST, 1, 40, LENIENT.max_payload_bytes + 1).to_bytes()
     long_answer = Prefix(FrameType.ANSWER, 2, MAX_HEADER_BYTES + 1, 0).to_bytes()
-
-    def wrong(version: int, run_id: str) -> bytes:
-        return b"".join(encode_frame(FrameType.HELLO, 0, Hello(version, bytes.fromhex(run_id), "raw", ())))
 
     def request(call: int, message: Message) -> bytes:
         return b"".join(encode_frame(FrameType.REQUEST, call, message))
@@ -168,21 +171,22 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
     def work(call: int) -> bytes:
         return b"".join(encode_frame(FrameType.REQUEST, call, process(Identity.generate().peer), boundary(300)))
 
-    cases: list[tuple[bytes, bytes, str, bool]] = [
-        (b"", request(1, Ping()), "out-of-order", True),
-        (b"", b"\xa6\x09\0\0" + bytes(12), "bad-frame", True),
-        (wrong(7, RUN), b"", "wrong-version", False),
-        (wrong(1, "cd" * 32), b"", "wrong-run", False),
-        (HELLO, b"".join(encode_frame(FrameType.HELLO, 0, hello)), "out-of-order", True),
-        (HELLO, request(2, Ping()), "out-of-order", True),
-        (HELLO, request(1, GetStatus()) + request(1, GetStatus()), "out-of-order", True),
-        (HELLO, too_large, "too-large", True),
-        (HELLO, long_answer, "too-large", True),
-        (HELLO, b"".join(encode_frame(FrameType.ANSWER, 4, Pong())), "bad-message", True),  # 4 was GetStatus
-        (HELLO, b"".join(encode_frame(FrameType.ANSWER, 900, Pong())), "out-of-order", True),
-        (HELLO, b"".join(encode_frame(FrameType.ANSWER, 1, Pong())), "out-of-order", True),
-        (HELLO, b"".join(encode_frame(FrameType.CANCEL, 2, None)), "out-of-order", True),
-        (HELLO, b"".join(work(2 * n + 1) for n in range(300)), "too-many-calls", True),
+    good, again = (1, RUN), b"HELLO"
+    cases: list[tuple[tuple[int, str] | None, bytes, str, bool]] = [
+        (None, request(1, Ping()), "out-of-order", True),
+        (None, b"\xa6\x09\0\0" + bytes(12), "bad-frame", True),
+        ((7, RUN), b"", "wrong-version", False),
+        ((1, "cd" * 32), b"", "wrong-run", False),
+        (good, again, "out-of-order", True),
+        (good, request(2, Ping()), "out-of-order", True),
+        (good, request(1, GetStatus()) + request(1, GetStatus()), "out-of-order", True),
+        (good, too_large, "too-large", True),
+        (good, long_answer, "too-large", True),
+        (good, b"".join(encode_frame(FrameType.ANSWER, 4, Pong())), "bad-message", True),  # 4 was GetStatus
+        (good, b"".join(encode_frame(FrameType.ANSWER, 900, Pong())), "out-of-order", True),
+        (good, b"".join(encode_frame(FrameType.ANSWER, 1, Pong())), "out-of-order", True),
+        (good, b"".join(encode_frame(FrameType.CANCEL, 2, None)), "out-of-order", True),
+        (good, b"".join(work(2 * n + 1) for n in range(300)), "too-many-calls", True),
     ]
 
     async def slow(call: object) -> object:
@@ -195,12 +199,13 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
             for greet, said, code, violates in cases:
                 victim.violations.clear()
                 asked = None
-                async with raw_stream(a, victim, greet) as raw, asyncio.timeout(5):
-                    if greet == HELLO:
+                greeting = hello_frame(a, victim, greet[1], greet[0]) if greet else b""
+                async with raw_stream(a, victim, greeting) as raw, asyncio.timeout(5):
+                    if greet == good:
                         await until(lambda: victim.network.connection_to(a.id) is not None)
                         asked = asyncio.create_task(victim.network.call(a.id, GetStatus(), deadline=after(5)))
                         await asyncio.sleep(0)  # a connection begins with a Ping, so this is call 4
-                    raw.send(said)
+                    raw.send(hello_frame(a, victim) if said == again else said)
                     seen = await raw.until_goodbye()
                 assert isinstance(seen[-1][1], Refusal) and seen[-1][1].code == code, (code, seen)
                 assert [error.code for error in victim.violations] == [code] * violates

@@ -73,7 +73,7 @@ class Swarm:
         return supply
 
     async def handle(self, call: MemoryCall, peer: PeerId = PeerId("")) -> Any:
-        return await self.supplies[peer].answer(IncomingCall(call.peer, b"", call.message, [], call.deadline))
+        return await self.supplies[peer].answer(IncomingCall(call.peer, call.message, [], call.deadline))
 
     def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
         self.offences.append((peer, offence))
@@ -202,7 +202,7 @@ def test_runs_without_a_tensor_list_fetch_and_give_nothing(tmp_path: Path, whole
                 supply = swarm.add(name, folder)
                 assert supply.folder_to_check() == folder and await supply.provide(Span(0, 0)) == folder
                 with pytest.raises(Refused, match="no list of a base model's tensors"):
-                    await supply.answer(IncomingCall(PeerId("x"), b"", GetBase(), [], loop_time() + 5))
+                    await supply.answer(IncomingCall(PeerId("x"), GetBase(), [], loop_time() + 5))
                 await supply.close()
 
     asyncio.run(work())

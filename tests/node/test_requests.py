@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from agora_protocol.errors import AgoraError, Busy, NotAdmitted, ProtocolError, Unsupported, WrongRun
+from agora_protocol.errors import Busy, ProtocolError, Unsupported
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, microbatch_id
 from agora_protocol.limits import MAX_STATUS_BYTES
@@ -41,7 +41,6 @@ from agora.swarm.conduct import Offence
 
 ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
 SIGNED = SignedManifest.sign(preset("tiny"), ME)
-RUN = bytes.fromhex(SIGNED.run_id)
 GRADIENT = WireTensor("float32", (2,), memoryview(b"12345678"))
 
 
@@ -56,8 +55,8 @@ class Peer:
     def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
         self.offences.append((peer, offence))
 
-    async def ask(self, message: Message, *, peer: PeerId = OTHER.peer, run: bytes | None = RUN) -> Message:
-        call = IncomingCall(peer, run, message, [], loop_time() + 10.0)
+    async def ask(self, message: Message, *, peer: PeerId = OTHER.peer) -> Message:
+        call = IncomingCall(peer, message, [], loop_time() + 10.0)
         return (await self.requests.answer(call)).message
 
     async def finish(self, request: Process, answer: HopAnswer) -> None:
@@ -79,41 +78,14 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(work())
 
 
-def test_everybody_may_ask_for_status_and_manifest_and_only_peers_of_the_run_for_more() -> None:
+def test_status_and_manifest_are_answered_always_and_what_is_no_request_never() -> None:
     async def work() -> None:
         peer = Peer()
-        assert await peer.ask(GetManifest(), run=None) == ManifestAnswer(SIGNED.to_bytes())
-        assert await peer.ask(GetStatus(), run=None) == StatusAnswer(b'{"peers": []}')
-        assert await peer.ask(Ping(), run=None) == Pong()
-        refused: list[tuple[Message, bytes | None, type[AgoraError]]] = [
-            (process(1), None, NotAdmitted),
-            (GetState(0), None, NotAdmitted),
-            (GetBase(), None, NotAdmitted),
-            (GetPiece(-1, 0), None, NotAdmitted),
-            (GetBase(), bytes(32), WrongRun),
-            (process(1), bytes(32), WrongRun),
-            (GetStatus(), bytes(32), WrongRun),
-            (Pong(), RUN, Unsupported),
-        ]
-        for message, run_, error in refused:
-            with pytest.raises(error):
-                await peer.ask(message, run=run_)
-
-    run(work)
-
-
-def test_peers_that_a_manifest_does_not_list_may_fetch_state_and_neither_train_nor_get_the_base_model() -> None:
-    admission = {"mode": "listed", "peers": [ME.peer]}
-
-    signed = SignedManifest.sign(preset("tiny", admission=admission), ME)
-
-    async def work() -> None:
-        peer, own = Peer(signed), bytes.fromhex(signed.run_id)
-        for message in (process(1), GetBase(), GetPiece(0, 0)):
-            with pytest.raises(NotAdmitted):
-                await peer.ask(message, run=own)
-        with pytest.raises(Busy):
-            await peer.ask(GetState(0), run=own)
+        assert await peer.ask(GetManifest()) == ManifestAnswer(SIGNED.to_bytes())
+        assert await peer.ask(GetStatus()) == StatusAnswer(b'{"peers": []}')
+        assert await peer.ask(Ping()) == Pong()
+        with pytest.raises(Unsupported):
+            await peer.ask(Pong())
 
     run(work)
 

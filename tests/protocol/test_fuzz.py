@@ -20,6 +20,15 @@ from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.records import RECORD_TAG, open_record, seal_record
 from agora_protocol.tensor_list import TensorList, bits_to_held, held_to_bits
+from agora_protocol.tickets import (
+    REVOCATION_TAG,
+    TICKET_TAG,
+    make_proof,
+    open_proof,
+    open_revocation,
+    seal_revocation,
+    seal_ticket,
+)
 
 from .mutator import Mutator
 
@@ -139,6 +148,45 @@ def tensor_list_case(seeds: list[bytes], mutator: Mutator) -> tuple[int, str]:
     return len(data), "accepted"
 
 
+def ticket_case(
+    run: RunId, seeds: list[tuple[bytes, bytes]], signers: list[Identity], mutator: Mutator
+) -> tuple[int, str]:
+    """A proof of one ticket, or a revocation: mutated as bytes, or its fields, signed anew by some key."""
+    tag, data = mutator.choice(seeds)
+    if mutator.random() < 0.3:
+        data = mutator.bytes_of(data, [seed for _, seed in seeds])
+    elif mutator.random() < 0.9:
+        payload = mutator.packed(mutator.value_of(msgpack.unpackb(msgpack.unpackb(data)[0])))
+        data = msgpack.packb([payload, mutator.choice(signers).sign(tag + bytes.fromhex(run) + payload)])
+    try:
+        if tag == REVOCATION_TAG:
+            revocation = open_revocation(data, run)
+            again = [seal_revocation(revocation, run, key) for key in signers if key.peer == revocation.issuer]
+            assert [open_revocation(sealed, run) for sealed in again] == [revocation] * len(again)
+        else:
+            (ticket,) = open_proof(msgpack.packb([data]), run)
+            again = [seal_ticket(ticket, run, key) for key in signers if key.peer == ticket.issuer]
+            assert [open_proof(make_proof(sealed), run) for sealed in again] == [(ticket,)] * len(again)
+    except ProtocolError as error:
+        assert len(str(error)) < 1000
+        return len(data), error.code
+    return len(data), "accepted"
+
+
+def proof_case(run: RunId, seeds: list[bytes], mutator: Mutator) -> tuple[int, str]:
+    """A whole proof, mutated as bytes or as a list of tickets."""
+    data = mutator.choice(seeds)
+    if mutator.random() < 0.5:
+        data = mutator.packed(mutator.value_of(msgpack.unpackb(data)))
+    elif mutator.random() < 0.9:
+        data = mutator.bytes_of(data, seeds)
+    try:
+        assert len(open_proof(data, run)) <= 3
+    except ProtocolError as error:
+        return len(data), error.code
+    return len(data), "accepted"
+
+
 def bits_case(mutator: Mutator) -> tuple[int, str]:
     count = mutator.randint(1, 100)
     bits = mutator.randbytes(mutator.choice([-(-count // 8)] * 4 + [0, 1, 13]))
@@ -180,6 +228,12 @@ def memory(case: Case, count: int) -> None:
         tracemalloc.stop()
 
 
+def ticket_seeds(vector: dict[str, Any]) -> tuple[RunId, list[tuple[bytes, bytes]]]:
+    """The run, and its sealed tickets and revocations, each with the tag that its signature begins with."""
+    tickets = [(TICKET_TAG, sealed) for it in vector["proofs"] for sealed in msgpack.unpackb(it["bytes"])]
+    return vector["run"], tickets + [(REVOCATION_TAG, it["sealed"]) for it in vector["revocations"]]
+
+
 @pytest.fixture(scope="module")
 def cases(vectors: Vectors, make_script: Any) -> dict[str, Case]:
     signers = {it.peer: it for it in (make_script.FIRST, make_script.SECOND)}
@@ -190,6 +244,8 @@ def cases(vectors: Vectors, make_script: Any) -> dict[str, Case]:
         "manifests": partial(manifest_case, manifests, signers),
         "tensor lists": partial(tensor_list_case, [it["bytes"] for it in vectors("tensor_lists")["lists"]]),
         "bits": bits_case,
+        "tickets": partial(ticket_case, *ticket_seeds(vectors("tickets")), [*signers.values()]),
+        "proofs": partial(proof_case, vectors("tickets")["run"], [it["bytes"] for it in vectors("tickets")["proofs"]]),
         "texts": partial(text_case, [it["text"] for it in vectors("invites")], [it["toml"] for it in manifests]),
     }
 
@@ -203,8 +259,19 @@ EXPECTED = {
     "texts": {"accepted", "bad-manifest", "bad-input"},
     "tensor lists": {"accepted", "bad-message"},
     "bits": {"accepted", "bad-tensor"},
+    "tickets": {"accepted", "bad-ticket", "bad-signature", "too-large"},
+    "proofs": {"accepted", "bad-ticket", "bad-signature", "too-large"},
 }  # fmt: skip
-SHARE = {"frames": 0.5, "records": 0.25, "manifests": 0.1, "texts": 0.15, "tensor lists": 0.1, "bits": 0.02}
+SHARE = {
+    "frames": 0.5,
+    "records": 0.25,
+    "manifests": 0.1,
+    "texts": 0.15,
+    "tensor lists": 0.1,
+    "bits": 0.02,
+    "tickets": 0.05,
+    "proofs": 0.05,
+}
 
 
 @pytest.mark.parametrize("target", SHARE)

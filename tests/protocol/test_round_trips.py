@@ -72,7 +72,14 @@ PROCESSED = st.builds(
 )
 HELLOS = PEERS.flatmap(
     lambda peer: st.builds(
-        Hello, st.integers(1, 65535), RUNS.map(bytes.fromhex) | st.just(b""), TEXTS.filter(fits), addresses_of(peer)
+        Hello,
+        st.integers(1, 65535),
+        st.binary(min_size=16, max_size=16),
+        RUNS.map(bytes.fromhex),
+        st.sampled_from(["member", "reader"]),
+        st.binary(max_size=64),
+        TEXTS.filter(fits),
+        addresses_of(peer),
     )
 )
 REFUSALS = st.builds(Refusal, st.from_regex(r"[a-z][a-z0-9-]{0,31}", fullmatch=True), TEXTS, DEADLINES, STAGES)

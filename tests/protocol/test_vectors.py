@@ -20,6 +20,7 @@ from agora_protocol.records import RECORDS, open_record, seal_record
 from agora_protocol.shards import shard_hash
 from agora_protocol.tensor_list import TensorList, bits_to_held, held_to_bits
 from agora_protocol.tensors import WireTensor
+from agora_protocol.tickets import InviteTicket, Revocation, Ticket, open_proof, open_revocation, run_token
 
 from .conftest import PROTOCOL
 
@@ -59,8 +60,24 @@ def test_manifests(vectors: Vectors) -> None:
 
 def test_invites(vectors: Vectors) -> None:
     for vector in vectors("invites"):
-        invite = Invite(vector["run"], vector["addresses"], vector["name"])
+        ticket = InviteTicket.parse(vector["ticket"]) if vector["ticket"] else None
+        invite = Invite(vector["run"], vector["addresses"], vector["name"], ticket)
         assert Invite.parse(vector["text"]) == invite and str(invite) == vector["text"]
+
+
+def test_tickets(vectors: Vectors, make_script: ModuleType) -> None:
+    vector, second = vectors("tickets"), make_script.SECOND
+    run, proofs = vector["run"], {it["name"]: it["bytes"] for it in vector["proofs"]}
+    for it in vector["proofs"]:
+        tickets = tuple(Ticket(**fields) for fields in it["tickets"])
+        assert open_proof(it["bytes"], run) == tickets
+    invite = InviteTicket(proofs["invite"], vector["invite"]["secret"])
+    assert str(invite) == vector["invite"]["text"] and InviteTicket.parse(str(invite)) == invite
+    assert invite.used_by(second.peer, run) == proofs["bearer"]
+    for it in vector["revocations"]:
+        assert open_revocation(it["sealed"], run) == Revocation(**it["fields"])
+    hello = vector["hello"]
+    assert run_token(run, hello["salt"], hello["sender"], hello["receiver"]) == hello["run"]
 
 
 def test_records(vectors: Vectors, make_script: ModuleType) -> None:
@@ -126,6 +143,11 @@ def test_what_must_be_refused_is_refused_with_its_word(vectors: Vectors) -> None
             slice_payload(specs, data[16 + prefix.header_bytes :])
         assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
         codes.add(vector["code"])
+    for vector in refused["proofs"]:
+        with pytest.raises(ProtocolError) as caught:
+            open_proof(vector["bytes"], how["run"])
+        assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
+        codes.add(vector["code"])
     for vector in refused["records"]:
         with pytest.raises(ProtocolError) as caught:
             open_record(
@@ -138,5 +160,5 @@ def test_what_must_be_refused_is_refused_with_its_word(vectors: Vectors) -> None
             SignedManifest.from_bytes(vector["bytes"])
     assert codes == {
         "bad-frame", "too-large", "bad-message", "bad-tensor", "bad-record", "bad-signature", "wrong-key", "expired",
-        "lives-too-long",
+        "lives-too-long", "bad-ticket",
     }  # fmt: skip

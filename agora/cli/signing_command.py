@@ -1,0 +1,201 @@
+"""`swarm invite` and `swarm ban`: signs tickets and revocations with this machine's key, where that may sign them.
+
+Knows: keys and tickets in data directories, who can be told of a ban. Must not know: which ticket counts
+(agora.swarm.admission), the daemon, torch, hivemind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from agora_protocol.errors import AgoraError, IdentityError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, is_peer_id
+from agora_protocol.invite import Invite
+from agora_protocol.limits import MAX_ADDRESSES
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import TookRevocations
+from agora_protocol.tickets import (
+    DELEGATE,
+    MEMBER,
+    ROLES,
+    InviteTicket,
+    Revocation,
+    Ticket,
+    extend_proof,
+    make_proof,
+    open_proof,
+    seal_revocation,
+    seal_ticket,
+)
+
+from agora.cli import console
+from agora.cli.console import STALLED, USAGE, Failure
+from agora.cli.stage_sources import FoundRun, find_run
+from agora.node import admission_files, control_client, runs
+from agora.swarm.admission import LISTED, TICKET, Admission, Revocations, judge_proof
+
+DAY_S: Final = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class InviteRequest:
+    """What is asked for. peer: for whom, None for whoever has the invite. days: for how long a ticket counts."""
+
+    peer: str | None = None
+    days: float = 30.0
+    role: str = MEMBER
+
+
+@dataclass(frozen=True, slots=True)
+class _Signer:
+    """A key that may sign, and the proof that it is a delegate's, b"" for the founder's."""
+
+    identity: Identity
+    proof: bytes
+
+
+def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as_json: bool) -> int:
+    """Prints an invite of the run, with a ticket where the run needs one; returns the exit code. Raises Failure."""
+    _check_request(request)
+    found = find_run(run, [directory] if directory else [])
+    signed, ticket, revoke_by = found.signed, None, request.peer
+    mode = signed.manifest.admission.mode
+    until_unix = int(time.time() + request.days * DAY_S)
+    if mode == TICKET or request.role == DELEGATE:
+        ticket, revoke_by = _make_ticket(signed, _find_signer(found), request, until_unix)
+    elif request.role != MEMBER:
+        raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/admission.md")
+    elif mode == LISTED and request.peer is not None and not signed.manifest.admits(PeerId(request.peer)):
+        raise Failure(f"the run has mode listed, and its manifest does not list {request.peer}; see docs/admission.md")
+    invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, ticket)
+    if as_json:
+        about = {"role": request.role, "peer": request.peer, "not_after": until_unix, "ban_by": revoke_by}
+        console.print_json({"schema": 1, "invite": str(invite)} | (about if ticket is not None else {}))
+        return console.DONE
+    print(invite, flush=True)
+    if ticket is not None:
+        until = datetime.fromtimestamp(until_unix, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        whom = request.peer or "whoever has the invite, so keep it secret"
+        console.print_line(f"a ticket of a {request.role} until {until}, for {whom}")
+        console.print_line(f"take it back with `swarm ban {run} {revoke_by}`")
+    return console.DONE
+
+
+def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
+    """Signs a revocation and hands it to a peer of the run; returns the exit code. Raises Failure."""
+    if not is_peer_id(peer):
+        raise Failure(f"{peer[:60]!r} is no peer id; `swarm status RUN --json` lists them, such as 12D3KooW...", USAGE)
+    found = find_run(run, [directory] if directory else [])
+    if peer == found.signed.founder:
+        raise Failure("the founder cannot be banned")
+    signer = _find_signer(found)
+    revocation = Revocation(signer.identity.peer, PeerId(peer), int(time.time()), signer.proof)
+    sealed = seal_revocation(revocation, found.signed.run_id, signer.identity)
+    told = _tell_daemons(found, sealed)
+    _keep(found, sealed, told)
+    if not told:
+        told = _tell_peer(run, found, sealed, signer)
+    if as_json:
+        console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": told})
+    else:
+        console.print_line(f"{peer} is banned from run {found.signed.run_id[:12]}; {', '.join(told)} passes it on")
+    return console.DONE
+
+
+def _check_request(request: InviteRequest) -> None:
+    """Raises Failure for a role, a peer id or a number of days that cannot be."""
+    if request.role not in ROLES:
+        raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
+    if request.peer is not None and not is_peer_id(request.peer):
+        raise Failure(f"--peer {request.peer[:60]!r} is no peer id; `agora-node doctor` prints a machine's own", USAGE)
+    if request.role == DELEGATE and request.peer is None:
+        raise Failure("a delegate's ticket is for one machine: name it with --peer ID", USAGE)
+    if not 0 < request.days <= 36_500:
+        raise Failure("--days is a number above 0, and at most 36500", USAGE)
+
+
+def _make_ticket(
+    signed: SignedManifest, signer: _Signer, request: InviteRequest, until_unix: int
+) -> tuple[InviteTicket, str]:
+    """Returns the ticket for an invite, and the id that a ban of it names. Raises Failure for a delegate's delegate."""
+    if request.role == DELEGATE and signer.proof:
+        raise Failure("only the founder can name delegates; ask it, or leave out --role")
+    bearer = Identity.generate() if request.peer is None else None
+    holder = bearer.peer if bearer is not None else PeerId(request.peer or "")
+    ticket = Ticket(signer.identity.peer, holder, bearer is not None, request.role, until_unix)
+    sealed = seal_ticket(ticket, signed.run_id, signer.identity)
+    proof = extend_proof(signer.proof, sealed) if signer.proof else make_proof(sealed)
+    secret = bearer.key_file_bytes()[4:36] if bearer is not None else b""
+    return InviteTicket(proof, secret), holder
+
+
+def _find_signer(found: FoundRun) -> _Signer:
+    """Returns the founder's key, or a delegate's with its proof, from the data directories. Raises Failure."""
+    run, founder = found.signed.run_id, found.signed.founder
+    for home in found.homes:
+        with contextlib.suppress(IdentityError):
+            identity = Identity.load(home.identity)
+            if identity.peer == founder:
+                return _Signer(identity, b"")
+            proof = admission_files.read_proof(home, run)
+            judged = judge_proof(open_proof(proof, run), identity.peer, time.time(), Revocations(founder))
+            if isinstance(judged, Admission) and judged.role == DELEGATE:
+                return _Signer(identity, proof)
+    raise Failure(f"only the founder {founder} or a delegate can sign; do it on its machine, or name it with --dir DIR")
+
+
+def _addresses(run: str, found: FoundRun) -> tuple[str, ...]:
+    """Returns addresses of peers: those that a daemon here puts into invites, else remembered ones. Raises Failure."""
+    for entry in found.daemons:
+        with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused, AgoraError):
+            return Invite.parse(control_client.ask(Path(entry.socket), "invite")["invite"]).addresses
+    if addresses := _known_addresses(run, found):
+        return addresses
+    raise Failure("no address of a peer is known here; run it where `agora-node join` runs", STALLED)
+
+
+def _known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
+    """Returns the addresses that the data directories remember of the run's peers, and those of an invite."""
+    known = dict.fromkeys(runs.resolve(run, found.homes[0]).addresses)
+    for home in found.homes:
+        known |= dict.fromkeys(runs.resolve(str(home.manifest(found.signed.run_id)), home).addresses)
+    return tuple(known)[:MAX_ADDRESSES]
+
+
+def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
+    """Hands a revocation to this machine's daemons of the run; returns who took it, as "the daemon in DIR"."""
+    told = []
+    for entry in found.daemons:
+        with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
+            control_client.ask(Path(entry.socket), "revoke", revocation=sealed.hex())
+            told.append(f"the daemon in {entry.root}")
+    return told
+
+
+def _keep(found: FoundRun, sealed: bytes, told: list[str]) -> None:
+    """Writes a revocation into the data directories whose daemons do not run, which pass it on when they start."""
+    run = found.signed.run_id
+    for home in found.homes:
+        if home.manifest(run).is_file() and f"the daemon in {home.root}" not in told:
+            admission_files.write_revocations(home, run, [*admission_files.read_revocations(home, run), sealed])
+
+
+def _tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
+    """Hands a revocation to any peer of the run over the network; returns ["a peer of the run"]. Raises Failure."""
+    from agora.net import light
+
+    addresses, credentials = _known_addresses(run, found), light.Credentials(signer.identity, signer.proof)
+    try:
+        took: TookRevocations = light.share_revocations(addresses, found.signed.run_id, [sealed], credentials)
+    except AgoraError as error:
+        text = f"nobody could be told ({error}); it is kept here, and a daemon that starts here passes it on"
+        raise Failure(text, STALLED) from None
+    if took.refused:
+        raise Failure("the peer that was asked does not accept this ban; its clock or this machine's may be wrong")
+    return ["a peer of the run"]

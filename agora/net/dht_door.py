@@ -1,0 +1,154 @@
+"""Lets the calls of the DHT through, both ways, only between admitted peers, and keeps out what others would store.
+
+Knows: hivemind's protocol object, its messages and handlers. Must not know: records' fields, who is admitted (a
+DhtGuard says it). A refused caller gets an error, and learns neither records nor neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol
+
+from agora_protocol.errors import NotAdmitted
+from agora_protocol.ids import PeerId
+from agora_protocol.packing import pack
+from agora_protocol.records import Record
+
+from agora.net.hive import dht_pb2
+
+GREET_S: Final = 2.0
+"""Seconds that exchanging HELLOs may take before a call of the DHT."""
+
+
+class DhtGuard(Protocol):
+    """Says between whom the DHT's calls may pass, and whose records may be kept."""
+
+    def may_call(self, peer: PeerId) -> bool:
+        """Returns whether `peer` may be dialled."""
+
+    def is_greeted(self, peer: PeerId) -> bool:
+        """Returns whether HELLO was exchanged with `peer`, which is a member of the run."""
+
+    async def greet(self, peer: PeerId) -> bool:
+        """Exchanges HELLOs with `peer` if there is no connection; returns whether it is a member of the run."""
+
+    def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
+        """Returns whether `caller` may store a record of `publisher` here."""
+
+    def admits_record(self, record: Record) -> bool:
+        """Returns whether a verified record, read from whichever node, is of a member of the run."""
+
+
+class OpenGuard:
+    """A DhtGuard that lets everybody do everything, for tests of the directory alone."""
+
+    def may_call(self, peer: PeerId) -> bool:
+        """Returns True."""
+        return True
+
+    def is_greeted(self, peer: PeerId) -> bool:
+        """Returns True."""
+        return True
+
+    async def greet(self, peer: PeerId) -> bool:
+        """Returns True."""
+        return True
+
+    def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
+        """Returns True."""
+        return True
+
+    def admits_record(self, record: Record) -> bool:
+        """Returns True."""
+        return True
+
+
+class DhtDoor:
+    """Stands before hivemind's DHTProtocol: `rpc_...` answers others' calls, and `open` puts it in the way of own ones.
+
+    protocol: of a node that was created in client mode, so that it answers nobody until the door is open.
+    """
+
+    def __init__(self, protocol: Any, guard: DhtGuard) -> None:
+        self._protocol = protocol
+        self._guard = guard
+
+    async def open(self) -> None:
+        """From now on, answers other nodes that the guard lets through, and makes own calls only to such nodes."""
+        protocol = self._protocol
+        make_stub = protocol.get_stub
+        protocol.get_stub = lambda peer: _GuardedStub(self._greet, make_stub(peer), PeerId(str(peer)))
+        protocol.client_mode = False
+        protocol.node_info = dht_pb2.NodeInfo(node_id=protocol.node_id.to_bytes())
+        await protocol.add_p2p_handlers(protocol.p2p, self)
+
+    async def rpc_ping(self, request: Any, context: Any) -> Any:
+        """Answers a ping. Raises NotAdmitted, of which the caller gets the text."""
+        self._check(context)
+        return await self._protocol.rpc_ping(request, context)
+
+    async def rpc_find(self, request: Any, context: Any) -> Any:
+        """Answers a search. Raises NotAdmitted, of which the caller gets the text."""
+        self._check(context)
+        return await self._protocol.rpc_find(request, context)
+
+    async def rpc_store(self, request: Any, context: Any) -> Any:
+        """Stores those values that the caller may store, and answers which were stored. Raises NotAdmitted."""
+        caller = self._check(context)
+        may_store = [self._may_store(caller, subkey) for subkey in request.subkeys]
+        allowed = dht_pb2.StoreRequest(peer=request.peer)
+        for field in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
+            kept = [value for value, fits in zip(getattr(request, field), may_store, strict=True) if fits]
+            getattr(allowed, field).extend(kept)
+        response = await self._protocol.rpc_store(allowed, context)
+        stored = iter(list(response.store_ok))
+        del response.store_ok[:]
+        response.store_ok.extend(next(stored) if is_allowed else False for is_allowed in may_store)
+        return response
+
+    def _check(self, context: Any) -> PeerId:
+        """Returns the caller. Raises NotAdmitted unless HELLO was exchanged with it."""
+        caller = PeerId(str(context.remote_id))
+        if not self._guard.is_greeted(caller):
+            raise NotAdmitted("say HELLO first")
+        return caller
+
+    def _may_store(self, caller: PeerId, packed_subkey: bytes) -> bool:
+        """Returns whether the caller may store a value under this subkey."""
+        own = packed_subkey == pack(str(caller))
+        return self._guard.may_store(caller, caller) if own else self._guard.may_store(caller, PeerId(""))
+
+    async def _greet(self, peer: PeerId) -> None:
+        """Exchanges HELLOs with a node before it is called. Raises NotAdmitted when it is no member of the run."""
+        try:
+            async with asyncio.timeout(GREET_S):
+                is_member = await self._guard.greet(peer)
+        except TimeoutError:
+            is_member = False
+        if not is_member:
+            raise NotAdmitted(f"{peer} is not known as a member of the run")
+
+
+class _GuardedStub:
+    """hivemind's stub for one other node, whose calls wait until HELLO was exchanged with that node."""
+
+    def __init__(self, greet: Callable[[PeerId], Awaitable[None]], stub: Any, peer: PeerId) -> None:
+        self._greet = greet
+        self._stub = stub
+        self._peer = peer
+
+    async def rpc_ping(self, request: Any, timeout: float | None = None) -> Any:
+        """Pings the node. Raises NotAdmitted, or hivemind's errors."""
+        await self._greet(self._peer)
+        return await self._stub.rpc_ping(request, timeout=timeout)
+
+    async def rpc_store(self, request: Any, timeout: float | None = None) -> Any:
+        """Asks the node to store values. Raises NotAdmitted, or hivemind's errors."""
+        await self._greet(self._peer)
+        return await self._stub.rpc_store(request, timeout=timeout)
+
+    async def rpc_find(self, request: Any, timeout: float | None = None) -> Any:
+        """Asks the node for values. Raises NotAdmitted, or hivemind's errors."""
+        await self._greet(self._peer)
+        return await self._stub.rpc_find(request, timeout=timeout)

@@ -1,0 +1,116 @@
+"""The gate between this peer and all others: what it says first, whom it lets in, whom it calls.
+
+Knows: HELLO, roles, who has said HELLO. Must not know: tickets, modes, bans (agora/swarm/admission.py judges), streams.
+
+| what | asks the gate |
+|---|---|
+| a stream that this peer opens | `refusal` before it dials, `hello_to`, then `admit` with the peer's HELLO |
+| a stream that a peer opens | `refusal`, then `admit` with its HELLO, and only then `hello_to` |
+| a request | the role that `admit` has returned |
+| a call of the DHT, both ways | `is_greeted`: HELLO was exchanged with that peer, as members of the run |
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, WrongRun
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.limits import PROTOCOL_VERSION, SALT_BYTES
+from agora_protocol.messages import Hello
+from agora_protocol.tickets import MEMBER, READER, run_token
+
+MAX_GREETED: Final = 16_384
+"""Peers that are remembered to have said HELLO, at most; those that said it longest ago are forgotten first."""
+
+Judge = Callable[[PeerId, bytes], str]
+"""Returns the role, MEMBER or READER, of a peer that shows these proof bytes. Raises NotAdmitted or ProtocolError."""
+
+
+def admit_everyone(peer: PeerId, proof: bytes) -> str:
+    """A Judge for where there is nothing to protect yet, or in tests."""
+    return MEMBER
+
+
+class Gate:
+    """Says HELLO for this peer, judges that of others, and remembers who has been admitted as a member."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        run: RunId,
+        software: str,
+        addresses: Sequence[str] = (),
+        *,
+        proof: bytes = b"",
+        judge: Judge = admit_everyone,
+        why_not: Callable[[PeerId], str] = lambda _: "",
+        version: int = PROTOCOL_VERSION,
+    ) -> None:
+        """proof: this peer's own tickets. why_not: returns why a peer is neither called nor answered, "" if it may be.
+
+        addresses: where this peer can be dialled.
+        """
+        self.role = MEMBER
+        self.on_member: Callable[[PeerId], None] = lambda _: None  # called when HELLO was exchanged with a member
+        self.version = version
+        self._me = me
+        self._run = run
+        self._software = software
+        self._addresses = tuple(addresses)
+        self._proof = proof
+        self._judge = judge
+        self._why_not = why_not
+        self._greeted: OrderedDict[PeerId, None] = OrderedDict()
+
+    def hello_to(self, peer: PeerId) -> Hello:
+        """Returns what this peer says first on a stream to `peer`."""
+        salt = os.urandom(SALT_BYTES)
+        token = run_token(self._run, salt, self._me, peer)
+        return Hello(self.version, salt, token, self.role, self._proof, self._software, self._addresses)
+
+    def admit(self, peer: PeerId, hello: Hello) -> str:
+        """Returns the role in which `peer` is admitted by its HELLO.
+
+        Raises NotAdmitted, WrongRun, or ProtocolError: "wrong-version", or what is wrong with the proof. None of their
+        texts names the run.
+        """
+        if hello.version != self.version:
+            text = f"Protocol version {hello.version} meets version {self.version}; update the older one."
+            raise ProtocolError("wrong-version", text)
+        if hello.run != run_token(self._run, hello.salt, peer, self._me):
+            raise WrongRun("The peer takes part in another run; use an invite of that run.")
+        role = self._judge(peer, hello.proof)
+        if hello.role == READER:
+            return READER
+        if role != MEMBER:
+            raise NotAdmitted("The run lets this peer read, but not take part; ask its founder for a ticket.")
+        self._greeted[peer] = None
+        self._greeted.move_to_end(peer)
+        if len(self._greeted) > MAX_GREETED:
+            self._greeted.popitem(last=False)
+        return MEMBER
+
+    def still_refuses(self, peer: PeerId, proof: bytes, role: str) -> AgoraError | None:
+        """Returns the error with which a peer that was admitted in `role` by its HELLO is refused now, else None."""
+        try:
+            is_same = self._judge(peer, proof) in (MEMBER, role)
+        except AgoraError as error:
+            return error
+        return None if is_same else NotAdmitted("The peer may not take part in the run any more; ask its founder.")
+
+    def refusal(self, peer: PeerId) -> AgoraError | None:
+        """Returns the error with which `peer` is not called, whatever it may say in its HELLO; None if it may be."""
+        why = self._why_not(peer)
+        return NotAdmitted(f"{peer} is not admitted: {why}.") if why else None
+
+    def is_greeted(self, peer: PeerId) -> bool:
+        """Returns whether `peer` was admitted as a member by a HELLO since this peer started, and still is."""
+        return peer in self._greeted and not self._why_not(peer)
+
+    def forget(self, peer: PeerId) -> None:
+        """Forgets that `peer` has said HELLO: it must say it again."""
+        self._greeted.pop(peer, None)

@@ -1,0 +1,114 @@
+"""Daemons of a run that admits by ticket: who gets in, what a stranger gets, and that a banned one stays out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agora.cli import signing_command
+from agora.cli.signing_command import InviteRequest
+from agora.node.paths import Home
+from tests.process.harness import ENOUGH, Daemon, Swarm, swarm, tiny
+
+pytestmark = pytest.mark.process
+
+GONE_WITHIN_S = 30.0
+MANIFEST = tiny(2, admission={"mode": "ticket"}, optimizer={"target_tokens": 2048, "total_steps": 10**6})
+
+
+def invite(capsys: pytest.CaptureFixture[str], made: Swarm, request: InviteRequest) -> dict[str, Any]:
+    """What `swarm invite --json` prints on the founder's machine."""
+    capsys.readouterr()
+    assert signing_command.print_invite(str(made.file), request, made.directory / "founder", as_json=True) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def ban(made: Swarm, peer: str) -> None:
+    assert signing_command.ban(str(made.file), peer, made.directory / "founder", as_json=False) == 0
+
+
+def peers_seen(daemon: Daemon) -> set[str]:
+    """The peers in the daemon's view; the empty set when it does not answer."""
+    answer = daemon.try_ask("status")
+    return {peer["peer"] for peer in answer["peers"]} if answer is not None else set()
+
+
+def swarm_command(elsewhere: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of a `swarm` command as on a machine without daemons. elsewhere: a folder of its own."""
+    command = [sys.executable, "-m", "agora.cli.main_swarm", *arguments, "--json"]
+    environment = os.environ | {"AGORA_RUNTIME_DIR": str(elsewhere)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_only_who_has_a_ticket_trains_until_it_is_banned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with swarm(tmp_path, MANIFEST) as made:
+        founder = made.start("founder", "0")
+        stranger = made.start("stranger", "1")  # with the invite that the founder's daemon prints: it has no ticket
+        stranger.end_is_intended = True
+        made.until(lambda: not stranger.is_alive, "the stranger to give up")
+        assert stranger.process.poll() == 1 and "ticket" in stranger.last_words(), stranger.log()
+        printed = invite(capsys, made, InviteRequest())
+        guest = made.start("guest", "1", run=printed["invite"])
+        made.serving("founder", "guest")
+        made.until(lambda: made.completed(founder) >= ENOUGH, "microbatches to come home")
+        kept = Home(guest.root).ticket(printed["invite"].split("/")[2])
+        assert kept.stat().st_mode & 0o777 == 0o600
+        assert peers_seen(founder) == {founder.peer, guest.peer}
+        ban(made, printed["ban_by"])
+        made.until(lambda: peers_seen(founder) == {founder.peer}, "the ban to work", GONE_WITHIN_S)
+        assert founder.events("PeerBanned", peer=printed["ban_by"])
+        done = made.completed(founder)
+        guest.kill()
+        again = made.start("guest", "1", run=printed["invite"])
+        made.until(lambda: again.is_serving or not again.is_alive, "the guest to have tried again")
+        assert peers_seen(founder) == {founder.peer} and made.completed(founder) == done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_ban_reaches_all_by_any_peer_and_outlasts_every_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The founder's daemon is down when it bans: a peer takes the ban over the network, and tells the others."""
+    with swarm(tmp_path, MANIFEST) as made:
+        founder = made.start("founder", "0")
+        text = invite(capsys, made, InviteRequest(days=1))["invite"]
+        guests = [
+            made.start(name, stages, run=text) for name, stages in (("first", "0"), ("second", "1"), ("bad", "1"))
+        ]
+        first, second, bad = guests
+        made.serving()
+        made.until(lambda: all(len(peers_seen(guest)) == 4 for guest in guests), "all to see all")
+        reader = invite(capsys, made, InviteRequest(role="reader"))["invite"]
+        nobody = str(tmp_path / "nobody")
+        assert swarm_command(tmp_path / "run", "status", reader, "--dir", nobody)[1]["step"] >= 0
+        code, status = swarm_command(tmp_path / "run", "status", made.invite, "--dir", nobody)
+        assert (code, status["health"]["state"]) == (4, "UNREACHABLE") and "ticket" in status["health"]["why"]
+        founder.end_is_intended = True
+        founder.kill()
+        banned = bad.peer
+        code, said = swarm_command(tmp_path / "run", "ban", str(made.file), banned, "--dir", str(founder.root))
+        assert (code, said["told"]) == (0, ["a peer of the run"])
+        honest = {first.peer, second.peer}
+        for guest in (first, second):
+            made.until(lambda guest=guest: not peers_seen(guest) & {banned}, "the ban to reach all", GONE_WITHIN_S)
+        for guest in (first, second):
+            guest.end_is_intended = True
+            guest.kill()
+        for name, stages in (("founder", "0"), ("first", "0"), ("second", "1")):
+            made.start(name, stages, run=text if name != "founder" else str(made.file))
+        made.serving("founder", "first", "second")
+        daemons = [made.daemons[name] for name in ("founder", "first", "second")]
+        everyone = {*honest, founder.peer}
+        made.until(lambda: all(peers_seen(daemon) == everyone for daemon in daemons), "the three to see each other")
+        before = made.completed(daemons[0])
+        made.until(lambda: made.completed(daemons[0]) >= before + ENOUGH, "microbatches to come home")
+        assert bad.is_alive and all(banned not in peers_seen(daemon) for daemon in daemons)
