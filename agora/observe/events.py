@@ -86,7 +86,7 @@ class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
 class DiskTrouble(
     Event, level="error", template="cannot write {path}: {error}; free some space, the daemon goes on without it"
 ):
-    """Event: a file of this daemon could not be written; the daemon goes on without it."""
+    """Event: a file of this daemon could not be written; the daemon continues without it."""
 
     path: str
     error: str
@@ -114,7 +114,7 @@ class MicrobatchCompleted(Event):
 
 
 class MicrobatchDropped(Event, level="warning", template="dropped microbatch {microbatch}: {reason}"):
-    """Event: the origin gave up a microbatch that it had started, since this peer is leaving."""
+    """Event: the origin gave up a microbatch that it had started, because this peer is leaving or moving."""
 
     microbatch: str
     reason: str
@@ -154,7 +154,7 @@ class SeatsChanged(Event):
 
 
 class HopRefused(Event):
-    """Event: this peer refused a microbatch before any work. `code` is the refusal's word, for example "busy"."""
+    """Event: this peer refused a microbatch before any work. `code`: of the error, for example "busy"."""
 
     microbatch: str
     stage: int
@@ -211,7 +211,7 @@ class StepsSkipped(
     level="warning",
     template="stage {stage} was {steps} steps behind and is at step {step} now; {tokens} of its tokens came too late",
 ):
-    """Event: a stage, `steps` steps behind its replicas, took over their step; its own `tokens` did not count."""
+    """Event: a stage, `steps` steps behind its replicas, set its step to theirs; its own `tokens` were dropped."""
 
     stage: int
     step: int
@@ -339,7 +339,7 @@ class PeerSeen(Event):
 
 
 class PeerGone(Event):
-    """Event: a peer left the view, since its claim ended: it was withdrawn or not renewed."""
+    """Event: a peer left the view, because its claim was withdrawn or not renewed."""
 
     peer: str
     reason: str
