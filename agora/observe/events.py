@@ -322,7 +322,7 @@ class StageDiverged(
     level="warning",
     template="stage {stage} differs from its replicas at step {step}: it fetches the state of {sources}",
 ):
-    """Event: a stage has applied other means than most of its replicas, and fetches the state of `sources`."""
+    """Event: the largest group of a stage's replicas, `sources`, applied other means; it fetches their state."""
 
     stage: int
     step: int
