@@ -118,7 +118,7 @@ class BoundaryCodec:
         return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
 
     def _draw_dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
-        """Returns pseudo-random int8 [rows, k], in 1/256 of a level, that seed and `key` decide; None without a key."""
+        """Draws the dither from seed and `key`: int8 [rows, k] in 1/256 of a level; returns None without a key."""
         if key is None:
             return None
         drawn = random_words(key, self._seed, -(-rows * k // 8)).view(np.int8)[: rows * k]

@@ -99,7 +99,7 @@ def _read_scales(wire: Tensor, count: int, k: int) -> Tensor:
 
 
 def _block_peaks(magnitudes: Tensor) -> Tensor:
-    """Returns the largest of the magnitudes [rows, k] in each block, [rows, blocks]; the last block may be shorter."""
+    """Returns the largest value of each block of `magnitudes` [rows, k], as [rows, blocks]."""
     count, k = magnitudes.shape
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:

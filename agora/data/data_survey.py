@@ -60,7 +60,7 @@ class DataSurvey:
 
     @property
     def samples(self) -> int:
-        """The number of samples in the file."""
+        """The number of samples in the file, those left out included."""
         return len(self.lengths)
 
     def histogram(self) -> list[LengthBin]:

@@ -45,7 +45,7 @@ MAX_OPEN_EPOCHS: Final = 32
 
 
 class Tally(NamedTuple):
-    """What one session of an origin has completed since it began: microbatches, and the samples in them."""
+    """How many microbatches one session of an origin has completed since it began, and how many samples in them."""
 
     microbatches: int = 0
     samples: int = 0
@@ -65,7 +65,7 @@ class EpochPart:
         return cls(MicrobatchSet(layout), MicrobatchSet(layout), MicrobatchSet(layout))
 
     def is_empty(self) -> bool:
-        """Returns whether nothing is known of the epoch."""
+        """Returns whether all three sets are empty."""
         return not (self.done.masks or self.opened.masks or self.claimed.masks)
 
 

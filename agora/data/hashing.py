@@ -22,7 +22,10 @@ def mix(values: Hashes, key: int) -> Hashes:
 
 
 def seed_key(seed: int, purpose: int) -> int:
-    """Returns a 64-bit hash key derived from the run's seed, different for each purpose."""
+    """Returns a 64-bit key for `mix`, derived from the run's seed.
+
+    purpose: a constant of each use, so that keys differ.
+    """
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

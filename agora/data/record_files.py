@@ -223,7 +223,7 @@ class JsonScanner:
 
 
 def _end_of_space(text: str, start: int) -> int:
-    """Returns the index of the first character from `start` on that is no white space of JSON."""
+    """Returns the index of the first character from `start` on that is not JSON's white space."""
     match = SPACE.match(text, start)
     return match.end() if match else start
 

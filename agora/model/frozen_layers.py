@@ -40,7 +40,7 @@ class FrozenLinear(nn.Module, abc.ABC):
         self._keep_matrix(values.T.contiguous() if self.is_transposed else values)
 
     def file_shape(self) -> tuple[int, ...]:
-        """Returns the shape that the matrix has in files; only before load_matrix."""
+        """Returns the shape that the matrix has in files. Only valid before load_matrix, which may pack the matrix."""
         shape = tuple(self.weight.shape)
         return shape[::-1] if self.is_transposed else shape
 

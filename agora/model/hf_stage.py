@@ -34,7 +34,10 @@ class HfStage(Stage):
     """A stage of the family hf. Made on the meta device, it has no values until HfFamily fills it from files."""
 
     def __init__(self, model: HfSection, layer_range: range) -> None:
-        """Raises TuningMissing without a package it needs, ManifestError for a config or target that it refuses."""
+        """Makes the modules of `layer_range`, and with LoRA freezes them and adds its matrices.
+
+        Raises TuningMissing without a package that it needs, ManifestError for a config or LoRA target that it refuses.
+        """
         super().__init__(layer_range, is_first=layer_range.start == 0, is_last=layer_range.stop == model.layers)
         self._architecture = architecture_of(model)
         self._frozen_as: FrozenAs | None = model.frozen_as if model.trained == "lora" else None
@@ -128,9 +131,10 @@ class HfStage(Stage):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
-        """Returns the mask of layers with this window, [b or 1, 1, s, s]; None where fused attention needs none.
+        """Returns the attention mask of layers with this window, [b or 1, 1, s, s]; None: plain causal attention.
 
-        Fused attention takes True where a query, a row, may attend to a key, a column; eager attention adds the mask.
+        For fused attention it is bool, see attended_pairs; for eager attention it is a float that is added to the
+        scores.
         """
         if self._config._attn_implementation == "eager":
             return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
@@ -163,11 +167,11 @@ class HfStage(Stage):
         load_parameter(self, name, values, self._frozen_as)
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the rotary frequencies, which follow from the config alone."""
+        """Computes the rotary frequencies from the config; the seed is not used."""
         self._rotary = self._make_rotary()
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the parameter is a matrix inside a layer."""
+        """Returns whether the named parameter is a matrix inside a decoder layer."""
         root, layers = self._architecture.root, self._architecture.layers
         return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
 

@@ -92,7 +92,7 @@ class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
 class DiskTrouble(
     Event, level="error", template="cannot write {path}: {error}; free some space, the daemon goes on without it"
 ):
-    """Event: a file of this daemon could not be written; the daemon goes on without it."""
+    """Event: a file of this daemon could not be written; the daemon continues without it."""
 
     path: str
     error: str
@@ -117,7 +117,7 @@ class MicrobatchCompleted(Event):
 
 
 class MicrobatchDropped(Event, level="warning", template="dropped microbatch {microbatch}: {reason}"):
-    """Event: the origin gave up a microbatch that it had started, since this peer is leaving."""
+    """Event: the origin gave up a microbatch that it had started, because this peer is leaving or moving."""
 
     microbatch: str
     reason: str
@@ -157,7 +157,7 @@ class SeatsChanged(Event):
 
 
 class HopRefused(Event):
-    """Event: this peer refused a microbatch before any work. `code` is the refusal's word, for example "busy"."""
+    """Event: this peer refused a microbatch before any work. `code`: of the error, for example "busy"."""
 
     microbatch: str
     stage: int
@@ -214,7 +214,7 @@ class StepsSkipped(
     level="warning",
     template="stage {stage} was {steps} steps behind and is at step {step} now; {tokens} of its tokens came too late",
 ):
-    """Event: a stage, `steps` steps behind its replicas, took over their step; its own `tokens` did not count."""
+    """Event: a stage, `steps` steps behind its replicas, set its step to theirs; its own `tokens` were dropped."""
 
     stage: int
     step: int
@@ -325,7 +325,7 @@ class StageDiverged(
     level="warning",
     template="stage {stage} differs from its replicas at step {step}: it fetches the state of {sources}",
 ):
-    """Event: a stage has applied other means than most of its replicas, and fetches the state of `sources`."""
+    """Event: the largest group of a stage's replicas, `sources`, applied other means; it fetches their state."""
 
     stage: int
     step: int

@@ -44,7 +44,7 @@ ListSources = Callable[[], Sequence[PeerId]]
 
 
 class FalseBaseError(ProtocolError):
-    """Error: an answer cannot be what the manifest's tensor list says, which no network fault causes: an offence."""
+    """Error: a peer's answer contradicts the manifest's tensor list. No network fault causes that: it is an offence."""
 
 
 @dataclass(frozen=True, slots=True)

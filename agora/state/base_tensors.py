@@ -101,7 +101,7 @@ class BaseTensors:
         self._held[number] = place
 
     def drop(self, number: int) -> None:
-        """Records that the tensor of this number is not to be given any more."""
+        """Records that the tensor of this number is not held any more, so that it is not given to peers."""
         self._held.pop(number, None)
 
     @property
@@ -120,5 +120,5 @@ class BaseTensors:
 
 
 def malformed_list(error: ProtocolError) -> BaseModelError:
-    """Returns the error for a tensor list that has the manifest's hash and is malformed all the same."""
+    """Returns the error to raise for a tensor list that is malformed although it has the manifest's hash."""
     return BaseModelError(f"The manifest names a tensor list that is malformed ({error}); {MALFORMED}.")

@@ -41,7 +41,7 @@ _NAME: Final = re.compile(rf"step-(0|[1-9][0-9]{{0,17}})-([0-9a-f]{{{NAME_DIGITS
 
 
 class CheckpointError(LocalError):
-    """Error: a checkpoint on this disk is damaged or not of this run; the text names the file and what it holds."""
+    """Error: a checkpoint on this disk is damaged or of another run; the text names the file and what is wrong."""
 
     code: ClassVar[str] = "checkpoint"
 
@@ -101,7 +101,10 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
 def newest_checkpoint(
     folder: Path, run: str, stage: int, on_damaged: Callable[[CheckpointError], None] = lambda _: None
 ) -> Checkpoint | None:
-    """Returns the newest intact checkpoint of `stage`, or None. on_damaged: takes the error of each newer one."""
+    """Returns the newest intact checkpoint of `stage` below `folder`, or None; checks every byte of it.
+
+    on_damaged: called with the error of each newer checkpoint, which is skipped.
+    """
     for _, path in _list_checkpoints(stage_folder(folder, stage)):
         try:
             return verify_checkpoint(path, run, stage)
@@ -215,7 +218,7 @@ def _remove_leftovers(place: Path) -> None:
 
 
 def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
-    """Returns step and path of the folders in `place` named as checkpoints are, highest step first; [] on errors."""
+    """Returns (step, path) of the folders in `place` named as checkpoints are, highest step first; [] on errors."""
     try:
         matches = [(_NAME.fullmatch(path.name), path) for path in place.iterdir()]
     except OSError:

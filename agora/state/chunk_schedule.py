@@ -66,7 +66,10 @@ class ChunkSchedule:
         return chunk
 
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
-        """Records that `peer` gave the chunk. Returns the other peers asked for it: those calls can be cancelled."""
+        """Records that `peer` delivered the chunk.
+
+        Returns the other peers that are asked for it, to cancel their calls.
+        """
         asked = self._open.pop(chunk, {})
         if (started_at := asked.pop(peer, None)) is not None:
             self._durations.append(now - started_at)

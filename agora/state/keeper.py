@@ -47,7 +47,7 @@ class KeptStages(Protocol):
         """
 
     async def export_state(self, stage: int) -> StageState:
-        """Returns a consistent copy of the stage's weights and moments as of its last step."""
+        """Returns a copy of the stage's weights and moments after its last step, all of the same step."""
 
 
 ClaimedSteps = Callable[[int], Mapping[PeerId, int]]

@@ -72,7 +72,7 @@ class MomentSpec:
     is_square: bool = False
 
     def places(self, elements: slice) -> slice:
-        """Returns the range of the array where the values for `elements` of the stage lie; empty if it has none."""
+        """Converts a range of the stage's elements to the range of this array that has their values; may be empty."""
         start, stop = (
             sum(max(min(part.stop, end) - part.start, 0) for part in self.ranges)
             for end in (elements.start, elements.stop)
@@ -136,7 +136,7 @@ class Layout:
         return [elements, *(moment.places(elements) for moment in self.moments)]
 
     def of_moment(self, moment: MomentSpec) -> Layout:
-        """Returns the layout of the tensors that `moment` has values for, inside its own array."""
+        """Returns the layout of the moment's own array: the places of the tensors that it has values for."""
         slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
         return Layout(moment.numel, [replace(slot, offset=moment.places(slot.elements).start) for slot in slots])
 
@@ -195,7 +195,7 @@ def lay_out(shapes: Iterable[tuple[str, Sequence[int]]], hidden_matrices: Collec
 
 
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
-    """Returns the bytes of chunk number `chunk`: its elements' weights, then each moment, as float32."""
+    """Returns the bytes of chunk number `chunk`: its elements' weights, then their values in each moment, float32."""
     parts = zip(state.arrays.values(), state.layout.chunk_places(chunk), strict=True)
     return bytearray().join(np.ascontiguousarray(array[place], "<f4").data.cast("B") for array, place in parts)
 

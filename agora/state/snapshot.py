@@ -35,7 +35,10 @@ MAX_BYTES: Final = 2**31  # of all snapshots together
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A copy of a stage's state. hashes: the SHA-256 of each chunk, in order; `name` is the SHA-256 of all of them."""
+    """A copy of a stage's state. hashes: the chunks' SHA-256, concatenated. name: the SHA-256 of `hashes`.
+
+    made_at, last_used: loop times. copying_s: seconds that copying took.
+    """
 
     name: bytes
     state: StageState

@@ -32,7 +32,7 @@ class BaseModelError(LocalError):
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """Where a tensor's bytes lie: from `start` on in the file `path`. dtype: as safetensors calls it."""
+    """Where a tensor's bytes lie: in the file `path` from byte `start` on. dtype: as safetensors calls it."""
 
     path: Path
     name: str
@@ -45,7 +45,7 @@ class TensorBytes:
         return (self.name, self.dtype, self.shape) == (listed.name, listed.dtype, listed.shape)
 
     def read_piece(self, listed: ListedTensor, piece: int) -> bytes | None:
-        """Returns the bytes of a piece, None if they are not those of the list. Raises OSError."""
+        """Reads a piece and returns its bytes, or None if they do not have the list's hash. Raises OSError."""
         data = read_at(self.path, self.start + piece * STATE_CHUNK_BYTES, listed.piece_bytes(piece))
         return data if listed.is_piece(piece, data) else None
 
