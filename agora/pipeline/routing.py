@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_high
+from typing import NamedTuple
 
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
@@ -42,6 +43,8 @@ SEAT_WAITS = 128
 """Number of latest times from sending to a seat that are kept of a peer."""
 NEWCOMER_CALLS = 2
 """Most open calls to a peer that has never answered, once another peer of its stage has."""
+USUAL_CALLS = 4.0
+"""No attempt gets less than the time of this many usual calls, if as much is left: a full queue is no failure."""
 MAX_OWN_FRACTION = 0.25
 """Largest part of its remaining time that a caller keeps for itself, so that a wrong estimate leaves others enough."""
 
@@ -71,9 +74,9 @@ class PeerCost:
 
     def queue_now(self, now: float) -> float:
         """Returns the expected microbatches before a new one: the reported queue, less served, plus sent ones."""
-        # served at a quarter of the peer's speed, because other callers keep filling the queue meanwhile
-        served = 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6)
-        return max(0.0, self.queue - served) + self.sent_since
+        # at a quarter of the peer's speed, because other callers keep filling the queue between our calls
+        waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6) if self.queue else 0.0
+        return waiting + self.sent_since if waiting > 0.0 else float(self.sent_since)
 
     def idle_finish_s(self, payload_bytes: int) -> float:
         """Returns the seconds from sending a microbatch to the end of its device work if nothing else waits there."""
@@ -126,8 +129,7 @@ class Attempt:
     charge_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One peer as choose_next sees it; immutable.
 
     ready_at: when it may be called; infinite when only an answer of that peer can make it ready. lead_s: seconds of
@@ -164,7 +166,9 @@ def choose_next(
         obstacles = ", ".join(sorted({c.obstacle for c in candidates if c.obstacle}))
         when = f"; next in {soonest - now:.2f} s" if soonest < math.inf else ""
         return Choice(None, f"all {len(candidates)} peers of stage {stage} are not ready ({obstacles}){when}", soonest)
-    best = min(ready, key=lambda c: (c.lead_s + c.finish_s, zlib.crc32(microbatch + c.peer.encode()), c.peer))
+    least = min([c.lead_s + c.finish_s for c in ready])
+    alike = [c for c in ready if c.lead_s + c.finish_s == least]
+    best = min(alike, key=lambda c: (zlib.crc32(microbatch + c.peer.encode()), c.peer))
     return Choice(best.peer, f"expected to finish in {best.finish_s:.3f} s, least of {len(ready)} ready peers")
 
 
@@ -172,15 +176,17 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
     """Returns a Candidate for each peer in `costs`, the peers of one stage, for a microbatch of `payload_bytes`."""
     if not costs:
         return []
-    floor = virtual_floor(costs.values(), payload_bytes)
-    least = min(max(cost.virtual_s, floor) for cost in costs.values())
-    healthy = any(cost.failures == 0 for cost in costs.values())
+    idle_s = [cost.idle_finish_s(payload_bytes) for cost in costs.values()]
+    charged_s = [cost.virtual_s for cost in costs.values()]
+    floor = _floor(charged_s, idle_s)
+    least = max(min(charged_s), floor)
+    healthy = any(not cost.failures for cost in costs.values())
     measured = any(cost.answers for cost in costs.values())
     ranked = []
-    for peer, cost in costs.items():
+    for (peer, cost), idle in zip(costs.items(), idle_s, strict=True):
         ready_at, obstacle = _ready_at(cost, healthy, measured)
-        finish = cost.queue_now(now) * cost.service_s + cost.idle_finish_s(payload_bytes)
-        lead = max(cost.virtual_s, floor) - least
+        lead = cost.virtual_s - least if cost.virtual_s > floor else floor - least
+        finish = cost.queue_now(now) * cost.service_s + idle
         ranked.append(Candidate(peer, ready_at, lead, finish, obstacle if ready_at > now else ""))
     return ranked
 
@@ -209,8 +215,12 @@ def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
     So a peer that was idle for long does not get all microbatches until it has caught up.
     """
     costs = list(costs)
-    horizon = 2.0 * max(cost.idle_finish_s(payload_bytes) for cost in costs)
-    return max(cost.virtual_s for cost in costs) - horizon
+    return _floor([cost.virtual_s for cost in costs], [cost.idle_finish_s(payload_bytes) for cost in costs])
+
+
+def _floor(charged_s: Sequence[float], idle_s: Sequence[float]) -> float:
+    """Returns virtual_floor of peers by the seconds charged to each and the idle finish time of each."""
+    return max(charged_s) - 2.0 * max(idle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +252,8 @@ class RoutingTable:
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
         """Returns the cost, by id, of each peer that served `stage` and was not shut out at the last `update`."""
         peers = self._stages[stage]
+        if len(peers.costs) == len(peers.live):  # nobody has gone whose calls are still open
+            return peers.costs
         return {peer: cost for peer, cost in peers.costs.items() if peer in peers.live}
 
     def update(self, stage: int, replicas: Sequence[PeerView], shut_out: Collection[PeerId] = frozenset()) -> None:
@@ -277,7 +289,7 @@ class RoutingTable:
         cost.virtual_s = max(cost.virtual_s, virtual_floor(costs.values(), payload_bytes)) + charge_s
         cost.open_calls += 1
         cost.sent_since += 1
-        others = sum(1 for sibling in costs.values() if sibling is not cost and not sibling.failures)
+        others = len([True for sibling in costs.values() if sibling is not cost and not sibling.failures])
         until = attempt_deadline(now, deadline, cost.call_s, others, self._stage_count - stage)
         deadline_ms = deadline_to_send(now, until, 2.0 * cost.round_trip_s)
         return Attempt(stage, peer, cost, now, until, deadline_ms, payload_bytes, charge_s)
@@ -388,13 +400,13 @@ def attempt_deadline(now: float, deadline: float, expected_s: float, others: int
     """Returns when to leave a callee and ask another peer, on the clock of `now`; `deadline` if `others` is 0.
 
     It is after depth / (depth + 1) of the remaining time, so that every caller keeps an equal part for a retry; but not
-    before 2 * expected_s, the time of two usual calls. others: number of other peers to ask. depth: number of stages
-    from the callee to the last.
+    before USUAL_CALLS * expected_s. others: number of other peers to ask. depth: number of stages from the callee to
+    the last.
     """
     remaining = deadline - now
     if others <= 0 or remaining <= 0:
         return deadline
-    return now + min(max(remaining * depth / (depth + 1), 2.0 * expected_s), remaining)
+    return now + min(max(remaining * depth / (depth + 1), USUAL_CALLS * expected_s), remaining)
 
 
 def deadline_for_others(now: float, deadline: float, own_s: float) -> float:

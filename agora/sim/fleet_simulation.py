@@ -13,7 +13,7 @@ from agora_protocol.ids import PeerId, Span
 
 from agora.sim.directory_model import DirectoryModel
 from agora.sim.event_queue import EventQueue
-from agora.sim.hop_simulation import HopSimulation
+from agora.sim.hop_simulation import SILENCE_S, HopSimulation
 from agora.sim.measurements import Measurements
 from agora.sim.origin_simulation import OriginSimulation
 from agora.sim.simulated_device import SimulatedDevice
@@ -213,6 +213,7 @@ class FleetSimulation:
         peer.presence = Presence.HUNG
         peer.device.stop()
         self._end_claim_later(peer)
+        self._events.after(SILENCE_S, self.hops.break_connections, peer)
         self._events.after(HANG_S, self._end, peer)
 
     def _vanish(self, peer: SimulatedPeer) -> None:

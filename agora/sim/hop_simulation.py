@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from agora_protocol import limits
+
 from agora.pipeline.hop import is_hopeless
 from agora.pipeline.ledger import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS
 from agora.pipeline.router import MIN_ATTEMPT_S, UNAVAILABLE_FAILURES
@@ -23,6 +25,8 @@ from agora.sim.simulated_peer import Call, Presence, SimulatedMicrobatch, Simula
 
 KEPT_ANSWERS = 1024
 """Answers that a peer keeps for repeats."""
+SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)
+"""Seconds after which a connection to a peer that hangs is broken off; see net/liveness.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,12 @@ class HopSimulation:
     def _arrive(self, call: Call) -> None:
         """A call reaches its callee: it gets the kept answer, joins running work, is refused, or begins a visit."""
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
-        if call.ended or not peer.is_up:
-            return  # the caller's deadline, or the end of its connection, will tell it
+        if call.ended:
+            return
+        if not peer.is_up:  # the end of its connection tells the caller; of one that hangs, a ping without an answer
+            if peer.presence is Presence.HUNG:
+                self._events.after(SILENCE_S, self._failed, call, MAX_FAILURES)
+            return
         key = (microbatch.id, stage)
         if (kept := peer.answers.get(key)) is not None:
             call.visit = kept

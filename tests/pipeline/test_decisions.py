@@ -290,7 +290,7 @@ def test_an_attempt_gets_everything_when_alone_and_a_share_when_not() -> None:
     assert attempt_deadline(100.0, 160.0, 1.0, others=0, depth=1) == 160.0
     assert attempt_deadline(100.0, 160.0, 1.0, others=1, depth=1) == 130.0
     assert attempt_deadline(100.0, 160.0, 1.0, others=5, depth=2) == 140.0
-    assert attempt_deadline(100.0, 160.0, 25.0, others=1, depth=1) == 150.0, "twice what it usually takes"
+    assert attempt_deadline(100.0, 160.0, 10.0, others=1, depth=1) == 140.0, "four times what it usually takes"
     assert attempt_deadline(100.0, 160.0, 99.0, others=1, depth=1) == 160.0
     assert attempt_deadline(100.0, 90.0, 1.0, others=1, depth=1) == 90.0
 
