@@ -17,14 +17,13 @@ from agora.plan.machine import Machine
 class Assignment:
     """One machine's place in a plan.
 
-    span: the stages it holds; None: it stays idle. in_host: its optimizer state lies in host memory. rate: what it
-    could do at its span. share: the part of the microbatches of its stages that it gets, 0 to 1.
+    span: the stages it holds; None: it stays idle. rate: what it could do at its span, and how. share: the part of the
+    microbatches of its stages that it gets, 0 to 1.
     """
 
     machine: Machine
     span: Span | None
     rate: Rate
-    in_host: bool = False
     share: float = 0.0
 
 

@@ -30,7 +30,7 @@ def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Sp
             stage_rates[stage] += rate.microbatches
     shares = _shares(spans, rates, cost.stage_count)
     assignments = tuple(
-        _assignment(cost, machine, span, rate, share)
+        _assignment(machine, span, rate, share)
         for machine, span, rate, share in zip(machines, spans, rates, shares, strict=True)
     )
     return Plan(assignments, tuple(stage_rates), min(stage_rates), _bottleneck(assignments, stage_rates))
@@ -80,12 +80,11 @@ def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: in
     ]
 
 
-def _assignment(cost: RunCost, machine: Machine, span: Span | None, rate: Rate, share: float) -> Assignment:
+def _assignment(machine: Machine, span: Span | None, rate: Rate, share: float) -> Assignment:
     """Returns one machine's place; one that its span does not fit is idle."""
     if span is None or rate.microbatches <= 0:
         return Assignment(machine, None, IDLE)
-    in_host = not cost.memory(span).fits(machine)
-    return Assignment(machine, span, rate, in_host, share)
+    return Assignment(machine, span, rate, share)
 
 
 def _bottleneck(assignments: Sequence[Assignment], stage_rates: Sequence[float]) -> Bottleneck:
