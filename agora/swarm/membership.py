@@ -21,6 +21,7 @@ from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
+from agora.swarm.lost_peers import LostPeers
 from agora.swarm.placement import (
     Ability,
     Placement,
@@ -32,7 +33,7 @@ from agora.swarm.placement import (
     pinned_span,
 )
 from agora.swarm.stage_supply import equal_demands
-from agora.swarm.view import PeerView, StageSample, View, merge
+from agora.swarm.view import StageSample, View, merge
 
 SETTLE_S = 1.0
 """How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
@@ -67,14 +68,12 @@ class Membership:
         report: Report,
         *,
         progress: Callable[[], Progress | None] = lambda: None,
-        is_lost: Callable[[PeerView], bool] = lambda peer: False,
         on_change: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
-        is_lost: returns whether a peer counts as gone although its claim has not ended; such peers are in no view.
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         """
         self._me = identity.peer
@@ -82,7 +81,6 @@ class Membership:
         self._identity = identity
         self._report = report
         self._progress = progress
-        self._is_lost = is_lost
         self._on_change = on_change
         self._rng = rng or random.Random()
         self._unix = unix
@@ -94,6 +92,8 @@ class Membership:
         self._changed_at = 0.0
         self.claim: Claim | None = None
         self.view = View()
+        self.lost_peers = LostPeers()
+        """Who counts as gone although its claim has not ended; such peers are in no view."""
 
     # --- the own claim
 
@@ -241,7 +241,7 @@ class Membership:
         former, view, now_unix = self.view, self.view, self._unix()
         for batch in (*found, own):
             view = merge(view, batch.records, now_unix, batch.linger_s)
-        lost = {peer for peer, seen in view.peers.items() if peer != self._me and self._is_lost(seen)}
+        lost = {peer for peer, seen in view.peers.items() if peer != self._me and self.lost_peers.is_lost(seen)}
         view = view.without(*lost)
         self.view = view if samples is None else replace(view, samples=samples)
         changed = changes(former, self.view, lost)
