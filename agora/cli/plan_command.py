@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agora_protocol.errors import DiskError, InputError, MemoryError_
+from agora_protocol.errors import DiskError, InputError
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
@@ -20,7 +21,7 @@ from agora.cli.stage_sources import find_run
 from agora.node import paths, runs
 from agora.plan.advice import Gain, explain_bottleneck, gain_of_one_more
 from agora.plan.assignment import Assignment, Plan
-from agora.plan.cost import RunCost
+from agora.plan.cost import ALL_WAYS, RunCost
 from agora.plan.cost_of_run import run_cost
 from agora.plan.drawing import picture_lines, picture_svg, plan_table
 from agora.plan.machine import Machine
@@ -88,23 +89,12 @@ def find_manifest(text: str) -> Manifest:
 def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> PlannedRun:
     """Returns the plan of a run for these machines, and what one more of each kind would add.
 
-    added: the only kind to try; None for each of the file's, up to MOST_KINDS. Where daemons choose themselves whether
-    to keep graphs or to repeat forwards, both are planned, and the faster plan is returned. Raises InputError for a
+    added: the only kind to try; None for each of the file's, up to MOST_KINDS. Raises InputError for a
     machine that can hold no stage, MemoryError_ when all together cannot hold the model.
     """
-    costs = [run_cost(manifest, in_bf16=peers.in_bf16)]
-    if manifest.schedule.activations == "auto":
-        costs.append(run_cost(manifest, in_bf16=peers.in_bf16, activations="keep"))
-    check_fits(costs[0], peers.machines)
-    found, problems = list[tuple[RunCost, Plan]](), list[MemoryError_]()
-    for cost in costs:
-        try:
-            found.append((cost, make_plan(cost, peers.machines, random.Random(SEED))))
-        except MemoryError_ as error:
-            problems.append(error)
-    if not found:
-        raise problems[0]
-    cost, plan = max(found, key=lambda pair: pair[1].rate)
+    cost = run_cost(manifest, in_bf16=peers.in_bf16)
+    check_fits(cost, peers.machines)
+    plan = make_plan(cost, peers.machines, random.Random(SEED))
     kinds = peers.kinds[:MOST_KINDS] if added is None else (peers.kind_named(added),)
     gains = tuple(gain_of_one_more(cost, plan, kind, random.Random(SEED)) for kind in kinds)
     return PlannedRun(manifest.name, cost, plan, gains)
@@ -113,7 +103,7 @@ def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> 
 def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
     """Raises InputError, which names the machine, if any of `machines` can hold no stage of the run."""
     stages = [Span(stage, stage) for stage in range(cost.stage_count)]
-    needs = [cost.memory(stage, in_host=in_host) for stage in stages for in_host in (False, True)]
+    needs = [way.need for stage in stages for way in cost.ways(stage)]
     for machine in machines:
         if not any(need.fits(machine) for need in needs):
             least = min(need.device for need in needs) / 1e9
@@ -128,7 +118,7 @@ def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
     cost, plan = planned.cost, planned.plan
     return [
         f"{planned.name}: {_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
-        f"activations: {cost.activations}",
+        f"activations: {_activations(planned)}",
         "",
         *plan_table(cost, plan),
         "",
@@ -147,7 +137,7 @@ def plan_fields(planned: PlannedRun) -> dict[str, Any]:
         "schema": 1,
         "run": planned.name,
         "stages": cost.stage_count,
-        "activations": cost.activations,
+        "activations": cost.activations or "auto",
         "microbatches_per_second": plan.rate,
         "tokens_per_second": plan.rate * cost.tokens,
         "bottleneck": {
@@ -173,8 +163,17 @@ def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
         "share": assignment.share,
         "tokens_per_second": assignment.rate.microbatches * cost.tokens,
         "limit": None if span is None else assignment.rate.limit,
-        "optimizer_in_host": assignment.in_host,
+        "activations": None if span is None else assignment.rate.activations,
+        "optimizer_in_host": assignment.rate.in_host,
     }
+
+
+def _activations(planned: PlannedRun) -> str:
+    """Returns what becomes of graphs between forward and backward, with how many machines do which if they differ."""
+    counts = Counter(one.rate.activations for one in planned.plan.assignments if one.span is not None)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{counts[name]} {name}" for name in ALL_WAYS if name in counts)
 
 
 def _speed(planned: PlannedRun) -> str:

@@ -39,7 +39,6 @@ from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
 from agora.plan.cost_of_run import usual_in_flight
-from agora.swarm.lost_peers import LostPeers
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.offences import OffenceLog
 from agora.swarm.redialling import Redialling
@@ -86,7 +85,6 @@ class LocalPeer:
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
         self.admission = admission
         self.network = self._make_network()
-        self._lost_peers = LostPeers()
         config = MembershipConfig(
             signed.run_id, manifest.stage_count, startup.incarnation, addresses, proof=admission.proof
         )
@@ -96,7 +94,6 @@ class LocalPeer:
             startup.identity,
             startup.report_event,
             progress=lambda: progress_record(take_node_report()),
-            is_lost=self._lost_peers.is_lost,
             on_change=lambda: self.router.view_changed(),
             unix=startup.clock.unix,
             is_admitted=admission.is_member,
@@ -161,7 +158,7 @@ class LocalPeer:
         members = self.membership
         self.tasks.start(
             "connections",
-            watch_connections(self.host, lambda: members.view, self._lost_peers, on_lost=members.forget_lost),
+            watch_connections(self.host, lambda: members.view, members.lost_peers, on_lost=members.forget_lost),
         )
         self.tasks.start("addresses", self._remember_addresses())
         self.tasks.start("uplink", self._measure_uplink())

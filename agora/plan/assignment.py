@@ -17,14 +17,13 @@ from agora.plan.machine import Machine
 class Assignment:
     """One machine's place in a plan; immutable.
 
-    span: the stages it holds, None if it stays idle. rate: what it could do at its span. in_host: whether its optimizer
-    state lies in host memory. share: the part of its stages' microbatches that it gets, 0 to 1.
+    span: the stages it holds, None if it stays idle. rate: what it could do at its span, and how. share: the part of
+    the microbatches of its stages that it gets, 0 to 1.
     """
 
     machine: Machine
     span: Span | None
     rate: Rate
-    in_host: bool = False
     share: float = 0.0
 
 

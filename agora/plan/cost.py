@@ -1,20 +1,33 @@
 """What stages cost a machine: operations, bytes held, bytes sent; and how many microbatches a second come of it. Pure.
 
-Knows: sums over the stages of a span. Must not know: model families (cost_of_run.py), devices, peers, torch.
+Knows: sums over the stages of a span, and what becomes of a microbatch's graph between forward and backward:
+
+| activations | graph between forward and backward    | forwards of a microbatch | in a span that ends with the model |
+|-------------|---------------------------------------|--------------------------|------------------------------------|
+| keep        | of all layers, of each in flight      | 1                        | 1, and one graph at a time         |
+| recompute   | of all layers, of one at a time       | 2                        | 1                                  |
+| layers      | of one layer, of one at a time        | 3                        | 2, but of the head 1               |
+
+A span that ends with the model goes backward right after its forward. Must not know: model families (cost_of_run.py),
+devices, peers, torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Final, Literal
 
 from agora_protocol.ids import Span
 
 from agora.plan.machine import Machine
 
-Activations = Literal["keep", "recompute"]
+Activations = Literal["keep", "recompute", "layers"]
+ALL_WAYS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
+"""From the fewest operations and most memory to the reverse."""
+FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
+"""How often the layers compute a microbatch's forward: in most spans, and in one that ends with the model."""
 Limit = Literal["compute", "upload", "download", "memory"]
 """What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0."""
 
@@ -23,11 +36,14 @@ Limit = Literal["compute", "upload", "download", "memory"]
 class StageCost:
     """What one stage costs the machine that holds it.
 
-    forward_flops, backward_flops: for each microbatch; the forward is not repeated in the backward's. frozen_bytes: of
-    weights that never change, as they are kept. trained_bytes: of trained weights, their gradient sums and every copy
-    that must lie beside them. optimizer_bytes: of moments and of the moving average, which may lie in host memory.
-    kept_bytes: of the graph of one microbatch between forward and backward. peak_bytes: beyond all of these, the most
-    that a forward and backward take for a moment. state_bytes: what a newcomer fetches to begin.
+    forward_flops, backward_flops: for each microbatch; the forward is not repeated in the backward's. head_flops: those
+    of the forward that come after the last layer. frozen_bytes: of weights that never change, as they are kept.
+    trained_bytes: of trained weights, their gradient sums and every copy that must lie beside them. version_bytes: of a
+    second version of the weights, beside graphs that are kept while steps are taken. optimizer_bytes: of moments and of
+    the moving average, which may lie in host memory. kept_bytes: of the graph of one microbatch of all layers.
+    peak_bytes: beyond all of these, the most that a forward and backward take for a moment. layer_inputs_bytes,
+    layer_peak_bytes: instead of these two where one layer's graph is kept at a time. state_bytes: what a newcomer
+    fetches to begin.
     """
 
     forward_flops: float
@@ -38,6 +54,10 @@ class StageCost:
     kept_bytes: float = 0.0
     peak_bytes: float = 0.0
     state_bytes: float = 0.0
+    head_flops: float = 0.0
+    version_bytes: float = 0.0
+    layer_inputs_bytes: float = 0.0
+    layer_peak_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +74,34 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How many microbatches per second a machine does at a span, and what bounds it."""
+    """How many microbatches per second a machine does at a span, and what bounds it.
+
+    activations: what it does with graphs. in_host: its optimizer state lies in host memory.
+    """
 
     microbatches: float
     limit: Limit
+    activations: Activations = "recompute"
+    in_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train a span: its operations for each microbatch, and the bytes that it takes."""
+
+    activations: Activations
+    in_host: bool
+    flops: float
+    need: MemoryNeed
 
 
 class RunCost:
     """The costs of all stages of a run, and of what crosses between two peers.
 
     forward_bytes, backward_bytes: of one microbatch's boundary, and of its gradient. tokens: of one microbatch.
-    in_flight: how many microbatches a peer holds between forward and backward.
+    in_flight: how many microbatches a peer holds between forward and backward. activations: what all peers do; None:
+    each the fastest that fits its memory, where graphs take half of what is free at most, as daemons do. can_offload:
+    optimizer state may lie in host memory.
     """
 
     def __init__(
@@ -75,7 +112,8 @@ class RunCost:
         backward_bytes: float,
         tokens: int,
         in_flight: int,
-        activations: Activations = "recompute",
+        activations: Activations | None = "recompute",
+        can_offload: bool = True,
     ) -> None:
         self.stages = tuple(stages)
         self.forward_bytes = forward_bytes
@@ -83,25 +121,35 @@ class RunCost:
         self.tokens = tokens
         self.in_flight = in_flight
         self.activations = activations
-        self._flops = list(accumulate(map(self._stage_flops, range(len(self.stages))), initial=0.0))
-        self._weight_bytes = list(accumulate((s.frozen_bytes + s.trained_bytes for s in self.stages), initial=0.0))
-        self._optimizer_bytes = list(accumulate((stage.optimizer_bytes for stage in self.stages), initial=0.0))
-        self._kept_bytes = list(accumulate((stage.kept_bytes for stage in self.stages), initial=0.0))
+        self.choices: tuple[Activations, ...] = ALL_WAYS if activations is None else (activations,)
+        self._offloads = (False, True) if can_offload else (False,)
+        self._layer_flops = _sums(stage.forward_flops - stage.head_flops for stage in self.stages)
+        self._flops_once = _sums(stage.forward_flops + stage.backward_flops for stage in self.stages)
+        self._version_bytes = _sums(stage.version_bytes for stage in self.stages)
+        self._layer_inputs_bytes = _sums(stage.layer_inputs_bytes for stage in self.stages)
+        self._weight_bytes = _sums(s.frozen_bytes + s.trained_bytes for s in self.stages)
+        self._optimizer_bytes = _sums(stage.optimizer_bytes for stage in self.stages)
+        self._kept_bytes = _sums(stage.kept_bytes for stage in self.stages)
 
     @property
     def stage_count(self) -> int:
         """Returns how many stages the run has."""
         return len(self.stages)
 
-    def flops(self, span: Span) -> float:
-        """Returns the operations of one microbatch in the stages of `span`, forward and backward."""
-        return self._flops[span.last + 1] - self._flops[span.first]
+    def flops(self, span: Span, activations: Activations | None = None) -> float:
+        """Returns the operations of one microbatch in the stages of `span`, forward and backward.
+
+        activations: None means the way with the fewest operations of those that peers may choose.
+        """
+        repeats = FORWARDS[activations or self.choices[0]][self._ends(span)] - 1
+        return _within(self._flops_once, span) + repeats * _within(self._layer_flops, span)
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the operations of one microbatch in each stage, as a multiple of their mean."""
-        mean = self._flops[-1] / self.stage_count
-        return tuple(self._stage_flops(stage) / mean for stage in range(self.stage_count))
+        """Returns the operations of one microbatch in each stage when held alone, as a multiple of their mean."""
+        flops = [self.flops(Span(stage, stage)) for stage in range(self.stage_count)]
+        mean = sum(flops) / self.stage_count
+        return tuple(amount / mean for amount in flops)
 
     def upload_bytes(self, span: Span) -> float:
         """Returns the bytes that a holder of `span` sends for each microbatch: a boundary on, a gradient back."""
@@ -111,45 +159,69 @@ class RunCost:
         """Returns the bytes that a holder of `span` receives for each microbatch: a gradient, a boundary."""
         return self._crossing(span, self.backward_bytes, self.forward_bytes)
 
-    def memory(self, span: Span, *, in_host: bool = False) -> MemoryNeed:
+    def memory(self, span: Span, activations: Activations | None = None, *, in_host: bool = False) -> MemoryNeed:
         """Returns the bytes that training `span` takes; in_host: optimizer state lies in host memory.
 
-        A span that ends with the model goes backward right after its forward, so it has one graph at a time.
+        activations: None means the way with the least memory of those that peers may choose.
         """
-        begin, end = span.first, span.last + 1
-        weights = self._weight_bytes[end] - self._weight_bytes[begin]
-        optimizer = self._optimizer_bytes[end] - self._optimizer_bytes[begin]
-        kept = self._kept_bytes[end] - self._kept_bytes[begin]
-        peak = max(stage.peak_bytes for stage in self.stages[begin:end])
-        graphs = self.in_flight * kept if self.activations == "keep" and span.last < self.stage_count - 1 else kept
-        boundaries = self.in_flight * (self.forward_bytes + self.backward_bytes)
-        device = weights + graphs + peak + boundaries
+        chosen, stages = activations or self.choices[-1], self.stages[span.first : span.last + 1]
+        device = _within(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)
+        if chosen == "layers":
+            device += _within(self._layer_inputs_bytes, span) + max(stage.layer_peak_bytes for stage in stages)
+        else:
+            device += self._graph_bytes(span, chosen) + max(stage.peak_bytes for stage in stages)
+        optimizer = _within(self._optimizer_bytes, span)
         return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
+
+    def ways(self, span: Span) -> Iterator[Way]:
+        """Yields the ways in which a peer may train `span`, the preferred ones first: those with fewest operations.
+
+        Where peers choose for themselves, a way needs room for its graphs twice, since they fill half of what is free.
+        """
+        for activations in self.choices:
+            room = self._graph_bytes(span, activations) if self.activations is None and activations != "layers" else 0.0
+            for in_host in self._offloads:
+                need = self.memory(span, activations, in_host=in_host)
+                need = MemoryNeed(need.device + room, need.host)
+                yield Way(activations, in_host, self.flops(span, activations), need)
 
     def rate(self, machine: Machine, span: Span) -> Rate:
         """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download), 0 where it does not fit.
 
         Source of the formula: sending, receiving and computing overlap, since many microbatches are on the way.
         """
-        if not any(self.memory(span, in_host=in_host).fits(machine) for in_host in (False, True)):
+        way = next((way for way in self.ways(span) if way.need.fits(machine)), None)
+        if way is None:
             return Rate(0.0, "memory")
         seconds: dict[Limit, float] = {
-            "compute": self.flops(span) / machine.flops,
+            "compute": way.flops / machine.flops,
             "upload": self.upload_bytes(span) / machine.upload,
             "download": self.download_bytes(span) / machine.download,
         }
         limit = max(seconds, key=lambda name: seconds[name])
-        return Rate(1.0 / seconds[limit], limit)
+        return Rate(1.0 / seconds[limit], limit, way.activations, way.in_host)
 
-    def _stage_flops(self, number: int) -> float:
-        """Returns the operations of one microbatch in one stage, with the repeated forward where it is repeated.
+    def _ends(self, span: Span) -> bool:
+        """Returns whether the span ends with the model."""
+        return span.last == self.stage_count - 1
 
-        The last stage goes backward right after its forward and repeats nothing.
-        """
-        stage = self.stages[number]
-        repeats = self.activations == "recompute" and number < self.stage_count - 1
-        return stage.forward_flops * (2 if repeats else 1) + stage.backward_flops
+    def _graph_bytes(self, span: Span, activations: Activations) -> float:
+        """Returns the bytes of all graphs at once, and of the second version of the weights that they may need."""
+        kept = _within(self._kept_bytes, span)
+        if activations == "keep" and not self._ends(span):
+            return self.in_flight * kept + _within(self._version_bytes, span)
+        return kept
 
     def _crossing(self, span: Span, at_end: float, at_start: float) -> float:
         """Returns the bytes for each microbatch in one direction, at the two ends that are not ends of the model."""
         return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    """Returns the sum of the values before each place, and of all of them."""
+    return list(accumulate(values, initial=0.0))
+
+
+def _within(sums: Sequence[float], span: Span) -> float:
+    """Returns the sum over the stages of `span`."""
+    return sums[span.last + 1] - sums[span.first]

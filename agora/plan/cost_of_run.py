@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Final
 
 from agora_protocol.codec_names import parse_codec
@@ -37,6 +38,8 @@ from agora.plan.graph_bytes import (
     loss_peak_bytes,
 )
 
+WAY_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
+"""What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine."""
 LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
 NF4_BLOCK, NF4_BLOCKS_OF_SCALE, NF4_TABLE_BYTES = 64, 256, 4 * (16 + 256 + 1)
 """Values that share a one-byte scale, scales that share a float32, and the tables of each matrix."""
@@ -44,17 +47,20 @@ MUON_BATCH: Final = 1 << 24
 MUON_COPIES: Final = 5
 """Elements that Muon orthogonalises at once, and how many copies of them that takes for a moment."""
 TOKEN_BYTES: Final = 4
+COPIES_OF_WEIGHTS: Final = 3
+"""For each trained value lie on the device: its weight, its gradient's sum, and its gradient of one microbatch."""
 
 
 def run_cost(
-    manifest: Manifest, *, in_bf16: bool = False, activations: Activations = "recompute", in_flight: int | None = None
+    manifest: Manifest, *, in_bf16: bool = False, activations: Activations | None = None, in_flight: int | None = None
 ) -> RunCost:
     """Returns the costs of a run's stages.
 
     in_bf16: products are in bf16, as on a GPU; else in float32, as on a CPU. activations: what daemons do where the
-    manifest says auto. in_flight: None means the usual number. Raises TypeError for a family without a formula.
+    manifest says auto; None: each chooses by its memory. in_flight: None means the usual number. Raises TypeError for a
+    family without a formula. Optimizer state lies on the device: the trainer knows no other place.
     """
-    sizes, setting = decoder_sizes(manifest.model), manifest.schedule.activations
+    sizes = decoder_sizes(manifest.model)
     codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
     return RunCost(
         [stage_cost(manifest, sizes, stage, in_bf16=in_bf16) for stage in range(manifest.stage_count)],
@@ -62,7 +68,8 @@ def run_cost(
         backward_bytes=codec.bytes_of(shape, "backward"),
         tokens=manifest.tokens_per_microbatch,
         in_flight=usual_in_flight(manifest) if in_flight is None else in_flight,
-        activations=activations if setting == "auto" else setting,
+        activations=WAY_OF_SETTING.get(manifest.schedule.activations, activations),
+        can_offload=False,
     )
 
 
@@ -82,23 +89,28 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
     elements = _padded(trained_parameters(sizes, layers))
     forward, backward = microbatch_flops(sizes, layers, batch)
-    kept = sum(layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers)
-    peak = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
-    if layers.stop == sizes.layers:
-        kept += head_graph_bytes(sizes, batch, in_bf16=in_bf16)
-        peak = max(peak, loss_peak_bytes(sizes, batch, in_bf16=in_bf16))
-    at_step = _muon_bytes(manifest, sizes, layers) - kept - FLOAT * elements  # when no microbatch is worked on
+    graphs = [layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers]
+    of_layer = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
+    is_last = layers.stop == sizes.layers
+    head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
+    loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
+    kept, inputs = sum(graphs) + head, batch.tokens * _layer_inputs(sizes, layers) * FLOAT
+    at_step = _muon_bytes(manifest, sizes, layers) - FLOAT * elements  # when no microbatch is worked on
     moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
     in_memory = moments - 2 * (FLOAT - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
     return StageCost(
         forward_flops=forward,
         backward_flops=backward,
         frozen_bytes=frozen_bytes(sizes, layers, manifest.model.context),
-        trained_bytes=FLOAT * elements * _copies_of_weights(manifest),
+        trained_bytes=FLOAT * elements * COPIES_OF_WEIGHTS,
         optimizer_bytes=in_memory,
         kept_bytes=kept,
-        peak_bytes=max(peak, at_step),
+        peak_bytes=max(of_layer, loss, at_step - kept),
         state_bytes=FLOAT * elements + moments,
+        head_flops=2.0 * batch.tokens * sizes.vocabulary * sizes.width if is_last else 0.0,
+        version_bytes=FLOAT * elements if manifest.schedule.kind == "asynchronous" else 0.0,
+        layer_inputs_bytes=inputs,
+        layer_peak_bytes=max(max(graphs) + of_layer, head + loss, at_step - inputs),
     )
 
 
@@ -175,13 +187,9 @@ def _basis_products(sizes: DecoderSizes, layers: range) -> int:
     return sum(1 if sizes.is_last(layer) else 2 for layer in layers)
 
 
-def _copies_of_weights(manifest: Manifest) -> int:
-    """Returns how many values lie on the device for each trained one: weights, gradient sum, a microbatch's gradient.
-
-    Where graphs may be kept while steps are taken, there is also a second version of the weights.
-    """
-    schedule = manifest.schedule
-    return 4 if schedule.activations == "keep" and schedule.kind == "asynchronous" else 3
+def _layer_inputs(sizes: DecoderSizes, layers: range) -> int:
+    """Returns the values of a token that enter the layers of a stage, all together."""
+    return sum(sizes.width if sizes.is_last(layer) else sizes.stream for layer in layers)
 
 
 def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:

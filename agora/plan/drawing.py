@@ -39,7 +39,7 @@ def plan_rows(plan: Plan) -> list[PlanRow]:
     """Returns one row for each group of equal machines of a plan, in the order of their stages; idle ones last."""
     groups: dict[object, list[Assignment]] = {}
     for assignment in plan.assignments:
-        key = (replace(assignment.machine, name=""), assignment.span, assignment.in_host, round(assignment.share, 3))
+        key = (replace(assignment.machine, name=""), assignment.span, assignment.rate, round(assignment.share, 3))
         groups.setdefault(key, []).append(assignment)
     rows = [PlanRow(_label([each.machine.name for each in group]), len(group), group[0]) for group in groups.values()]
     return sorted(rows, key=_place)
@@ -130,8 +130,8 @@ def _cells(cost: RunCost, row: PlanRow) -> list[str]:
     one, machine = row.one, row.one.machine
     if one.span is None:
         return [row.label, "idle", "", "", "", "", f"{machine.memory / 1e9:,.1f} GB"]
-    need = cost.memory(one.span, in_host=one.in_host)
-    beside = f" + {need.host / 1e9:,.1f} host" if one.in_host else ""
+    need = cost.memory(one.span, one.rate.activations, in_host=one.rate.in_host)
+    beside = f" + {need.host / 1e9:,.1f} host" if one.rate.in_host else ""
     return [
         row.label,
         str(one.span),

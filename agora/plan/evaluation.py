@@ -32,7 +32,7 @@ def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Sp
             stage_rates[stage] += rate.microbatches
     shares = _shares(spans, rates, cost.stage_count)
     assignments = tuple(
-        _assignment(cost, machine, span, rate, share)
+        _assignment(machine, span, rate, share)
         for machine, span, rate, share in zip(machines, spans, rates, shares, strict=True)
     )
     return Plan(assignments, tuple(stage_rates), min(stage_rates), _bottleneck(assignments, stage_rates))
@@ -83,15 +83,11 @@ def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: in
     ]
 
 
-def _assignment(cost: RunCost, machine: Machine, span: Span | None, rate: Rate, share: float) -> Assignment:
-    """Returns the machine's assignment: idle without a span or with rate 0.
-
-    in_host is set if the optimizer's state does not fit on the device together with the rest.
-    """
+def _assignment(machine: Machine, span: Span | None, rate: Rate, share: float) -> Assignment:
+    """Returns the machine's assignment: idle without a span or with rate 0."""
     if span is None or rate.microbatches <= 0:
         return Assignment(machine, None, IDLE)
-    in_host = not cost.memory(span).fits(machine)
-    return Assignment(machine, span, rate, in_host, share)
+    return Assignment(machine, span, rate, share)
 
 
 def _bottleneck(assignments: Sequence[Assignment], stage_rates: Sequence[float]) -> Bottleneck:

@@ -11,7 +11,7 @@ Knows: the search's order and its budget. Must not know: model families, devices
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -20,6 +20,7 @@ from agora_protocol.errors import InputError, MemoryError_
 from agora_protocol.ids import Span
 
 from agora.plan.assignment import Plan
+from agora.plan.compute_bound import compute_bound
 from agora.plan.cost import RunCost
 from agora.plan.coverage import Coverage, fewest_holders
 from agora.plan.cuts import ALONE, IDLE_GROUP, best_cuts
@@ -64,11 +65,6 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
     best = use_idle(rates, best)
     spans = {ALONE: Span(0, cost.stage_count - 1), IDLE_GROUP: None} | dict(enumerate(best.cuts.spans))
     return plan_of_spans(cost, machines, [spans[group] for group in best.group_of.tolist()])
-
-
-def compute_bound(cost: RunCost, machines: Iterable[Machine]) -> float:
-    """Returns an upper bound of a plan's rate, in microbatches per second: that of machines that always compute."""
-    return sum(machine.flops for machine in machines) / cost.flops(Span(0, cost.stage_count - 1))
 
 
 def _best_grouping(

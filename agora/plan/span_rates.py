@@ -39,28 +39,33 @@ def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
 
 
 class _SpanNeeds:
-    """What each span needs by the cost model, as arrays [begin, end]: operations, bytes sent, received and held."""
+    """What each span needs, by the cost model, as arrays [begin, end]: bytes sent and received; for each way to train
+    it operations and bytes held.
+    """
 
     def __init__(self, cost: RunCost) -> None:
         size = cost.stage_count + 1
-        self.flops, self.upload, self.download = (np.zeros((size, size)) for _ in range(3))
-        self.device, self.device_beside_host, self.host = (np.full((size, size), math.inf) for _ in range(3))
+        ways = len(list(cost.ways(Span(0, 0))))
+        self.upload, self.download = np.zeros((size, size)), np.zeros((size, size))
+        self.flops = np.zeros((ways, size, size))
+        self.device, self.host = np.full((ways, size, size), math.inf), np.full((ways, size, size), math.inf)
         for begin in range(cost.stage_count):
             for end in range(begin + 1, size):
                 self._add(cost, Span(begin, end - 1), (begin, end))
 
     def _add(self, cost: RunCost, span: Span, place: tuple[int, int]) -> None:
         """Writes the needs of one span at its place in the arrays."""
-        on_device, beside_host = cost.memory(span), cost.memory(span, in_host=True)
-        self.flops[place] = cost.flops(span)
         self.upload[place], self.download[place] = cost.upload_bytes(span), cost.download_bytes(span)
-        self.device[place] = on_device.device
-        self.device_beside_host[place], self.host[place] = beside_host.device, beside_host.host
+        for number, way in enumerate(cost.ways(span)):
+            self.flops[(number, *place)] = way.flops
+            self.device[(number, *place)], self.host[(number, *place)] = way.need.device, way.need.host
 
     def rates_of(self, machine: Machine) -> Rates:
-        """Returns the machine's rate at each span [begin, end], by the formula of RunCost.rate; 0 if it cannot."""
-        fits = self.device <= machine.memory
-        fits |= (self.device_beside_host <= machine.memory) & (self.host <= machine.host_memory)
-        seconds = np.maximum(self.flops / machine.flops, self.upload / machine.upload)
+        """Returns the machine's rate at each span, by the formula of `RunCost.rate`: by the first way that fits."""
+        fits = (self.device <= machine.memory) & (self.host <= machine.host_memory)
+        first = np.argmax(fits, axis=0)[None]
+        flops = np.take_along_axis(self.flops, first, axis=0)[0]
+        seconds = np.maximum(flops / machine.flops, self.upload / machine.upload)
         np.maximum(seconds, self.download / machine.download, out=seconds)
-        return np.divide(1.0, seconds, out=np.zeros_like(seconds), where=fits)
+        rates: Rates = np.divide(1.0, seconds, out=np.zeros_like(seconds), where=fits.any(axis=0))
+        return rates

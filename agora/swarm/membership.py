@@ -21,6 +21,7 @@ from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
+from agora.swarm.lost_peers import LostPeers
 from agora.swarm.meetings import Meetings
 from agora.swarm.placement import (
     Ability,
@@ -73,7 +74,6 @@ class Membership:
         report: Report,
         *,
         progress: Callable[[], Progress | None] = lambda: None,
-        is_lost: Callable[[PeerView], bool] = lambda peer: False,
         on_change: Callable[[], None] = lambda: None,
         is_met: Callable[[PeerId], bool] = lambda peer: True,
         meet: Callable[[Sequence[PeerView]], Awaitable[None]] | None = None,
@@ -83,7 +83,6 @@ class Membership:
     ) -> None:
         """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
-        is_lost: returns whether a peer counts as gone although its claim has not ended; such peers are in no view.
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         is_met: whether HELLO was exchanged with a peer, without which it is in no view. meet: dials strangers, and
         returns within a few seconds. is_admitted: whether a peer may take part in the run; others count as gone.
@@ -93,7 +92,6 @@ class Membership:
         self._identity = identity
         self._report = report
         self._progress = progress
-        self._is_lost = is_lost
         self._on_change = on_change
         self._is_met = is_met
         self._meet = meet
@@ -116,6 +114,8 @@ class Membership:
         self._changed_at = 0.0
         self.claim: Claim | None = None
         self.view = View()
+        self.lost_peers = LostPeers()
+        """Who counts as gone although its claim has not ended; such peers are in no view."""
 
     # --- the own claim
 
@@ -299,7 +299,7 @@ class Membership:
         lost = {
             peer
             for peer, seen in everybody
-            if peer != self._me and (self._is_lost(seen) or not self._is_admitted(peer))
+            if peer != self._me and (self.lost_peers.is_lost(seen) or not self._is_admitted(peer))
         }
         view = view.without(*lost)
         view = view if samples is None else replace(view, samples=samples)

@@ -89,10 +89,13 @@ def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) ->
     sizes: dict[int, int] = {}
 
     def record_size(saved: Tensor) -> Tensor:
-        """Records the size of the tensor's storage and returns the tensor; autograd calls it for each saved tensor."""
+        """Called by autograd for each tensor that the graph saves: records its storage's size, and returns its values.
+
+        They come without their history: an output that its own node holds with it would never be freed.
+        """
         storage = saved.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
-        return saved
+        return saved.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record_size, lambda saved: saved):
         result = forward()

@@ -16,9 +16,10 @@ from typing import Final
 
 from agora_protocol.errors import MemoryError_
 
+from agora.plan.compute_bound import compute_bound
 from agora.plan.cost import RunCost
 from agora.plan.machine import Machine
-from agora.plan.search import compute_bound, make_plan
+from agora.plan.search import make_plan
 from benchmarks.machine import describe
 from benchmarks.plan_baselines import baseline_rates
 from benchmarks.plan_brute_force import brute_force_rate

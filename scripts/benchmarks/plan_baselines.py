@@ -103,7 +103,7 @@ def ring_rate(cost: RunCost, machines: Sequence[Machine]) -> float:
     flops, link = _speed(members), min(min(machine.upload, machine.download) for machine in members)
     microbatches = STEP_TOKENS / cost.tokens
     forward = microbatches * sum(stage.forward_flops for stage in cost.stages) / flops
-    rest = microbatches * cost.flops(Span(0, cost.stage_count - 1)) / flops - forward
+    rest = microbatches * sum(stage.forward_flops + stage.backward_flops for stage in cost.stages) / flops
     others = (len(members) - 1) / len(members)
     gather, scatter = others * weights / link, others * sum(stage.trained_bytes for stage in cost.stages) / link
     return microbatches / (max(gather, forward) + max(gather + scatter, rest))

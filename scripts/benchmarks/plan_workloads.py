@@ -85,10 +85,9 @@ HOME_SWARMS: Final = ("32 mixed, 0.2-1 Gbit/s", "32 mixed, residential links")
 
 
 def tuning_cost(name: str) -> RunCost:
-    """Returns the cost of tuning a model with QLoRA, one layer a stage, 4-bit boundaries, forward repeated.
+    """Returns the cost of tuning a model with QLoRA, one layer a stage, 4-bit boundaries, one layer's graph at a time.
 
-    The head's forward is not repeated: its operations stand in `backward_flops`, where they count once. Layers keep
-    what enters them of a microbatch; one layer at a time is computed again.
+    Layers keep what enters them of a microbatch. The head's operations stand in `backward_flops`.
     """
     model = MODELS[name]
     forward = model.forward_flops(TOKENS)
@@ -100,14 +99,14 @@ def tuning_cost(name: str) -> RunCost:
         frozen_bytes=NF4_BYTES * model.layer_parameters,
         trained_bytes=8.0 * model.lora_parameters,
         optimizer_bytes=8.0 * model.lora_parameters,
-        kept_bytes=2.0 * activations,
-        peak_bytes=41.0 * activations + 2.0 * model.width * model.feed_forward,
+        layer_inputs_bytes=2.0 * activations,
+        layer_peak_bytes=41.0 * activations + 2.0 * model.width * model.feed_forward,
     )
     first = StageCost(**_fields(layer) | {"frozen_bytes": layer.frozen_bytes + table})
     last = _fields(layer) | {
         "backward_flops": forward + 4.0 * VOCABULARY * model.width * TOKENS,
         "frozen_bytes": layer.frozen_bytes + table,
-        "peak_bytes": layer.peak_bytes + 8.0 * VOCABULARY * TOKENS,
+        "layer_peak_bytes": layer.layer_peak_bytes + 8.0 * VOCABULARY * TOKENS,
     }
     codec, shape = parse_codec(BOUNDARY_CODEC), (1, TOKENS, model.width)
     return RunCost(
@@ -116,6 +115,7 @@ def tuning_cost(name: str) -> RunCost:
         backward_bytes=codec.bytes_of(shape, "backward"),
         tokens=TOKENS,
         in_flight=IN_FLIGHT,
+        activations="layers",
     )
 
 

@@ -9,6 +9,7 @@ not know: how costs are computed (agora.plan).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,7 @@ from agora_protocol.manifest import preset
 
 from agora.plan.cost import RunCost
 from agora.plan.cost_of_run import run_cost
+from agora.plan.machine import Machine
 
 NAMES: Final = ("150m", "1b", "8b")
 CARDS_GIB: Final = (8, 12, 24, 80)
@@ -73,12 +75,18 @@ def memory_rows(name: str, cost: RunCost) -> Iterator[list[str]]:
         yield [name, what, f"{gib:.1f}", *(str(count) for count in fit)]
 
 
+def tokens_per_second(cost: RunCost, card: Card, span: Span) -> float:
+    """Returns what a card computes at a span, in the fastest way for which it has the memory."""
+    machine = Machine(card.name, card.flops, card.memory_gib * GIB - OVERHEAD, upload=math.inf, download=math.inf)
+    return cost.tokens * cost.rate(machine, span).microbatches
+
+
 def speed_row(name: str, cost: RunCost) -> list[str]:
     """Returns a preset's row of tokens per second: of each card with one stage, and with as many as it has room for."""
     cells = []
     for card in CARDS:
         count = max(1, fitting_stages(cost, card.memory_gib, 1, 1))
-        one, many = (cost.tokens * card.flops / cost.flops(Span(1, held)) for held in (1, count))
+        one, many = (tokens_per_second(cost, card, Span(1, held)) for held in (1, count))
         cells.append(f"{one:,.0f}; {many:,.0f} of {count}")
     return [name, *cells]
 

@@ -24,7 +24,6 @@ from benchmarks.plan_workloads import CLUSTERS, HOME_SWARMS, MODELS, machines_of
 from agora.plan.cost import RunCost, StageCost
 from agora.plan.cuts import cut_for_groups
 from agora.plan.machine import Machine
-from agora.plan.search import compute_bound
 
 PARAMETERS = {"7B": 6.74e9, "13B": 13.0e9, "33B": 32.5e9, "70B": 69.0e9}
 
@@ -67,7 +66,8 @@ def test_a_models_frozen_weights_are_those_of_its_parameters(model: str) -> None
 def test_a_measured_machine_takes_its_measured_time_for_a_layer() -> None:
     cost = tuning_cost("13B")
     a10g = next(m for m in machines_of("8 A100, 16 A10G, 16 V100, 24 T4", "13B") if m.name.startswith("A10G"))
-    assert cost.flops(Span(1, 1)) / a10g.flops == pytest.approx((11.52 + 23.74) / 1000)
+    published = (11.52 + 23.74) / 1000  # with one repeated forward; ours are two
+    assert cost.flops(Span(1, 1)) / a10g.flops == pytest.approx(published * 4 / 3)
 
 
 def test_the_swarms_are_as_large_as_their_names_say_and_always_the_same() -> None:
@@ -105,7 +105,7 @@ def test_a_ring_gathers_its_weights_over_the_slowest_link() -> None:
     gathering = 4.0 / 2 / 1e-3
     assert ring_rate(even_run(), machines) == pytest.approx(2**10 / (2 * gathering), rel=1e-3)
     quick = [replace(machine, upload=1e12, download=1e12, flops=8.0) for machine in machines]
-    assert ring_rate(even_run(), quick) == pytest.approx(compute_bound(even_run(), quick))
+    assert ring_rate(even_run(), quick) == pytest.approx(2 * 8.0 / (4 * 4.0)), "two forwards and a backward"
     assert ring_rate(even_run(), [replace(machine, memory=2.0) for machine in machines]) == 0
 
 

@@ -28,7 +28,7 @@ def plan_of(stages: int) -> Plan:
     twins = [Machine(f"twin-{number}", 1e12, 8e9) for number in (1, 2)]
     return Plan(
         (
-            Assignment(HOME, rest, Rate(3.0, "upload"), in_host=True, share=1.0),
+            Assignment(HOME, rest, Rate(3.0, "upload", in_host=True), share=1.0),
             *(Assignment(twin, first, Rate(2.5, "compute"), share=0.5) for twin in twins),
             Assignment(FAST, None, Rate(0.0, "memory")),
         ),

@@ -45,13 +45,16 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
         trainer.take_due_steps()
 
 
-def measured_peak(manifest: Manifest, span: Span, in_flight: int, base_model: Path | None = None) -> int:
-    """The most bytes that torch had for a span in training, its weights included."""
+def measured_peak(manifest: Manifest, span: Span, in_flight: int, base_model: Path | None = None, *, limit: int) -> int:
+    """The most bytes that torch had for a span in training, its weights included.
+
+    limit: how many microbatches the trainer expects to have between forward and backward.
+    """
 
     def make() -> SpanTrainer:
         """Builds the stages with their weights, gradient sums and moments."""
         cpu = torch.device("cpu")
-        return SpanTrainer(manifest, span, cpu, report=lambda event: None, in_flight=in_flight, base_model=base_model)
+        return SpanTrainer(manifest, span, cpu, report=lambda event: None, in_flight=limit, base_model=base_model)
 
     trainer, held, _ = allocated_bytes(make)
     _, _, peak = allocated_bytes(lambda: train(trainer, manifest, in_flight))

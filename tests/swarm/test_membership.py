@@ -71,7 +71,6 @@ class Peer:
         self.events: list = []
         self.directory = Directory(store)
         self.progress: Progress | None = None
-        self.lost: set[tuple[str, int]] = set()
         self.changed_at: list[float] = []
         self.membership = Membership(
             MembershipConfig(RUN, stages, incarnation=7),
@@ -79,7 +78,6 @@ class Peer:
             self.identity,
             self.events.append,
             progress=lambda: self.progress,
-            is_lost=lambda seen: (seen.peer, seen.incarnation) in self.lost,
             on_change=lambda: self.changed_at.append(asyncio.get_running_loop().time()),
             rng=random.Random(seed),
             unix=unix,
@@ -209,7 +207,11 @@ def test_a_lost_peer_leaves_the_view_at_once_and_comes_back_with_its_next_claim(
             await peer.serve()
         await asyncio.sleep(3.0)
         stage = b.membership.claim.span.first
-        a.lost = {(b.identity.peer, b.membership.claim.incarnation), (a.identity.peer, a.membership.claim.incarnation)}
+        lost, view, c = a.membership.lost_peers, a.membership.view, Identity.generate().peer
+        lost.look(0.0, {a.identity.peer, b.identity.peer, c}, view)
+        assert {due.peer for due in lost.look(1.0, {c}, view)} == {a.identity.peer, b.identity.peer}
+        for peer in (a, b):
+            lost.record_failed_dial(1.0, peer.identity.peer, peer.membership.claim.incarnation)
         changes = len(a.changed_at)
         a.membership.forget_lost()
         assert list(a.membership.view.peers) == [a.identity.peer], "it never loses itself"

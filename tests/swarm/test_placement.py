@@ -21,7 +21,7 @@ from agora.swarm.placement import (
     pinned_span,
 )
 from agora.swarm.stage_supply import StageDemands, equal_demands, spans_that_fit
-from agora.swarm.view import View
+from agora.swarm.view import StageSample, View
 from tests.swarm.makers import RUN, seen, view
 
 
@@ -224,3 +224,9 @@ def test_settling_ends_after_its_last_round_whatever_others_do() -> None:
     moved = settle(*[MOVED, BACK] * (MAX_SETTLING_ROUNDS // 2))
     assert moved.settled and moved.placement == BACK
     assert settle(*[KEPT, MOVED, MOVED, BACK] * (MAX_SETTLING_ROUNDS // 4)).settled
+
+
+def test_in_a_run_that_is_not_read_whole_a_stages_peers_are_estimated() -> None:
+    known = View({f"p{number}": seen(f"p{number}", "0") for number in range(4)}, {0: StageSample(40.0, 8.0)})
+    assert holders_by_stage(known, 2) == [40, 0]
+    assert "stage 0 is held by 40 peers" in pinned_span(known, 2, Span(0, 0)).reason

@@ -169,3 +169,13 @@ def test_a_run_that_repeats_layers_imports_no_compiler() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_graph_that_was_measured_is_freed() -> None:
+    """Sigmoid's node saves its own output, which must not keep the node alive."""
+    entry = torch.randn(ROWS, requires_grad=True)
+    with LiveBytes() as live:
+        result, size = memory.measure_saved_bytes(lambda: torch.sigmoid(entry) * 2.0, set())
+        assert size == 4 * ROWS and live.now >= size
+        del result
+    assert live.now == 0
