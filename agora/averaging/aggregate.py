@@ -1,4 +1,4 @@
-"""Reduces the contributions to a part to one mean: a weighted mean, or a centered clip. No function changes its arguments.
+"""Reduces the contributions to a part to one mean: a weighted mean, or a centered clip. Changes no argument.
 
 Knows: tensors and weights. Must not know: who contributed, or when.
 """

@@ -191,7 +191,7 @@ class HfSection(ModelSection):
         default="", description="SHA-256 of their tensor list; empty: peers without the files cannot fetch them"
     )
     trained: Literal["all", "lora"] = Field(
-        default="all", description="all parameters, or lora: small matrices added to frozen ones, which stay as they are"
+        default="all", description="all parameters, or lora: small matrices added to frozen ones, which do not change"
     )
     frozen_as: Literal["float32", "bf16", "nf4"] = Field(
         default="bf16", description="how lora keeps the frozen weights; nf4 is 4 bits, with double quantisation"
