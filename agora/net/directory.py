@@ -165,7 +165,7 @@ class Directory:
         return found
 
     async def _ask_holders(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks ASKED holders of each key, and this node itself; returns merged records by key, unanswered keys absent."""
+        """Asks ASKED holders of each key, and this node itself; returns merged records by key, silent keys absent."""
         found: dict[Any, _Entries] = {}
         await _within(self._holders.read(keys, lambda key, value: _merge(found.setdefault(key, {}), value)), READ_S)
         return found

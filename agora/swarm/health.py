@@ -1,4 +1,4 @@
-"""Judges whether the swarm makes progress, why not, and what to do about it. Pure.
+"""Decides whether the swarm makes progress, why not, and what to do about it. Pure.
 
 Knows: the view. Must not know: how it was obtained, nor any clock. Steps count, not heartbeats: a swarm whose peers all
 answer but whose weights do not change is STALLED.
@@ -30,7 +30,7 @@ PATIENCE_STEPS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The swarm's state (OK, DEGRADED, STALLED, PAUSED, UNREACHABLE), why, and what to do; None when nothing is."""
+    """The swarm's state (OK, DEGRADED, STALLED, PAUSED, UNREACHABLE), why, and what to do; `do` is None for nothing."""
 
     state: str
     why: str
@@ -40,7 +40,7 @@ class Health:
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float, paused: bool = False) -> Health:
     """Returns the swarm's health as one peer sees it: PAUSED, UNREACHABLE, STALLED, DEGRADED or OK (module's table).
 
-    since_unix: when that peer began to look; steps are missed only from then on. paused: whether its owner paused it.
+    since_unix: when that peer began to watch; only from then on is a missing step counted. paused: by its owner.
     """
     if paused:
         return Health(PAUSED, "this peer was paused by its owner", "run `agora-node resume` to go on")

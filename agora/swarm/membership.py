@@ -35,9 +35,9 @@ from agora.swarm.stage_supply import equal_demands
 from agora.swarm.view import StageSample, View, merge
 
 SETTLE_S = 1.0
-"""How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
+"""Seconds, up to twice as many at random, in which others can see a claim before its peer looks for collisions."""
 LIFETIME_S = 20.0
-"""How long a record outlives its peer in the directory; a killed peer leaves every view after this and `linger_s`."""
+"""Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
@@ -161,7 +161,7 @@ class Membership:
         await self._publish_changed(Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0))
 
     async def _publish_changed(self, claim: Claim) -> None:
-        """Makes `claim` this peer's claim, merges it into the own view and publishes it."""
+        """Sets this peer's claim, merges it into its view, and publishes it; errors are reported, not raised."""
         self.claim = claim
         self._merge([])
         await self._publish_claim()

@@ -106,7 +106,7 @@ class _Judgement:
         return [peer.peer for peer in self._view.peers.values() if peer is not self._own and self._is_spare(peer)]
 
     def turn_of(self, peer: PeerId) -> bytes:
-        """Returns the hash by which peers take turns to help the slowest stage; nothing that a peer reports changes it."""
+        """Returns the hash by which peers take turns to help the slowest stage; no report of a peer changes it."""
         rates = self._supply.rates
         return hashlib.sha256(f"agora move 1\0{rates.index(min(rates))}\0{peer}".encode()).digest()
 
