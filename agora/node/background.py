@@ -11,7 +11,7 @@ from typing import Any
 
 
 class BackgroundTasks:
-    """Runs named tasks until `close`. One that ends before is neither restarted nor reported: ask `first_ended`."""
+    """Runs named tasks until `close`. A task that ends earlier is neither restarted nor reported: see `first_ended`."""
 
     def __init__(self) -> None:
         self.started: list[asyncio.Task[None]] = []

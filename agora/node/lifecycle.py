@@ -48,12 +48,12 @@ MOVE_FINISH_SECONDS = 30.0
 MOVE_CHECKPOINT_SECONDS = 60.0
 """Seconds that a move waits for the checkpoints of all stages."""
 MORE_ADDRESSES = 8
-"""An invite has so many of this peer's own addresses, and of other peers, at most."""
+"""Most addresses of this peer in an invite, and most of other peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A move that was asked for: to which span, and a future that ends when it is served, or with an error."""
+    """A requested move to `span`. done: a future that ends when that is served, or with an error."""
 
     span: Span
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -103,7 +103,7 @@ class Node:
             await self._close()
             await control.close()
 
-    # --- what is there
+    # --- the present state
 
     def serving_span(self) -> LoadedSpan:
         """Returns the span that is held; raises LocalError while there is none."""

@@ -5,7 +5,7 @@ Knows: every request, and who may make it. Must not know: how anything of it is 
 | request | who may ask | answered by |
 |---|---|---|
 | GetStatus, GetManifest, Ping | everybody, observers too | this module, always |
-| Process | members of the run | the work ledger for a repeat, else the span |
+| Process | members of the run | the work ledger for a repeat, otherwise the span |
 | GossipSteps, GossipEpochs, Contribute, Recall | members of the run | the span |
 | GetState, GetChunk | peers of the run | the span |
 | GetBase, GetPiece | members of the run | the local peer's files of the base model, also while no span is held |
@@ -66,7 +66,7 @@ class SentTensors:
     state_bytes: int = 0
 
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
-        """Counts tensors sent with `request`, or with the answer to it; not the tokens that go beside a boundary."""
+        """Counts tensors sent with `request` or its answer; not the tokens that are sent together with a boundary."""
         sizes = [tensor.nbytes for tensor in tensors]
         match request:
             case Process():
@@ -98,7 +98,7 @@ class RequestHandler:
 
     @contextmanager
     def answering(self, kinds: Sequence[type[Message]], answer: Handler) -> Iterator[None]:
-        """Answers requests of these kinds by `answer` until the block ends. Before and after, they are refused Busy."""
+        """Context manager: requests of these kinds are answered by `answer` within it, and refused Busy otherwise."""
         self._answerers |= dict.fromkeys(kinds, answer)
         try:
             yield
@@ -125,7 +125,7 @@ class RequestHandler:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
-        """Answers by whoever answers such requests now; else by what a former span answered to the same microbatch.
+        """Returns the answer of the present answerer of such requests; without one, a former span's to a repeat.
 
         Raises Busy when there is neither. A malformed request (not Process, Contribute) is an offence of the caller.
         """

@@ -21,7 +21,7 @@ from agora.observe import events
 from agora.observe.reporter import Reporter
 
 WAIT_USEC = 300_000_000
-"""Microseconds for which systemd waits for the next word of a start."""
+"""Microseconds for which systemd waits for the next sign of a start's progress."""
 
 
 @dataclass
