@@ -1,4 +1,4 @@
-"""Where peers can be dialled, remembered between connections. Deterministic: a book changes only by the calls to it.
+"""Remembers where peers can be dialled. Deterministic: a book changes only by the calls to it.
 
 Knows: addresses. Must not know: sockets. The memory is bounded: a stranger can make as many identities as it likes.
 """
@@ -18,7 +18,7 @@ MAX_PEERS: Final = 16_384  # peers whose addresses are remembered, at most
 
 
 def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
-    """Groups multiaddrs by the peer named in their /p2p/PEER. Raises InputError for the first that is malformed."""
+    """Returns the multiaddrs by the peer that ends them. Raises InputError for the first that is malformed."""
     by_peer: dict[PeerId, list[str]] = defaultdict(list)
     for address in addresses:
         if problem := address_problem(address):
@@ -28,13 +28,13 @@ def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
 
 
 class AddressBook:
-    """Remembers each peer's last announced addresses; forgets the least recently updated peer beyond MAX_PEERS."""
+    """Each peer's last announced addresses; of more than MAX_PEERS peers, the least recently updated are dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known addresses of `peer` by the usable ones given, at most MAX_ADDRESSES, if there are any."""
+        """Replaces the addresses of `peer` by the valid ones given, at most MAX_ADDRESSES, if there are any."""
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])

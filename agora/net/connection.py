@@ -44,12 +44,12 @@ from agora.net.streams import Frame, FrameStream, Intake
 OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of an observer
 LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
-GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, which would take this side's last frames along
+GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, by which this side's last frames would be lost
 ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.round_trip
 
 
 class ConnectionOwner(CallServices, Protocol):
-    """What a connection needs of the Network that it is part of; `Network.__init__` says what the functions do."""
+    """Protocol: what a connection needs of its Network; `Network.__init__` says what the functions do."""
 
     gate: Gate
     report_violation: Callable[[PeerId, ProtocolError], None]
@@ -72,13 +72,13 @@ class _OpenCall:
 
 
 class Connection:
-    """Shakes hands with a peer on one stream, makes this side's calls there and has the peer's calls answered.
+    """Exchanges HELLO with a peer on one stream, makes this side's calls on it, and has the peer's calls answered.
 
     It lives until the stream breaks, either side ends it, or the peer is silent for too long; all open calls then fail.
     """
 
     def __init__(self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> None:
-        """opened: this side opened the stream. path: "direct" or "relayed"."""
+        """opened: whether this side opened the stream. path: "direct" or "relayed"."""
         self.peer = peer
         self.opened = opened
         self.path = path
@@ -171,7 +171,7 @@ class Connection:
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Waits until fewer than `max_calls` are open, then sends the request and returns the reply as `_ask` does."""
+        """Waits until fewer than `max_calls` are open, sends the request, and returns the reply; raises as `_ask`."""
         self._owner.count_sent(request, tensors)
         async with self._slots:
             self._awaited += 1
@@ -182,7 +182,7 @@ class Connection:
                 self._end_when_idle()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Sends a request now, and returns the reply. When cancelled, takes the request back, or sends CANCEL."""
+        """Sends a request now and returns the reply; raises the peer's refusal. When cancelled, tells the peer."""
         if self.broken is not None:
             raise self.broken
         number, self._next_call = self._next_call, self._next_call + 2
@@ -228,7 +228,7 @@ class Connection:
             return
         stream, spawn = self.stream, self._owner.spawn
         if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.silence_s / 2:
-            spawn(self.ping())  # on a slow link this ping is for long all that the payload's sender hears
+            spawn(self.ping())  # on a slow link the payload's sender may hear nothing else for long
         verdict = self._liveness.judge(
             now,
             owed=self._awaited > 0 and not stream.is_waiting,
@@ -333,7 +333,7 @@ class Connection:
         return self._open.get(number)
 
     def _settle(self, number: int, result: Reply | AgoraError) -> None:
-        """Has an open call return its Reply or raise its error, if it is not over. Raises as `_find_open` does."""
+        """Ends an open call: it returns the Reply or raises the error. Does nothing if it is over; see `_find_open`."""
         call = self._find_open(number)
         if call is None or call.reply.done():
             return
@@ -369,7 +369,7 @@ class Connection:
         """Ends the connection as the peer's GOODBYE asks.
 
         Without a refusal it ends once no call is open. With one, all calls fail: with the refusal itself if the peer
-        does not want this one or its version, else with ConnectionBroken. The stream is aborted GOODBYE_S later.
+        rejects this one or its version, otherwise with ConnectionBroken. The stream is aborted GOODBYE_S later.
         """
         if refusal is None:
             self._peer_leaves = True

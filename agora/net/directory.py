@@ -32,7 +32,7 @@ from agora.net.stored_records import BoundedStorage, SignedRecords, peer_hash
 
 READ_S: Final = 3.0  # seconds that a read of the directory takes at most
 PUBLISH_S: Final = 10.0  # seconds that storing a record takes at most
-RPC_S: Final = 2.0  # a node that does not answer within so many seconds is passed over, and not asked for a while
+RPC_S: Final = 2.0  # a node that does not answer within this many seconds is skipped, and not asked for a while
 SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
 NEXT_ANSWER_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
 
@@ -41,7 +41,7 @@ _Entries = dict[str, tuple[bytes, float]]
 
 
 class Directory:
-    """This peer's node of the run's DHT: publishes signed records, reads other peers', and stores its part of them."""
+    """This peer's node of the run's DHT: publishes signed records, reads those of others, and stores some of them."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Directory:
 
     @property
     def neighbours(self) -> int:
-        """How many other nodes the routing table has; 0 means that this node is alone."""
+        """Number of other nodes in the routing table; 0 means that this node is alone."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> None:
@@ -132,7 +132,7 @@ class Directory:
             await _within(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> bool:
-        """Signs `record` and stores it in these shards. Returns whether every shard has it somewhere.
+        """Signs `record` and stores it in these shards. Returns whether every shard has it on some node.
 
         It replaces the peer's older records of its kind; one that should expire before these expires just after them,
         since the DHT keeps the later expiry: also one that was published when this machine's clock was ahead, and that
@@ -156,8 +156,8 @@ class Directory:
     async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
         """Returns by shard the valid records of one kind that came within READ_S, at most one of each peer.
 
-        A shard of which nobody said what it has is left out. Nodes with different records of a full shard may have
-        more than MAX_KEY_RECORDS together: those of the least hashes are returned.
+        A shard that no node answered for is left out. Nodes with different records of a full shard may have more than
+        MAX_KEY_RECORDS together: those of the smallest hashes are returned.
         """
         keys = {shard: DHTID.generate(self._key(kind, shard)) for shard in shards}
         ask = self._ask_everyone if self._is_small else self._ask_holders
@@ -174,7 +174,7 @@ class Directory:
         return record_key(self._run, kind, shard.stage, shard.bits)
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks every known node, and the nodes that they name, for all keys at once, and merges the answers.
+        """Asks every known node, and the nodes that they name, for all keys at once; returns merged records by key.
 
         Stops after READ_S, or when half have answered and no other answer comes for NEXT_ANSWER_S.
         """
@@ -203,7 +203,7 @@ class Directory:
         return found
 
     async def _ask_holders(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks some of the nodes nearest to each key, and returns what came within READ_S."""
+        """Asks ASKED holders of each key, and this node itself; returns merged records by key, silent keys absent."""
         found: dict[Any, _Entries] = {}
         await _within(self._holders.read(keys, lambda key, value: _merge(found.setdefault(key, {}), value)), READ_S)
         return found
@@ -237,7 +237,7 @@ class Directory:
                 del protocol.routing_table[node]
 
     async def close(self) -> None:
-        """Stops this node and cancels its open questions to others; the host goes on."""
+        """Stops this node and cancels its open requests to other nodes; does not close the host."""
         self._node.is_alive = False
         for task in self._asking:
             task.cancel()
@@ -246,7 +246,7 @@ class Directory:
 
 
 def _merge(entries: _Entries, found: Any) -> None:
-    """Adds to `entries` what a node has under their key; of two records of a peer the later-expiring one stays."""
+    """Adds a node's records to `entries`, in place; of two records of one peer the later-expiring one stays."""
     if found is not None and isinstance(found.value, DictionaryDHTValue):
         for peer, (packed, expires_unix) in found.value.items():
             if peer not in entries or entries[peer][1] < expires_unix:

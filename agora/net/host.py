@@ -1,4 +1,4 @@
-"""This machine's libp2p host: hivemind's p2pd, started, watched and asked by the running event loop.
+"""This machine's libp2p host: starts hivemind's p2pd process, watches it, and sends it requests.
 
 Knows: p2pd's control socket, its addresses and its process. Must not know: frames' meaning, calls, runs or records. It
 listens on TCP unless other addresses are given: QUIC through p2pd is ten times slower where packets get lost.
@@ -39,13 +39,13 @@ from agora.net.streams import FrameStream
 OnStream = Callable[[FrameStream, PeerId, str], None]
 """Takes a stream that a peer has opened, to attach a sink or close it; that peer; and "direct" or "relayed"."""
 
-STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine; many on two cores take their turns
+STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine; longer when many share two cores
 ANSWER_S: Final = 5.0  # seconds for p2pd to answer what needs no network
 MORE_PEERS_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
 TERMINATE_S: Final = 3.0  # seconds between SIGTERM and SIGKILL
 CROSSED: Final = "noise: message is too short"  # a dialler's first handshake message where an answer belongs
 
-SOCKET_PREFIX: Final = "agora-net-"  # how the names of the folders begin that hold p2pd's Unix sockets
+SOCKET_PREFIX: Final = "agora-net-"  # begins the names of the folders that hold p2pd's Unix sockets
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
 
 _GUARD: Final = (
@@ -57,14 +57,14 @@ _GUARD: Final = (
 
 
 class _GuardedP2P(P2P):  # type: ignore[misc]
-    """A p2pd that the kernel kills together with this process, however that ends.
+    """A p2pd that the kernel kills when this process ends, however that happens.
 
     By itself p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a daemon that is not there.
     """
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        """Returns p2pd's command line, on Linux run by a program that has the kernel kill it with this process."""
+        """Returns p2pd's command line; on Linux with a guard that lets the kernel kill it when this process ends."""
         command: list[str] = P2P._make_process_args(*args, **kwargs)
         if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
             return command
@@ -72,7 +72,7 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
 
 
 class SocketDirectory:
-    """Makes and locks a private directory for p2pd's Unix sockets, after removing those that dead daemons left behind.
+    """A private, locked directory for p2pd's Unix sockets. Making one removes those that dead daemons left behind.
 
     A lock in it shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
     """
@@ -100,8 +100,8 @@ class SocketDirectory:
 class Host:
     """Runs a p2pd process, reaches other peers through it, and opens and accepts streams, from `create` to `close`.
 
-    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`. link: the imitated one, or
-    None.
+    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`. link: the imitated access
+    link, or None.
     """
 
     def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None) -> None:
@@ -123,7 +123,7 @@ class Host:
         announce: Sequence[str] = (),
         link: LinkSpec | None = None,
     ) -> Host:
-        """Starts p2pd with the key in `identity_path`, and listens.
+        """Starts p2pd with the key in `identity_path`, and returns the host, which listens.
 
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
         those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not. Raises
@@ -144,7 +144,7 @@ class Host:
         return host
 
     async def addresses(self) -> tuple[str, ...]:
-        """Returns the multiaddrs at which others can dial this host, each with /p2p/PEER.
+        """Returns the multiaddrs that p2pd announces, each with /p2p/PEER, loopback included; drops malformed ones.
 
         Raises ConnectionBroken when p2pd is gone or does not answer.
         """
@@ -158,9 +158,10 @@ class Host:
         return frozenset(PeerId(str(PeerID(found.id))) for found in response.peers)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Connects to the other peers at these addresses at once, and returns how many answered.
+        """Connects to the other peers at these addresses in parallel, and returns how many answered.
 
-        Once one has, it waits MORE_PEERS_S for each other one. Raises InputError, or ConnectionBroken when none does.
+        Once one has, it waits MORE_PEERS_S for each next one. Raises InputError for a malformed address,
+        ConnectionBroken when no peer answers.
         """
         by_peer = addresses_by_peer(addresses)
         by_peer.pop(self.peer, None)
@@ -185,8 +186,8 @@ class Host:
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float) -> None:
         """Has p2pd dial `peer` at `addresses`, unless it is connected.
 
-        Raises ConnectionBroken when that fails or takes longer than `timeout_s`, DialsCrossed when both dialled at
-        once.
+        Raises ConnectionBroken when that fails or takes longer than `timeout_s`, DialsCrossed when both peers dialled
+        each other at once.
         """
         parsed = [_parse_multiaddr(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
         raw = [address.to_bytes() for address in parsed if address is not None]
@@ -208,13 +209,13 @@ class Host:
         return self._shape(stream), _path(response.streamInfo.addr)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """From now on, hands each stream that a peer opens for `protocol` to `on_stream`.
+        """Begins to pass each stream that a peer opens for `protocol` to `on_stream`.
 
         limits: of the streams' frames. Raises ConnectionBroken when p2pd is gone or refuses.
         """
 
         def accept_stream() -> FrameStream:
-            """Called for each connection that p2pd makes here: makes a stream that is introduced after its preamble."""
+            """Called for each connection from p2pd: returns a stream, which goes to `on_stream` after its preamble."""
             stream = FrameStream(limits)
             stream.preamble.add_done_callback(partial(self._introduce, stream, on_stream))
             return stream
@@ -226,7 +227,7 @@ class Host:
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
 
     def _introduce(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
-        """Called when a stream's preamble is there: hands the stream to `on_stream`, unless reading it failed."""
+        """Called when a stream's preamble was read: passes the stream to `on_stream`, unless reading it failed."""
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
             stream.prefix = address_prefix(str(_parse_multiaddr(info.addr)))
@@ -261,7 +262,7 @@ class Host:
 
     async def _watch(self) -> None:
         """Waits until p2pd ends, or the task that reads its answers for the DHT; sets `died` unless `close` did it."""
-        # hivemind does not look: with its p2pd gone, P2P.is_alive stays True and its calls hang.
+        # hivemind does not check this: with its p2pd gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
         if not self._closing:
@@ -275,7 +276,7 @@ class Host:
         return response
 
     async def _request(self, request: Any, limits: FrameLimits, timeout_s: float) -> tuple[FrameStream, Any]:
-        """Sends a request to p2pd on a new socket. Returns that, which may carry the opened stream, and p2pd's answer.
+        """Sends a request to p2pd on a new socket; returns that, which may carry the opened stream, and p2pd's answer.
 
         Raises ConnectionBroken when p2pd is gone, late, or answers with an error (DialsCrossed if both dialled).
         """
@@ -330,7 +331,7 @@ def _check_listen(address: str) -> None:
     host, port = parts.get("ip4") or parts.get("ip6"), parts.get("tcp")
     if host is None or port is None or int(port) == 0:
         return
-    # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and share the callers of the first.
+    # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and get some of the first's callers.
     with socket.socket(socket.AF_INET6 if "ip6" in parts else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -359,7 +360,7 @@ def _path(raw: bytes) -> str:
 
 
 def _failure(text: str) -> AgoraError:
-    """Returns p2pd's error as an exception: DialsCrossed when both peers dialled in the same instant."""
+    """Returns p2pd's error as an exception: DialsCrossed when both peers dialled each other at once."""
     return DialsCrossed(text) if CROSSED in text else ConnectionBroken(text)
 
 

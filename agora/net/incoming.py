@@ -36,7 +36,7 @@ GUARANTEED_BYTES: Final = 65_536  # payload bytes that every connection may alwa
 
 @dataclass(frozen=True, slots=True)
 class NetLimits:
-    """Bounds of what other peers may cost this one, and its patience with them, in bytes, counts and seconds."""
+    """Limits of the memory, calls and connections that other peers may use here, and timeouts in seconds. Immutable."""
 
     max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES  # of one frame, as the run's manifest implies
     max_held_bytes: int = 2 * limits.MAX_PAYLOAD_BYTES  # of all payloads that have come, or begun to, and are in use
@@ -72,7 +72,7 @@ Handler = Callable[[IncomingCall], Awaitable[Reply]]
 
 
 class PayloadBudget:
-    """Counts the payload bytes that all connections have reserved, and serves waiting ones when bytes are released."""
+    """Counts the payload bytes that all connections have reserved; serves waiting connections on a release."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -116,8 +116,8 @@ class PayloadShare:
 
     | payload of | reserved |
     |---|---|
-    | an answer | always: this peer asked for it, and whoever waits for it may hold what others wait for |
-    | a request | if it fits into the budget or GUARANTEED_BYTES; else it waits, at most `patience_s` |
+    | an answer | always: this peer asked for it, and its caller may hold bytes that others wait for |
+    | a request | if it fits into the budget or GUARANTEED_BYTES; otherwise it waits, at most `patience_s` |
     | a request, after one waited in vain | only if it fits at once, until one has |
 
     Waits are short because nothing is read meanwhile, not even answers that would free the bytes.
@@ -186,7 +186,7 @@ class PayloadShare:
 
 
 class CallServices(Protocol):
-    """What IncomingCalls needs of the Network; `Network.__init__` says what the functions do."""
+    """Protocol: what IncomingCalls needs of the Network; `Network.__init__` says what the functions do."""
 
     limits: NetLimits
     budget: PayloadBudget
@@ -221,7 +221,7 @@ class IncomingCalls:
         return len(self._open)
 
     def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> Intake:
-        """Judges a REQUEST's header: its payload is read (TAKE), waits for memory, or is dropped as it is refused.
+        """Decides on a REQUEST by its header: its payload is read (TAKE), waits for memory, or is refused and dropped.
 
         refusal: why any request but a Ping is refused. None: a request is refused only as Busy, beyond `max_calls` or
         for lack of memory.

@@ -3,8 +3,8 @@
 Knows: hivemind's node, its searches and calls. Must not know: records, runs, what the keys stand for.
 
 hivemind's own search asks 20 nodes for each key, each time, and every node that holds the key answers with all of it.
-Here a key's nodes are looked up once in HOLDERS_S, by the key's neighbour, an id under which nothing lies, so that the
-search moves no records. Then ASKED of them are asked, chosen at random at each read.
+Here a key's nodes are looked up once in HOLDERS_S, by an adjacent id that stores nothing, so that the search moves no
+records. Then ASKED of them are asked, chosen at random at each read.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from agora.clock import loop_time
 from agora.net.hive import DHTID
 
 HOLDERS: Final = 5
-"""A record is stored at so many nodes, those nearest to its key."""
+"""Number of nodes at which a record is stored, those nearest to its key."""
 ASKED: Final = 2
-"""So many of them are asked at a read."""
+"""Number of these nodes that are asked at a read."""
 HOLDERS_S: Final = 300.0
 """Seconds after which a key's nodes are looked up again."""
 KEYS_AT_ONCE: Final = 16
 """Keys whose nodes are looked up in one search."""
 MAX_KEYS: Final = 4096
-"""Keys whose nodes are remembered, at most."""
+"""Most keys whose nodes are remembered."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Holders:
 
 
 class KeyHolders:
-    """Finds, asks and writes to the nodes that hold a key, and remembers them for a while."""
+    """Finds the nodes that hold a key, remembers them for HOLDERS_S, and reads and writes values there."""
 
     def __init__(self, node: Any, rng: random.Random | None = None) -> None:
         """node: hivemind's DHTNode."""
@@ -49,10 +49,10 @@ class KeyHolders:
         self._holders: OrderedDict[Any, _Holders] = OrderedDict()
 
     async def read(self, keys: Collection[Any], take: Callable[[Any, Any], None]) -> None:
-        """Asks ASKED holders of each key, and this node itself; calls `take` with a key and what each of them has.
+        """Asks ASKED holders of each key, and this node itself; calls take(key, value) for every answer.
 
-        That is None from one that answers that it has nothing. A key of which no asked node answered is looked up
-        anew, and asked for once more.
+        The value is None from a node that has nothing under the key. If no asked node answered for a key, its holders
+        are looked up anew and asked once more.
         """
         for key in keys:
             if (stored := self._node.protocol.storage.get(key)) is not None:
@@ -72,7 +72,7 @@ class KeyHolders:
     async def _ask(
         self, node: Any, peer: Any, keys: list[Any], take: Callable[[Any, Any], None], answered: set[Any]
     ) -> None:
-        """Asks one node for keys; passes what it has to `take`, adds the keys to `answered`, or forgets the node."""
+        """Asks one node for keys: passes its values to `take` and adds the keys to `answered`; drops a silent node."""
         found = await self._node._call_find_with_blacklist(peer, keys)
         if found is None:
             self._forget(node, keys)
@@ -82,16 +82,16 @@ class KeyHolders:
         answered |= set(keys)
 
     async def write(self, keys: Collection[Any], subkey: str, packed: bytes, expires_unix: float) -> bool:
-        """Stores one value under each key at all its holders. Returns whether every key has it somewhere.
+        """Stores one value under each key at all its holders. Returns whether every key has it on some node.
 
-        A holder that refuses it, since it keeps records that come before, does not count as having it.
+        A holder that refuses it, because it keeps records of smaller hashes, does not count as having it.
         """
         await self._look_up(keys)
         stored: set[Any] = set()
         by_node = self._assigned(keys, HOLDERS)
 
         async def store(node: Any, peer: Any, at: list[Any]) -> None:
-            """Stores it at one node, or forgets the node."""
+            """Stores the value at one node under the keys `at`; drops a node that does not answer from its keys."""
             values, expiries, subkeys = [packed] * len(at), [expires_unix] * len(at), [subkey] * len(at)
             done = await self._node.protocol.call_store(peer, at, values, expiries, subkeys)
             if done is None:
@@ -113,7 +113,7 @@ class KeyHolders:
             known = self._holders.get(key)
             if known is None or known.found_at < oldest or len(known.nodes) <= HOLDERS // 2:
                 unknown.append(key)
-        # Some at a time: what was found stays found if whoever waits for the rest has no more time.
+        # Some at a time: what was found is kept if the caller's time runs out before the rest is found.
         for first in range(0, len(unknown), KEYS_AT_ONCE):
             beside = {DHTID(int(key) ^ 1): key for key in unknown[first : first + KEYS_AT_ONCE]}
             nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=HOLDERS)
@@ -126,7 +126,7 @@ class KeyHolders:
             self._holders.popitem(last=False)
 
     def _assigned(self, keys: Iterable[Any], count: int) -> dict[tuple[Any, Any], list[Any]]:
-        """Returns the keys for each other node: each key goes to `count` of its holders, chosen at random."""
+        """Returns the keys to ask each remote node for: each key of `count` of its holders, chosen at random."""
         by_node: dict[tuple[Any, Any], list[Any]] = defaultdict(list)
         for key in keys:
             known = self._holders.get(key)

@@ -33,8 +33,8 @@ from agora.net.address_book import addresses_by_peer
 from agora.net.network_errors import Unreachable
 
 TIMEOUT_S: Final = 10.0  # seconds that one question to the swarm takes at most
-STAGGER_S: Final = 0.4  # after so many seconds the next peer is tried beside those that have not answered yet
-SOFTWARE: Final = "agora light client"  # what its HELLO says that it is
+STAGGER_S: Final = 0.4  # seconds after which the next peer is tried in parallel to those that have not answered yet
+SOFTWARE: Final = "agora light client"  # the `software` in its HELLO
 LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers that it asks for have no payload
 
 

@@ -16,7 +16,7 @@ from typing import Final
 from agora_protocol.errors import InputError
 
 EXAMPLES: Final = "write RATE,RTT[,JITTER[,LOSS]], such as 200Mbit,50ms or 20Mbit,100ms,10ms,0.1%"
-CHUNK_S: Final = 0.016  # streams take turns of so many seconds
+CHUNK_S: Final = 0.016  # seconds of each stream's turn
 LEAST_CHUNK: Final = 1_500  # bytes that a stream sends at its turn, at least
 MOST_CHUNK: Final = 65_536  # bytes that a stream sends at its turn, at most
 PACKET_BYTES: Final = 1_460  # bytes that TCP puts into one packet, each of which may be lost
@@ -44,7 +44,7 @@ class LinkError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """One peer's access link: `rate` bytes per second each way, and its share of a round trip.
+    """One peer's access link: `rate` bytes per second each way, and its share of a round trip. Immutable.
 
     A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer.
     """
@@ -57,7 +57,7 @@ class LinkSpec:
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
-        """Reads RATE,RTT[,JITTER[,LOSS]], such as "200Mbit,50ms". Raises LinkError for other text or extreme values."""
+        """Returns the link of RATE,RTT[,JITTER[,LOSS]], such as "200Mbit,50ms". Raises LinkError for any other text."""
         parts = [part.strip() for part in text.split(",")]
         if not 2 <= len(parts) <= 4:
             raise LinkError(f"{text!r} is no link; {EXAMPLES}")
@@ -82,14 +82,14 @@ class LinkSpec:
 
     @property
     def chunk_bytes(self) -> int:
-        """How many bytes one stream sends at its turn: rate * CHUNK_S, within LEAST_CHUNK and MOST_CHUNK."""
+        """Bytes that one stream sends at its turn: rate * CHUNK_S, within LEAST_CHUNK and MOST_CHUNK."""
         return max(LEAST_CHUNK, min(MOST_CHUNK, int(self.rate * CHUNK_S)))
 
 
 class TokenBucket:
-    """Computes when bytes have passed one direction of a link at `rate` bytes per second, `depth_s` of it saved up.
+    """Computes when bytes have passed one direction of a link at `rate` bytes per second.
 
-    rate: may be set to another one, which counts for the bytes booked from then on.
+    depth_s: seconds of unused rate that are saved up. rate: may be changed, for the bytes booked after that.
     """
 
     def __init__(self, rate: float, depth_s: float = 0.0) -> None:
@@ -97,7 +97,7 @@ class TokenBucket:
         self._free_at = -math.inf
 
     def take(self, size: int, ready: float) -> float:
-        """Books `size` bytes, which came at `ready`, behind all booked before; returns when the last has passed."""
+        """Books `size` bytes that came at `ready`, after all bytes booked before; returns when the last has passed."""
         self._free_at = max(self._free_at, ready - self._depth_s) + size / self.rate
         return self._free_at
 

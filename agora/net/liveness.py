@@ -3,7 +3,7 @@
 Deterministic: a LivenessCheck changes only itself, and only by the calls to it; `now` is an argument.
 
 Knows: what one stream has sent and received, and two waits: how long a peer that owes an answer may be silent before it
-is pinged, and how long it has then. Must not know: clocks, sockets, calls.
+is pinged, and how long it then has to answer. Must not know: clocks, sockets, calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Verdict(Enum):
 
 
 class LivenessCheck:
-    """Judges whether the peer at the other end of one connection is still there. Asked about twice a second."""
+    """Decides whether the peer at the other end of one connection is still there; asked about twice a second."""
 
     def __init__(self, silence_s: float, answer_s: float, now: float) -> None:
         self._silence_s, self._answer_s = silence_s, answer_s
@@ -31,9 +31,9 @@ class LivenessCheck:
         self._had_backlog = False
 
     def judge(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
-        """Returns PING after `silence_s` without life from a peer that owes, GONE after `answer_s` more, else FINE.
+        """Returns PING after `silence_s` of silence of a peer that owes an answer, GONE after `answer_s` more, or FINE.
 
-        owed: an answer of the peer is awaited, and this side is reading. heard_at: when the peer's last byte came.
+        owed: whether an answer is awaited and this side is reading. heard_at: when the peer's last byte came.
         flushed: bytes that the kernel has taken so far. backlog: bytes that wait to be taken. A backlog that shrinks is
         a sign of life too: on a slow link the peer is still reading the request, and has nothing to answer yet.
         """

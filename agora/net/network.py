@@ -1,7 +1,7 @@
-"""All calls of this peer, both ways: connections to other peers are opened when they are needed, and kept.
+"""Makes and answers all calls of this peer: opens connections to other peers when they are needed, and keeps them.
 
 Knows: which peers are connected, and how to dial those that are not. Must not know: what a request means, or why a peer
-is shut out. One long-lived stream for each pair of peers carries all calls both ways, whoever opened it.
+is shut out. One long-lived stream for each pair of peers carries all calls both ways; either may have opened it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCros
 from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
-SAME_MOMENT_S: Final = 0.1  # less than so many seconds before this peer's deadline, a failed callee has met its own
+SAME_MOMENT_S: Final = 0.1  # a callee that fails in the last 0.1 s before this peer's deadline has reached its own
 DIAL_AGAIN_S: Final = 5.1  # seconds from crossed dials to the next; for 5 s p2pd refuses an address that has failed
 TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by so many milliseconds is not worth a new message
@@ -92,7 +92,7 @@ class Network:
         self._is_closing = False
 
     async def start(self) -> None:
-        """Begins to accept streams, and to `_tick` connections. Raises ConnectionBroken when the host is gone."""
+        """Begins to accept streams and to check connections. Raises ConnectionBroken when the host is gone."""
         await self._host.serve(PROTOCOL_NAME, self._frame_limits, self._accept)
         self.spawn(self._tick())
 
@@ -186,13 +186,13 @@ class Network:
         except TimeoutError:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline") from None
         except PeerFailed as error:
-            # The callee's clock runs out with this peer's: which word comes first is chance, and must not matter.
+            # The callee's deadline passes with this peer's: which error comes first is chance, and must not matter.
             if loop_time() < deadline - SAME_MOMENT_S:
                 raise
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline ({error})") from None
 
     def connection_to(self, peer: PeerId) -> Connection | None:
-        """Returns the usable connection for new calls to `peer`; None when there is none, as it never dials.
+        """Returns the usable connection for new calls to `peer`, or None; never dials.
 
         Of two that both sides opened at the same time, both choose the one that the lower peer id opened.
         """
@@ -258,7 +258,7 @@ class Network:
         """Returns a new stream to `peer` and its path; when dials have crossed, the connection that the peer opened.
 
         After crossed dials it waits a random time for the peer's stream, shorter at the lower peer id, and then dials
-        again. It does so without limit: the caller sets one.
+        again. It has no time limit of its own: the caller sets one.
         """
         while True:
             try:
@@ -296,7 +296,7 @@ class Network:
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
         """Makes a connection of a stream that a peer has opened, and breaks off those that it opened before.
 
-        Says GOODBYE instead when the peer is shut out, this network is closing, or there is no room.
+        Sends GOODBYE instead if the peer is shut out, this network is closing, or there are too many connections.
         """
         try:
             self._refuse_shut_out(peer)
@@ -337,7 +337,7 @@ class Network:
         return next((known for known in silent if known.holder == largest), silent[0])
 
     async def _greet(self, connection: Connection) -> None:
-        """Shakes hands on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
+        """Exchanges HELLO on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
         with contextlib.suppress(AgoraError):
             await connection.start()
 
@@ -354,7 +354,7 @@ class Network:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> Connection:
-        """Makes a connection of a stream, and keeps it; the handshake is yet to come."""
+        """Makes a connection of a stream, keeps it and returns it; its handshake has not begun."""
         connection = Connection(self, stream, peer, opened=opened, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection

@@ -6,24 +6,24 @@ from agora_protocol.errors import AgoraError
 
 
 class ConnectionBroken(AgoraError):
-    """Error of a call: its stream broke before the answer came, or could not be opened; another peer may do."""
+    """Raised by a call whose stream broke before the answer came, or could not be opened; another peer may succeed."""
 
     code = "broken"
 
 
 class DialsCrossed(AgoraError):
-    """Error of a dial: both peers dialled at once (RFC 9293, 3.5); neither p2pd dials again for some seconds."""
+    """Raised by a dial when both peers dialled each other at once (simultaneous open); p2pd then waits some seconds."""
 
     code = "crossed"
 
 
 class DeadlinePassed(AgoraError):
-    """Error of a call: no answer came before the caller's deadline; a peer that had the request was told to stop."""
+    """Raised by a call without an answer before the caller's deadline; a peer that had the request was told to stop."""
 
     code = "deadline"
 
 
 class Unreachable(AgoraError):
-    """Error of the light client: no peer that it tried answered; the text says why of each, and what to do."""
+    """Raised by the light client when no peer answered; the text says why for each peer, and what to do."""
 
     code = "unreachable"

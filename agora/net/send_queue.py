@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-SMALL_BYTES: Final = 16_384  # frames of at most so many bytes go before bulk, but interrupt none that is being written
+SMALL_BYTES: Final = 16_384  # frames up to this size go before bulk, but interrupt none that is being written
 MAX_SMALL_BYTES: Final = 8_388_608  # when more bytes of small frames wait, the peer has stopped reading
-NEWS_BYTES: Final = 65_536  # when more bytes of small frames wait, news, which nobody depends on, is dropped
+NEWS_BYTES: Final = 65_536  # when more bytes of small frames wait, progress messages, which may be lost, are dropped
 MAX_BULK_BYTES: Final = 67_108_864  # when more bytes of bulk frames wait, their senders wait
 
 Buffers = Sequence[bytes | memoryview]
@@ -88,7 +88,7 @@ class SendQueue:
             frame.on_gone()
 
     def _take(self, queue: deque[QueuedFrame], frame: QueuedFrame) -> QueuedFrame:
-        """Removes and returns a frame of a queue; a bulk frame's removal wakes those that wait for room."""
+        """Removes and returns a frame of a queue; removing a bulk frame wakes the senders in `wait_for_room`."""
         queue.remove(frame)
         if queue is self._small:
             self.small_bytes -= frame.size

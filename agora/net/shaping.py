@@ -16,15 +16,15 @@ from typing import Any, Final
 
 from agora.net.link import MOST_CHUNK, DelayLine, LinkSpec, TokenBucket
 
-HIGH_BYTES: Final = 262_144  # a stream is told to stop when so many bytes wait for the rate, as by a plain transport
-LOW_BYTES: Final = 65_536  # a stream that was told to stop may write again when no more than so many bytes wait
-HOLD_S: Final = 0.05  # parts of a message that arrived are handed on together, after so many seconds at the latest
-DOWN_DEPTH_S: Final = 0.08  # seconds, more than HOLD_S: what a peer's link has spread out is not spread out again
+HIGH_BYTES: Final = 262_144  # a stream is paused when more bytes wait for the rate, as by a plain transport
+LOW_BYTES: Final = 65_536  # a paused stream may write again when at most this many bytes wait
+HOLD_S: Final = 0.05  # parts of a message that have arrived are passed on together, at most this many seconds later
+DOWN_DEPTH_S: Final = 0.08  # more than HOLD_S: bytes that a peer's link has spread out are not spread out again
 TICK_S: Final = 0.001  # the resolution of the event loop's timers, in seconds
 
 
 class AccessLink:
-    """The imitated link of one peer: a rate each way, which all its ShapedTransports share."""
+    """The imitated access link of one peer: a rate each way, which all its ShapedTransports share."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random, clock: Callable[[], float] = time.monotonic) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""Judges and keeps the records that this node of the DHT is asked to store, or gets from another.
+"""Checks and keeps the records that this node of the DHT is asked to store, or gets from another.
 
 Knows: hivemind's validator and storage, which peers' records a key keeps. Must not know: the network, what a record's
 fields mean. The rules are those of protocol/SPEC.md, "Records in the DHT".
@@ -34,7 +34,7 @@ peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     """hivemind's validator of each record that a node is asked to store or gets from another.
 
-    It accepts records of this run, signed by their peer, under their key, and counts the others by error code.
+    It accepts records of this run that are signed by their peer and under their key; counts others by error code.
     """
 
     def __init__(self, run: RunId, stages: int, unix: Callable[[], float] = time.time) -> None:
@@ -63,7 +63,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return (record.key, record.subkey, record.value, record.expiration_time) in self._verified
 
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """Decodes a DHT entry. Raises ProtocolError when its key, size, expiry or signature is not valid."""
+        """Returns the record in a DHT entry. Raises ProtocolError if key, size, expiry or signature is not valid."""
         if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
             raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
         now_unix = self._unix()
@@ -87,7 +87,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     def _find_shard_key(self, key_hash: bytes, packed: bytes) -> str:
         """Returns the key of the shard that `key_hash` stands for, and remembers it.
 
-        A hash does not tell its key, but the record tells in which shards it can be: it is tried under each of them.
+        A key cannot be computed from its hash, but the record says in which shards it can be: each of these is tried.
         Raises ProtocolError if it belongs to none.
         """
         with contextlib.suppress(ProtocolError):
@@ -101,7 +101,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
 
     def _shard_keys_of(self, record: Record) -> Iterator[str]:
-        """Yields the keys of all shards that the record may be published in, without those of depth 0."""
+        """Yields the keys at depth 1 to MAX_SHARD_BITS for each stage of the span; depth 0 is in `_keys`."""
         bits = shard_bits(shard_hash(self.run, record.peer), MAX_SHARD_BITS)
         for depth in range(1, MAX_SHARD_BITS + 1):
             for stage in record.span.stages:
@@ -110,13 +110,13 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage, in which a key keeps the MAX_KEY_RECORDS records of the peers with the least hashes.
+    """hivemind's storage, in which a key keeps the MAX_KEY_RECORDS records of the peers with the smallest hashes.
 
     No record replaces one that expires later.
     """
 
     def __init__(self, run: RunId, maxsize: int | None = None) -> None:
-        """maxsize: as hivemind's; keys beyond it push out others."""
+        """maxsize: most keys, as in hivemind; None for no limit. A key beyond it replaces another."""
         super().__init__(maxsize=maxsize)
         self._run = run
 
@@ -136,8 +136,8 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Stores one peer's record; returns whether it did.
 
-        Not stored is one that expires no later than that peer's last one, that has a greater hash than all those of a
-        full key, or under a new key where there are MAX_STORED_KEYS. A full key drops the record of the greatest hash.
+        It refuses a record that expires no later than the peer's last one, that has a greater hash than all of a full
+        key, or whose key is new while there are MAX_STORED_KEYS. A full key drops the record of the greatest hash.
         """
         present = self.get(key)
         if present is None:
@@ -179,12 +179,12 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def _hash_of(key: str) -> bytes:
-    """Returns the 20 bytes by which hivemind's messages name a key."""
+    """Returns hivemind's 20-byte DHT id of a key."""
     return bytes(DHTID.generate(key).to_bytes())
 
 
 def _unpacked(packed: bytes, kind: type) -> Any:
-    """Decodes msgpack that must be a value of type `kind`. Raises ProtocolError for anything else."""
+    """Returns the value in msgpack, which must be of type `kind`. Raises ProtocolError for anything else."""
     value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
     if not isinstance(value, kind):
         raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")

@@ -22,7 +22,7 @@ from agora_protocol.message_base import Message
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import NEWS_BYTES, Buffers, QueuedFrame, SendQueue
 
-SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, whatever lies before it
+SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, wherever in the buffer it begins
 HEAD_BYTES: Final = 8192  # what is read before a payload's own buffer exists is copied there, so it is not much
 MAX_PREAMBLE_BYTES: Final = 4096  # the longest preamble of p2pd, before the first frame of a stream
 FLUSH_S: Final = 5.0  # seconds that a closing stream may take to write its last frames
@@ -38,7 +38,7 @@ class Intake(Enum):
 
 @dataclass(slots=True)
 class Frame:
-    """A whole frame. `payload` is a buffer of exactly the payload's bytes that nobody else holds; None without one."""
+    """A whole frame. `payload`: a buffer of exactly the payload's bytes, which only this frame holds; None if empty."""
 
     type: FrameType
     call: int
@@ -48,10 +48,10 @@ class Frame:
 
 
 class FrameSink(Protocol):
-    """Judges and takes the frames that a FrameStream reads, which calls it in read callbacks: it must not block."""
+    """Protocol: checks and takes the frames that a FrameStream reads; called in read callbacks, it must not block."""
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """Called with each frame's prefix before its header is read, which raising ProtocolError prevents."""
+        """Called with each frame's prefix before its header is read. May raise ProtocolError; then nothing more is."""
 
     def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
         """Called when a header was read: returns whether its payload is read. May raise ProtocolError."""
@@ -120,11 +120,11 @@ class FrameStream(asyncio.BufferedProtocol):
             self._advance()
 
     def eof_received(self) -> None:
-        """Aborts: a peer that has stopped talking has gone, and what is still queued for it has no reader."""
+        """Called by asyncio when the peer has closed its side: aborts, since nothing that is queued would be read."""
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Called by asyncio at the end: drops queued bulk, fails an unread preamble, calls the sink's `on_lost`."""
+        """Called by asyncio at the end: drops queued bulk, fails an unread preamble, tells the sink why, in words."""
         self.is_lost = self._is_deaf = True
         self.ended.set()
         self._queue.drop_bulk()
@@ -269,7 +269,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return taken
 
     def _make_room(self, missing: int) -> None:
-        """Makes room for `missing` bytes behind what is not parsed: moves that to the front, or to a larger buffer."""
+        """Makes room for `missing` bytes after the unparsed ones: moves those to the front, or to a larger buffer."""
         used = self._end - self._start
         if self._end + missing <= len(self._view):
             return
@@ -332,7 +332,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort()
 
     def send_news(self, buffers: Buffers, call: int) -> None:
-        """Queues a small frame that may be lost: drops it when NEWS_BYTES of small frames wait already."""
+        """Queues a small frame that may be lost: drops it if NEWS_BYTES of small frames are waiting already."""
         if self._queue.small_bytes < NEWS_BYTES:
             self.enqueue(buffers, call)
 

@@ -1,4 +1,4 @@
-"""Measures the rate of this peer's uplink, from what is sent anyway. Pure.
+"""Measures the rate of this peer's uplink, by its usual traffic. Deterministic: a meter changes only by its calls.
 
 Knows: how many bytes were given to streams, and how many of them still wait. Must not know: streams, peers, clocks.
 
@@ -20,7 +20,7 @@ LEAST_WAITING_BYTES: Final = 65_536
 
 @dataclass(slots=True)
 class UplinkMeter:
-    """The rate of an uplink. rate: in bytes per second; `rate.value` is None before anything waited."""
+    """Measures the rate of an uplink. rate: in bytes per second; `rate.value` is None until bytes had to wait."""
 
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
     _last: tuple[float, int, int] | None = None

@@ -21,7 +21,7 @@ async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> 
 
 
 class BackgroundTasks:
-    """Runs named tasks until `close`. One that ends before is neither restarted nor reported: ask `first_ended`."""
+    """Runs named tasks until `close`. A task that ends earlier is neither restarted nor reported: see `first_ended`."""
 
     def __init__(self) -> None:
         self.started: list[asyncio.Task[None]] = []

@@ -1,7 +1,7 @@
-"""Two tasks of the local peer: telling others how fast this machine is, and moving to where the swarm is slowest.
+"""Two tasks of the local peer: publishing how fast this machine is, and moving to where the swarm is slowest.
 
-Knows: when to look, what was measured, how to ask for a move. Must not know: what decides (swarm/rebalancing.py), how a
-move is carried out (lifecycle.py).
+Knows: when to decide, what was measured, how to ask for a move. Must not know: how that is decided
+(swarm/rebalancing.py), how a move is carried out (lifecycle.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agora.swarm.placement import Placement
 from agora.swarm.rebalancing import judge_move, next_look_s
 
 MEASURE_S = 4.0
-"""Seconds between two looks at how long microbatches take here."""
+"""Seconds between two measurements of how long microbatches take here."""
 REST_AFTER_FAILURE_S = 120.0
 """Seconds for which a peer whose move has failed does not try again."""
 
@@ -42,7 +42,7 @@ async def publish_ability(local_peer: LocalPeer, serving: Callable[[], LoadedSpa
 async def keep_balance(
     local_peer: LocalPeer, serving: Callable[[], LoadedSpan | None], move: Callable[[Span], Awaitable[None]]
 ) -> None:
-    """At random moments, judges whether this peer should hold other stages, and then moves; until cancelled.
+    """At random moments, decides whether this peer should hold other stages, and then moves; until cancelled.
 
     serving: returns the span that is held, None while the peer should not move. A move that fails is not repeated soon.
     """
@@ -61,9 +61,9 @@ async def keep_balance(
 
 
 async def _judge(local_peer: LocalPeer, rng: random.Random) -> Placement | None:
-    """Returns where to move, None to stay: judged on the view as it is, and if that says move, on a fresh one again.
+    """Returns where to move, None to stay: decided on the present view and, if that says move, again on a fresh one.
 
-    Both judgements draw the same random numbers, so that the second does not make a move less likely.
+    Both decisions draw the same random numbers, so that the second does not make a move less likely.
     """
     seed, placement = rng.random(), None
     for is_fresh in (False, True):

@@ -13,14 +13,14 @@ from agora.state.hub_models import find_or_fetch, hub_id_of
 
 
 def absolute_name(named: Path) -> str:
-    """Returns a folder's absolute path, for a process that may run elsewhere, and an id of the Hub as it is."""
+    """Returns a folder's absolute path, for a process with another working directory; an id of the Hub unchanged."""
     return str(named) if hub_id_of(named) is not None else str(named.expanduser().absolute())
 
 
 def base_model_place(named: Path, say: Callable[[str], None]) -> Path:
     """Returns the folder of the base model, which is fetched if `named` is an id that this machine does not have yet.
 
-    say: is told in a line where a model of the Hub lies. Raises BaseModelError as hub_models.fetch_model does.
+    say: called with a line that says where a model of the Hub is. Raises BaseModelError as hub_models.fetch_model does.
     """
     wanted = hub_id_of(named)
     if wanted is None:

@@ -1,4 +1,4 @@
-"""Supplies the base model's tensors on this machine: fetches those that a span lacks, and gives others what is here.
+"""Supplies the base model's tensors on this machine: fetches those that a span lacks, and gives them to other peers.
 
 Lives as long as the local peer. Knows: the owner's folder, the store of fetched tensors, who may have more. Must not
 know: how pieces are fetched or given (state.base_fetch, state.base_giving), or what becomes of the tensors.
@@ -34,7 +34,7 @@ from agora.threads import run_in_thread
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What to fetch. missing: the numbers of the pieces that are not here, by the number of their tensor."""
+    """What to fetch: `nbytes` bytes. missing: the numbers of the pieces that are not here, by tensor number."""
 
     missing: Mapping[int, Sequence[int]]
     nbytes: int
@@ -73,7 +73,7 @@ class BaseSupply:
             self._giver = BaseGiver(self._base, startup.report_event)
 
     async def close(self) -> None:
-        """Ends what is done for other peers."""
+        """Ends the answering of other peers' requests."""
         if self._giver is not None:
             await self._giver.close()
 
@@ -95,16 +95,16 @@ class BaseSupply:
         return self._base.store.folder
 
     async def provide(self, span: Span) -> Path | None:
-        """Returns the folder in which all that the span needs of the base model is; what lacks is fetched before.
+        """Fetches tensors that the span needs and that are not here; returns the folder that then has all of them.
 
-        It is the owner's folder if that has it all, or if nothing can be fetched. Raises BaseModelError, DiskError.
+        It is the owner's folder if that has all, or if nothing can be fetched. Raises BaseModelError, DiskError.
         """
         model, base = self._manifest.model, self._base
         if base is None or not isinstance(model, HfSection):
             return self._owner_folder
 
         def find_lacking() -> list[WantedTensor]:
-            """Returns what the span needs and the owner's files do not have."""
+            """Returns the tensors that the span needs and the owner's files do not have."""
             owned = base.owned()
             wanted = needed_tensors(model, self._manifest.layers_in(span))
             return [tensor for tensor in wanted if not any(name in owned for name in tensor.names)]
@@ -117,7 +117,7 @@ class BaseSupply:
         return base.store.folder
 
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
-        """Fetches what is not in the store yet. Returns in words what came from where."""
+        """Fetches the lacking tensors that are not in the store yet. Returns in words how much came from how many."""
         fetch = BaseFetch(
             self._caller,
             base.list_hash,
@@ -137,14 +137,14 @@ class BaseSupply:
         return describe_fetch(len(tensors.tensors), plan, len(fetch.bytes_from))
 
     def _list_sources(self) -> list[PeerId]:
-        """Returns the other peers of the run: first those that serve, else in any order, so that all get calls."""
+        """Returns the other peers of the run: serving ones first, otherwise in random order, so that all get calls."""
         seen = [peer for peer in self._view().peers.values() if peer.peer != self._startup.me]
         self._random.shuffle(seen)
         return [peer.peer for peer in sorted(seen, key=lambda peer: peer.state != "serving")]
 
 
 def add_fetched(base: BaseTensors, number: int) -> None:
-    """Makes a tensor that has just become whole in the store one that others can get."""
+    """Lets other peers get tensor `number`, which has just been completed in the store."""
     listed = base.listed(number)
     place = base.store.find(number, listed) if listed is not None else None
     if place is not None:
@@ -152,10 +152,10 @@ def add_fetched(base: BaseTensors, number: int) -> None:
 
 
 def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTensor], what: str) -> FetchPlan:
-    """Returns what to fetch of the tensors that lack, and makes room for it in the store. Reads what is there. Blocks.
+    """Returns which pieces of the `lacking` tensors to fetch, and makes room for them in the store. Reads it; blocks.
 
-    what: needs the room, for the sentence. Raises BaseModelError for a tensor that the list does not have, or has in
-    another shape, DiskError.
+    what: names what needs the room, in an error. Raises BaseModelError for a tensor that the list does not have, or has
+    in another shape, DiskError without enough room.
     """
     base.store.keep_list(tensors)
     base.adopt_list(tensors)

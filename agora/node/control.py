@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question that can be asked: who answers it, arguments with JSON types, and seconds until it fails."""
+    """A question that can be asked: its handler, its arguments with their JSON types, and seconds until it fails."""
 
     handler: Callable[..., Awaitable[Answer]]
     arguments: Mapping[str, type]
@@ -62,10 +62,10 @@ class ControlSocket:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Binds the socket, over an old one; raises LocalError if its directory is another user's or not writable."""
+        """Binds the socket, replacing a stale one; LocalError if its directory is another user's or not writable."""
         try:
             paths.make_private(self.path.parent)
-            paths.unregister(self.path)  # what a killed daemon left: `paths.daemons` would remove our socket with it
+            paths.unregister(self.path)  # a dead daemon's registry file too: daemons() would remove our socket with it
             self._server = await asyncio.start_unix_server(self._accept, str(self.path), limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
         except OSError as error:
@@ -154,7 +154,7 @@ class ControlSocket:
 
 
 async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
-    """Returns when the client has hung up; a client that only writes no more still waits for its answer."""
+    """Waits until the client has hung up; a client that has only closed its sending side still waits for its answer."""
     hung_up = select.poll()
     hung_up.register(writer.get_extra_info("socket").fileno(), 0)
     while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - no event tells of it
@@ -162,7 +162,7 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
 
 
 def _suggest(name: str, known: Mapping[str, object]) -> str:
-    """Returns "did you mean ...?" with the known name that is most like the unknown `name`, else all known names."""
+    """Returns "did you mean ...?" with the known name that is most like `name`; without one, all known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known)) or 'nothing'}"
 

@@ -57,7 +57,7 @@ def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: flo
 
 
 def allowed_bytes(free_bytes: int, limit_gib: float) -> int:
-    """Returns the lesser of what this machine has free and what its owner allows (0: no limit)."""
+    """Returns the lesser of `free_bytes` and the owner's limit in GiB (0: no limit), in bytes."""
     return min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
 
 

@@ -52,7 +52,7 @@ class RunUnreachable(LocalError):
 async def read_manifest(startup: Startup) -> SignedManifest:
     """Returns the signed manifest of a file or of a run that this machine has joined; stores and registers it.
 
-    An unsigned one is the run that a running daemon here made of it; without such, this daemon signs it as founder.
+    For an unsigned one it takes the manifest that a running daemon here has signed; without one it signs it as founder.
     """
     reference, adopt = startup.reference, partial(_adopt_run, startup)
     with startup.steps.step("manifest") as note:
@@ -72,7 +72,7 @@ async def read_manifest(startup: Startup) -> SignedManifest:
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
     """Asks the invite's peers for the manifest, stores it and registers this daemon under its run.
 
-    Raises RunUnreachable when nobody gives it, ManifestError at the first wrong one.
+    Raises RunUnreachable when no peer gives it, ManifestError at the first wrong one.
     """
     run = RunId(startup.reference.run)
     with startup.steps.step("manifest") as note:
@@ -190,9 +190,10 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
 
 
 async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
-    """Dials known peers of the run and of this machine's other daemons; returns all addresses known but its own.
+    """Dials the run's known peers and, with `signed`, those in the invites of local daemons of the run.
 
-    signed: None while the manifest must still be fetched: then RunUnreachable is raised when nobody answers.
+    Returns all their addresses except this peer's own. signed: None while the manifest must still be fetched: then
+    RunUnreachable is raised when no peer answers.
     """
     known, reached, reason = startup.reference.addresses, 0, "it names no other peer"
     with startup.steps.step("bootstrap") as note:
@@ -212,7 +213,10 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
 
 
 async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:
-    """Returns the addresses in the invites of this machine's other daemons of the run; waits 60 s for starting ones."""
+    """Asks this machine's other daemons of the run, over their control sockets, for addresses; returns these.
+
+    Waits at most NEIGHBOUR_SECONDS in all for daemons that are still starting.
+    """
     deadline, addresses = loop_time() + NEIGHBOUR_SECONDS, list[str]()
     for entry in paths.daemons():
         while entry.run == run and entry.pid != os.getpid() and entry.alive:

@@ -54,7 +54,7 @@ MOVE_CHECKPOINT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A move that was asked for: to which span, and a future that ends when it is served, or with an error."""
+    """A requested move to `span`. done: a future that ends when that is served, or with an error."""
 
     span: Span
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -111,7 +111,7 @@ class Node:
             await control.close()
             self._report_event(events.StateChanged("left", "the daemon has ended"))
 
-    # --- what is there
+    # --- the present state
 
     def serving_span(self) -> LoadedSpan:
         """Returns the span that is held; raises LocalError while there is none."""

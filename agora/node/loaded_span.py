@@ -1,7 +1,7 @@
 """The span: what lives as long as this daemon holds the same stages.
 
-Knows: the rooms that work on stages, how they are wired to each other and to the local peer. Must not know: how stages
-are loaded (span_loading.py), processes, signals, or how any room does its work.
+Knows: the packages that work on stages, how they are wired to each other and to the local peer. Must not know: how
+stages are loaded (span_loading.py), processes, signals, or how another package does its work.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from agora.train.compute import Compute
 from agora.train.trained_stage import stage_layout
 
 MOST_UNSUPERVISED = 64
-"""A microbatch is taken to hold at least one supervised token in so many, whatever its answers say."""
+"""Of this many tokens of a microbatch at least one is assumed to be supervised, whatever its answers say."""
 
 
 class LoadedSpan:
     """The stages that this daemon holds, and the hop, origin, replicas and keeper that work on them, wired together."""
 
     def __init__(self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, data: TrainingData | None) -> None:
-        """data: what the origin draws from, None without stage 0."""
+        """data: the data that the origin draws from; None without stage 0."""
         startup, signed, manifest = local_peer.startup, local_peer.signed, local_peer.manifest
         self._local_peer = local_peer
         self.compute = compute
@@ -122,7 +122,7 @@ class LoadedSpan:
     def _look_around(self) -> Surroundings:
         """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its limits.
 
-        While it is not in the view, it counts as the only origin.
+        While this peer is not in its own view, it counts as the only origin.
         """
         local_peer, manifest = self._local_peer, self._local_peer.manifest
         view, me = local_peer.membership.view, local_peer.startup.me
@@ -155,7 +155,7 @@ class LoadedSpan:
 
     @property
     def in_hand(self) -> int:
-        """How many microbatches this peer has accepted or originated and not finished."""
+        """Number of microbatches that this peer has accepted or originated and not finished."""
         return self._local_peer.ledger.taken + (self.origin.open_count if self.origin else 0)
 
     def take_span_report(self) -> SpanReport:
@@ -203,7 +203,7 @@ class LoadedSpan:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     def _on_trained(self) -> None:
-        """Called when a training microbatch has left the hop: a share of a step may be complete by that."""
+        """Called when a training microbatch has left the hop: a share of a step may now be complete."""
         for stage in self.span.stages:
             self.replicas.on_microbatch_left(stage, self.hop.training_count)
 
@@ -222,7 +222,7 @@ class LoadedSpan:
                     waiting.notify_step()
 
     def _record_epochs(self, step: int) -> None:
-        """Remembers what is done of the epochs at a step of stage 0, and reports how many samples that are."""
+        """Records the state of the epochs at a step of stage 0, and reports it as SamplesCounted."""
         if self._epochs is None:
             return
         self._epochs.record.remember(step, self._epochs.batches.shares.snapshot())

@@ -1,6 +1,6 @@
 """The local peer: what lives as long as the daemon, whichever stages it holds.
 
-Knows: the network, the directory, membership, the router, what was answered already. Must not know: stages, training
+Knows: the network, the directory, membership, the router, earlier answers. Must not know: stages, training
 (loaded_span.py), processes, signals.
 """
 
@@ -50,7 +50,7 @@ SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30
 LEAST_HELD_BYTES = 64 * 2**20
 REMEMBER_S = 15.0
 REDIAL_S = 5.0
-"""Seconds from one look at which peers are out of sight to the next."""
+"""Seconds between two checks of which peers are missing from the view."""
 DIAL_SECONDS = 4.0
 MEET_S = 2.0
 """Seconds that reading the directory waits for strangers to be met."""
@@ -59,7 +59,7 @@ MEET_S = 2.0
 class LocalPeer:
     """This machine's place in the run, whichever stages it holds: network, membership, router and work ledger.
 
-    It tells who replicates a stage (a ReplicaListing). seats: how many microbatches may be inside it at once.
+    It implements averaging's ReplicaListing. seats: how many microbatches may be in work here at once.
     base_supply: gives and fetches tensors of the run's base model. ability: what this machine can do, for placement.
     """
 
@@ -141,7 +141,7 @@ class LocalPeer:
         return network
 
     async def start(self, others: tuple[str, ...]) -> None:
-        """Begins to answer other peers, and to keep membership up to date. others: addresses of peers of the run."""
+        """Starts serving requests, and the tasks membership, redial, addresses, uplink. others: addresses to redial."""
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
         self.admission.attach(self.network, self.membership, self._directory)
@@ -165,18 +165,18 @@ class LocalPeer:
         self.tasks.start("clock", clock.run())
 
     async def close(self) -> None:
-        """Ends the tasks and all calls. Host and directory stay open; whoever opened them closes them."""
+        """Ends the tasks and all calls. Host and directory stay open: the caller that opened them closes them."""
         await self.tasks.close()
         self._closing.close()
         await self.base_supply.close()
         await self.network.close()
 
     def listed(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns a stage's replicas, with their bandwidths in bytes per second."""
+        """Returns a stage's replicas by id, with their bandwidths in bytes per second, 0 when unknown."""
         return {seen.peer: seen.bandwidth for seen in self.membership.view.replicas(stage)}
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
-        """Returns a stage's replicas, with the steps that they have taken."""
+        """Returns a stage's replicas by id, with the number of steps that each has taken."""
         return {seen.peer: seen.step_of(stage) for seen in self.membership.view.replicas(stage)}
 
     def steps_of_run(self) -> list[Collection[int]]:
@@ -205,13 +205,13 @@ class LocalPeer:
         await asyncio.gather(*dials, return_exceptions=True)
 
     async def _measure_uplink(self) -> None:
-        """Every 0.25 s, looks at what was sent and what still waits."""
+        """Every 0.25 s, measures the uplink by what was sent and what still waits; until cancelled."""
         while True:
             self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
             await asyncio.sleep(SAMPLE_S)
 
     async def _redial_the_missing(self) -> None:
-        """Every REDIAL_S, dials peers that went out of sight, so that no swarm stays in two parts; see Redialling."""
+        """Every REDIAL_S, dials peers that have left the view, so that no swarm stays in two parts; see Redialling."""
         while True:
             await asyncio.sleep(REDIAL_S)
             now, view = loop_time(), self.membership.view
@@ -235,10 +235,10 @@ class LocalPeer:
 
 
 def seats_of(manifest: Manifest, free_bytes: int) -> int:
-    """Returns how many microbatches may be inside this peer at once: usual_in_flight, for long links up to 4 times it.
+    """Returns how many microbatches may be in work at a peer at once: usual_in_flight, for long links up to 4 times.
 
-    More than the usual number may fill an eighth of `free_bytes`, the machine's memory, and 4 GiB at most. A seat holds
-    the boundary that came, its values as float32, the boundary that left, and the gradient.
+    More than the usual number may take an eighth of `free_bytes`, the machine's free memory, and at most 4 GiB. A seat
+    holds the boundary received, its values as float32, the boundary sent, and the gradient.
     """
     usual, shape = usual_in_flight(manifest), manifest.boundary_shape()
     seat_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(shape)

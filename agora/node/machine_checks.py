@@ -1,6 +1,6 @@
-"""Judges what was read off this machine: is it fit to join a run, and if not, what is to be done. Pure.
+"""Decides by readings whether this machine can join a run, and if not, what is to be done. Pure.
 
-Knows: readings, limits, remedies. Must not know: how anything is read (readings.py), how checks are printed.
+Knows: readings, limits, remedies. Must not know: how anything is measured (readings.py), how checks are printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: what was measured, against which limit, and what to do about it; remedy: "" where it passes."""
+    """One result: the measured value, its limit, and what to do about it; remedy: "" if it passes. Immutable."""
 
     name: str
     state: State
@@ -55,7 +55,7 @@ class PeerReading:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Everything that is read off the machine and, where one was named, of the run. A problem of "" is none.
+    """All facts about the machine and, if one was named, about the run. Immutable; a problem of "" is none.
 
     memory_needed: bytes that the daemon and the smallest stage take at least. clock_offset_s: of the swarm's clocks
     minus this one's, None when no peer told. names: host names in the run's addresses, and whether each was resolved.
@@ -103,7 +103,7 @@ def judge(readings: Readings) -> list[Check]:
 
 
 def worst(checks: list[Check]) -> State:
-    """Returns "fail" if any check fails, else "warn" if any warns, else "pass"."""
+    """Returns "fail" if any check fails, otherwise "warn" if any warns, otherwise "pass"."""
     states = {check.state for check in checks}
     return "fail" if "fail" in states else "warn" if "warn" in states else "pass"
 

@@ -1,4 +1,4 @@
-"""The report of one daemon about itself, and everything that is shown of it: one typed snapshot, several projections.
+"""The report of one daemon about itself, and everything made of it: one typed snapshot, several projections.
 
 Knows: names, types, the JSON of the commands' contract. Must not know: where a number comes from, torch, who asks.
 """
@@ -104,10 +104,10 @@ def status_json(report: NodeReport) -> dict[str, Any]:
 
 
 def samples_told(report: NodeReport) -> SamplesTold | None:
-    """Returns what this peer, if it is an origin of a run on samples, knew of them at its newest step of stage 0."""
+    """Returns the counts of samples at this peer's newest step of stage 0; None unless it is an origin on samples."""
     counted = report.counters.samples
     if counted is None or report.span is None or not report.span.is_origin:
-        return None  # what an origin knew before it moved to other stages is out of date
+        return None  # the counts from before a move to other stages are out of date
     return SamplesTold(
         peer_name(report.peer), counted.step, counted.epoch, counted.seen, counted.repeated, counted.missed
     )
@@ -118,7 +118,7 @@ def progress_record(report: NodeReport) -> Progress | None:
     span, counters = report.span, report.counters
     if span is None:
         return None
-    holds_last = span.span.last == report.run.stage_count - 1  # a loss that was reported before a move is of no use
+    holds_last = span.span.last == report.run.stage_count - 1  # a loss from before a move is out of date
     return Progress(
         report.peer,
         span.span,
@@ -153,7 +153,7 @@ def notes_of(report: NodeReport) -> list[str]:
 
 
 def _by_stage(texts: Mapping[int, str]) -> str:
-    """Returns the texts of all stages as one; their stages are named unless there is one only."""
+    """Returns the texts of all stages as one text, with the stages' numbers if there are several."""
     if len(texts) == 1:
         return next(iter(texts.values()))
     return "; ".join(f"stage {stage}: {text}" for stage, text in texts.items() if text)
@@ -224,7 +224,7 @@ class WindowedRate:
         self._samples: deque[tuple[float, int]] = deque()
 
     def update(self, now: float, total: int) -> float:
-        """Takes a sample of the total at `now`, in seconds, and returns the rate; 0 before the second sample."""
+        """Records the total at `now`, in seconds, and returns the rate per second; 0 before the second call."""
         self._samples.append((now, total))
         while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()

@@ -1,7 +1,7 @@
-"""What the run's stages ask of a machine, and what this machine can do, in the words of placement.
+"""Computes what the run's stages ask of a machine, and measures what this machine can do, for placement.
 
-Knows: the run's costs, this machine's memory and profile, what its own work was measured to take. Must not know: the
-view, other peers, what is decided.
+Knows: the run's costs, this machine's memory and profile, the measured times of its work. Must not know: the view,
+other peers, what is decided.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def demands_of(cost: RunCost) -> StageDemands:
 
 
 def longest_spans(cost: RunCost, allowed_bytes: float, most_stages: int) -> tuple[int, ...]:
-    """Returns for each first stage how many stages from it on fit into `allowed_bytes`; 0 where it does not itself.
+    """Returns for each first stage how many stages from it on fit into `allowed_bytes`; 0 if it does not fit itself.
 
-    most_stages: no more than so many, 0 for no limit.
+    most_stages: the largest number to return, 0 for no limit.
     """
     count, length = cost.stage_count, 0
     longest: list[int] = []

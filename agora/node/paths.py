@@ -97,7 +97,7 @@ class Home:
 
 
 def home_at(directory: Path | None = None) -> Home:
-    """Returns the given data directory; None: AGORA_HOME, else XDG_DATA_HOME/agora, else ~/.local/share/agora."""
+    """Returns the given data directory; by default AGORA_HOME, or XDG_DATA_HOME/agora, or ~/.local/share/agora."""
     if directory is not None:
         return Home(directory.expanduser().absolute())
     if named := os.environ.get(HOME_VARIABLE):
@@ -108,8 +108,8 @@ def home_at(directory: Path | None = None) -> Home:
 def runtime_directory() -> Path:
     """Returns the directory of the sockets of this user's daemons.
 
-    AGORA_RUNTIME_DIR, else systemd's RUNTIME_DIRECTORY, else XDG_RUNTIME_DIR/agora, else /tmp/agora-UID; a directory
-    whose name leaves no room for a socket's is passed over.
+    It is the first that is set of AGORA_RUNTIME_DIR, systemd's RUNTIME_DIRECTORY and XDG_RUNTIME_DIR/agora; otherwise
+    /tmp/agora-UID. A directory whose path is too long for a socket's is skipped.
     """
     for named, suffix in ((RUNTIME_VARIABLE, ""), ("RUNTIME_DIRECTORY", ""), ("XDG_RUNTIME_DIR", "agora")):
         value = os.environ.get(named, "").partition(":")[0]
@@ -119,7 +119,10 @@ def runtime_directory() -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Makes the directory with mode 0700. Raises PermissionError when another user owns it, or when it is a link."""
+    """Creates the directory with mode 0700 if missing; PermissionError if it is a link or another user's.
+
+    Leaves the mode of an existing directory as it is.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -130,7 +133,7 @@ def make_private(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A running daemon, as the registry file beside its socket describes it."""
+    """A running daemon, as the registry file next to its socket describes it. Immutable."""
 
     run: str
     name: str
@@ -156,19 +159,19 @@ def socket_of(home: Home) -> Path:
 
 
 def register(entry: Entry) -> None:
-    """Writes the file by which commands find a running daemon, over that of an earlier one of its data directory."""
+    """Writes the registry file by which commands find a running daemon; replaces its data directory's earlier one."""
     replace_text(Path(entry.socket).with_suffix(".json"), json.dumps(asdict(entry)))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file, over an old one, at once: a reader finds either the old text or all of the new. Raises OSError."""
+    """Writes a file, replacing an old one atomically: a reader sees the old text or all of the new. Raises OSError."""
     temporary = path.with_suffix(".new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 def unregister(socket: Path) -> None:
-    """Removes a daemon's socket and the registry file beside it, if they are there."""
+    """Removes a daemon's socket and the registry file next to it, if they exist."""
     socket.unlink(missing_ok=True)
     socket.with_suffix(".json").unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
-"""Reads off this machine, and asks of a run, what `agora-node doctor` judges.
+"""Gathers the facts about this machine and a run that `agora-node doctor` checks.
 
 Knows: files, sockets, packages, the kernel. Must not know: what is good or bad (machine_checks.py). Nothing here
-raises: what cannot be read is a problem in words. Takes some seconds, for torch's import and for addresses that do not
-answer.
+raises: a fact that cannot be read is a problem in words. Takes some seconds, for torch's import and for addresses that
+do not answer.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ STATUS_S: Final = 6.0
 MAX_ADDRESSES_TRIED: Final = 16
 UNIT: Final = "agora-node"
 MINIMUM_STAGE_BYTES: Final = 256 * 2**20
-"""Memory beside the daemon's own that is asked for while no run is named."""
+"""Memory that is asked for in addition to the daemon's own while no run is named."""
 TIME_ERROR: Final = 5
 """What adjtimex(2) returns while the kernel's clock is not synchronised."""
 
 
 def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -> Readings:
-    """Returns what can be read for a daemon in `home` with these settings, and for the run that `run` names, if any."""
+    """Returns the facts for a daemon in `home` with the settings `flags`, and for the run that `run` names, if any."""
     chosen, settings_problem = _settings(home, flags)
     identity, identity_problem = _identity(home)
     pid, in_sight = _daemon(home)
@@ -90,7 +90,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
 
 
 def _requirements() -> list[Requirement]:
-    """Returns what the installed product requires, without its extras; [] when it runs from a folder."""
+    """Returns the packages that the installed product requires, without its extras; a fixed list if not installed."""
     try:
         texts = importlib.metadata.requires(PRODUCT) or []
     except importlib.metadata.PackageNotFoundError:
@@ -110,10 +110,10 @@ def _package(required: Requirement) -> PackageReading:
 
 
 def _p2pd_problem() -> str:
-    """Returns why hivemind's network process cannot run here; "" when it says how it is used."""
+    """Returns why hivemind's network process p2pd cannot run here; "" when it prints its usage."""
     found = importlib.util.find_spec("hivemind")
     if found is None or found.origin is None:
-        return "hivemind is missing, which brings it"
+        return "hivemind, which ships p2pd, is not installed"
     binary = Path(found.origin).parent / "hivemind_cli" / "p2pd"
     try:
         done = subprocess.run([str(binary), "-help"], capture_output=True, timeout=10)
@@ -123,7 +123,7 @@ def _p2pd_problem() -> str:
 
 
 def _settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Settings, str]:
-    """Returns the settings in force and "", or the defaults and what is wrong."""
+    """Returns the settings in force and "", or the defaults and the problem with the settings."""
     try:
         return settings.load(home.root / "agora.toml", flags), ""
     except AgoraError as error:
@@ -131,7 +131,7 @@ def _settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Sett
 
 
 def _identity(home: paths.Home) -> tuple[str, str]:
-    """Returns this machine's peer id ("" before the first start), and what is wrong with the file of its key."""
+    """Returns this machine's peer id and the problem with its key file: one is "", before a first start both."""
     if not os.path.lexists(home.identity):
         return "", ""
     try:
@@ -141,7 +141,7 @@ def _identity(home: paths.Home) -> tuple[str, str]:
 
 
 def _try_device(name: str) -> tuple[str, str]:
-    """Returns which device is meant by `name`, and why it cannot compute: "" when it has multiplied two matrices."""
+    """Returns the device that `name` means, and why it cannot compute; "" when it has multiplied two matrices."""
     try:
         import torch
 
@@ -183,7 +183,7 @@ def _nearest_existing(directory: Path) -> Path:
 
 
 def _free_disk(directory: Path) -> float:
-    """Returns the free bytes where the data directory is or would be; 0 when nobody can tell."""
+    """Returns the free bytes of the disk where the data directory is or would be; 0 if that cannot be read."""
     try:
         return float(shutil.disk_usage(_nearest_existing(directory)).free)
     except OSError:
@@ -191,7 +191,7 @@ def _free_disk(directory: Path) -> float:
 
 
 def _disk_problem(directory: Path) -> str:
-    """Returns why a file cannot be written there, or that too little is free; "" for neither."""
+    """Returns why a file cannot be written there, or that too little is free; "" if neither is so."""
     existing = _nearest_existing(directory)
     try:
         if not existing.is_dir():
@@ -203,7 +203,7 @@ def _disk_problem(directory: Path) -> str:
 
 
 def _runtime_problem() -> str:
-    """Returns why sockets cannot be made in the runtime directory; "" when they can."""
+    """Creates the runtime directory if missing; returns why sockets cannot be created in it, or ""."""
     directory = paths.runtime_directory()
     try:
         paths.make_private(directory)
@@ -222,7 +222,7 @@ def _clock_is_synchronised() -> bool | None:
 
 
 def problem_of_listening(multiaddr: str) -> str:
-    """Returns why a TCP port cannot be listened on; "" when it can, or when any port will do."""
+    """Returns why the TCP port of `multiaddr` cannot be listened on, by trying it; "" if it can, or for port 0."""
     parts = multiaddr.strip("/").split("/")
     fields = dict(zip(parts[::2], parts[1::2], strict=False))
     host, port = fields.get("ip4") or fields.get("ip6"), fields.get("tcp")
@@ -240,7 +240,7 @@ def problem_of_listening(multiaddr: str) -> str:
 
 
 def _is_outer(address: str) -> bool:
-    """Returns whether an interface's address is good for more than this machine or this cable."""
+    """Returns whether an interface's address is neither loopback nor link-local."""
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
         return not (parsed.is_loopback or parsed.is_link_local)
@@ -255,7 +255,10 @@ def _is_public(address: str) -> bool:
 
 
 def _daemon(home: paths.Home) -> tuple[int | None, int | None]:
-    """Returns the pid of the daemon in this data directory, and how many other peers it sees; None for neither."""
+    """Returns the pid of the daemon in this data directory, None without one, and how many other peers it sees.
+
+    The latter is None if no daemon answers.
+    """
     root = str(home.root.resolve())
     entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
@@ -267,7 +270,7 @@ def _daemon(home: paths.Home) -> tuple[int | None, int | None]:
 
 
 def _unit_state() -> str:
-    """Returns what systemd says of the unit agora-node; "" where there is no systemd, or no such unit."""
+    """Returns the ActiveState of the systemd unit agora-node; "" without systemd or without that unit."""
     if shutil.which("systemctl") is None:
         return ""
     command = ["systemctl", "show", "--property=ActiveState", "--property=LoadState", UNIT]
@@ -282,7 +285,7 @@ def _unit_state() -> str:
 
 
 def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
-    """Returns the fields of Readings that are about the run, and its `manifest` when it is on this machine."""
+    """Returns the fields of Readings about the run, by name, and its `manifest` if that is on this machine."""
     try:
         reference = runs.resolve(run, home)
     except AgoraError as error:
@@ -305,7 +308,7 @@ def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
 
 
 def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
-    """Asks the run's peers for its status: returns how far this clock is from theirs, or why none tells."""
+    """Asks the run's peers for its status; returns {"clock_offset_s": ...}, or {"answer_problem": why none answers}."""
     from agora.net import light
 
     asked_unix = time.time()
@@ -317,12 +320,12 @@ def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
     if not isinstance(theirs, int | float):
         return {}
     earliest, latest = asked_unix - theirs, time.time() - theirs
-    # Their clock was read at some moment between question and answer: what that leaves open is no offset.
+    # Their clock was read at some moment between question and answer, so an offset within that time is unknown.
     return {"clock_offset_s": -earliest if earliest > 0 else -latest if latest < 0 else 0.0}
 
 
 def read_peers(addresses: Iterable[str]) -> tuple[PeerReading, ...]:
-    """Opens a TCP connection to each address at once; returns how long each took, or why there was none."""
+    """Opens a TCP connection to each address, in parallel; returns how long each took, or why it failed."""
     listed = list(dict.fromkeys(addresses))
     if not listed:
         return ()
@@ -331,7 +334,7 @@ def read_peers(addresses: Iterable[str]) -> tuple[PeerReading, ...]:
 
 
 def _connect(multiaddr: str) -> PeerReading:
-    """Returns the reading of one address."""
+    """Opens and closes a TCP connection to `multiaddr`; returns how long that took, or why it failed."""
     parts = multiaddr.strip("/").split("/")
     fields = dict(zip(parts[::2], parts[1::2], strict=False))
     host = next((fields[kind] for kind in ("ip4", "ip6", "dns4", "dns6", "dns") if kind in fields), None)
@@ -346,7 +349,7 @@ def _connect(multiaddr: str) -> PeerReading:
 
 
 def _names_in(addresses: Iterable[str]) -> list[str]:
-    """Returns the host names in multiaddrs."""
+    """Returns the distinct DNS names in multiaddrs."""
     parts = [address.strip("/").split("/") for address in addresses]
     named = [fields[1] for fields in parts if len(fields) > 1 and fields[0] in ("dns", "dns4", "dns6")]
     return list(dict.fromkeys(named))

@@ -73,7 +73,7 @@ class SentTensors:
     state_bytes: int = 0
 
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
-        """Counts tensors sent with `request`, or with the answer to it; not the tokens that go beside a boundary."""
+        """Counts tensors sent with `request` or its answer; not the tokens that are sent together with a boundary."""
         sizes = [tensor.nbytes for tensor in tensors]
         match request:
             case Process():
@@ -104,7 +104,7 @@ class RequestHandler:
 
     @contextmanager
     def answering(self, kinds: Sequence[type[Message]], answer: Handler) -> Iterator[None]:
-        """Answers requests of these kinds by `answer` until the block ends. Before and after, they are refused Busy."""
+        """Context manager: requests of these kinds are answered by `answer` within it, and refused Busy otherwise."""
         self._answerers |= dict.fromkeys(kinds, answer)
         try:
             yield
@@ -130,7 +130,7 @@ class RequestHandler:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
-        """Answers by whoever answers such requests now; else by what a former span answered to the same microbatch.
+        """Returns the answer of the present answerer of such requests; without one, a former span's to a repeat.
 
         Raises Busy when there is neither. A malformed request (not Process, Contribute) is an offence of the caller.
         """

@@ -43,11 +43,11 @@ class RunReference:
 
     @property
     def base(self) -> Path:
-        """The directory at which relative paths of the manifest begin: that of its file, else the working directory."""
+        """Base directory for the manifest's relative paths: that of its file, or the working directory without one."""
         return self.file.parent.absolute() if self.file is not None else Path.cwd()
 
     def is_of(self, entry: paths.Entry) -> bool:
-        """Whether a running daemon takes part in this run; for a draft, whether with its founder it makes that run."""
+        """Returns whether a running daemon takes part in this run; for a draft, in the run that its founder signed."""
         if self.run:
             return entry.run == self.run
         return self.draft is not None and self.draft.model_copy(update={"founder": entry.founder}).run_id == entry.run
@@ -135,7 +135,7 @@ def sign(
 
 
 def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
-    """Returns the draft's text with founder and [signed] added, comments kept; the manifest anew if that is invalid."""
+    """Returns the draft's text plus founder and [signed], comments kept; if that is invalid, a newly written text."""
     from agora_protocol.manifest import SignedManifest
 
     table, lines = signed.to_toml().rpartition("\n[signed]")[2], text.rstrip().split("\n")

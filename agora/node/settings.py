@@ -1,6 +1,6 @@
-"""Reads the daemon's settings: from the command line, else AGORA_* variables, else DIR/agora.toml, else a default.
+"""Reads the daemon's settings from the command line, AGORA_* variables, DIR/agora.toml; the first that has one wins.
 
-Knows: names, types, where each value came from. Must not know: the run's manifest, which says nothing of a machine.
+Knows: names, types, where each value came from. Must not know: the run's manifest, which says nothing about machines.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Settings(pydantic.BaseModel):
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
     """RATE,RTT[,JITTER[,LOSS]] that this peer's streams shall behave like; "" is the network as it is."""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
-    slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes so many times slower, and sleeps meanwhile
+    slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes this many times slower, by sleeping
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
     most_stages: int = pydantic.Field(0, ge=0)  # the longest span that placement may choose; 0: what fits into memory
     rebalance: bool = True  # whether it moves by itself where the swarm is slowest; never with chosen `stages`

@@ -98,7 +98,7 @@ async def _fill_stages(
 
 
 def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None) -> StateKeeper:
-    """Returns the keeper of the stages. epochs: what is written beside the checkpoints of stage 0, if anything."""
+    """Returns the StateKeeper that checkpoints and serves the stages' state. epochs: written with stage 0's, if any."""
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
         startup.me,
@@ -107,7 +107,7 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
     )
 
     def on_written(stage: int, step: int) -> None:
-        """Called when a checkpoint was written: writes the state of the epochs beside that of stage 0."""
+        """Called when a checkpoint was written: writes the state of the epochs together with that of stage 0."""
         if epochs is not None and stage == 0:
             epochs.record.write(step)
 
@@ -154,14 +154,14 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    """Raises MemoryError_ without the memory that the span needs; else returns why it was chosen and what it needs."""
+    """Raises MemoryError_ without the memory that the span needs; returns a note: the span, the reason, the memory."""
     free, limit_gib = available_bytes(torch.device("cpu")), local_peer.startup.settings.memory_gib
     need = doctor.check_memory(local_peer.manifest, span, free, limit_gib)
     return f"stages {span}: {reason}; {need}"
 
 
 async def _confirm(local_peer: LocalPeer) -> Span | None:
-    """Asks whether the claimed span still stands; None if so, else the span to load instead, already claimed."""
+    """Asks whether this peer's claim still stands; returns None if so, or the span to load instead, already claimed."""
     with local_peer.startup.steps.step("confirm") as note:
         placement = await local_peer.membership.confirm()
         if placement is None or placement.span is None:

@@ -23,7 +23,7 @@ from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
 
 WAIT_USEC = 300_000_000
-"""Microseconds for which systemd waits for the next word of a start."""
+"""Microseconds for which systemd waits for the next sign of a start's progress."""
 
 
 @dataclass

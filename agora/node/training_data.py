@@ -26,7 +26,7 @@ from agora.threads import run_in_thread
 
 @dataclass
 class OriginCircle:
-    """Who else draws microbatches now. others: returns the other live origins; set when the span is loaded."""
+    """Knows the origins that share the epochs. others: returns the other live ones; set when the span is loaded."""
 
     others: Callable[[], Collection[PeerId]] = tuple
 
@@ -63,7 +63,7 @@ async def open_training_data(local_peer: LocalPeer) -> TrainingData:
 
 
 def _require_permission(local_peer: LocalPeer) -> None:
-    """Raises LocalError if the run comes from a stranger and reads files that the owner did not allow to read."""
+    """Raises LocalError if a run not joined from a local manifest file names local files, without --allow-files."""
     startup, data = local_peer.startup, local_peer.manifest.data
     sources = [data.samples] if data.samples else [source for source in data.corpus if source != "stdlib"]
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
@@ -99,7 +99,7 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
 
 
 async def _open_samples(local_peer: LocalPeer) -> Epochs:
-    """Opens the rows of the samples, and what is known on this disk of their epochs."""
+    """Opens the rows of the samples, and the state of their epochs that is stored on this disk."""
     startup, manifest = local_peer.startup, local_peer.manifest
 
     def load() -> SampleRows:

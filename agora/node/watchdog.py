@@ -1,6 +1,6 @@
-"""Tells systemd how the daemon is, by sd_notify's datagrams, and reports changes of health and traffic.
+"""Reports the daemon's state to systemd by sd_notify datagrams, and changes of health and traffic as events.
 
-Knows: the node's report. Must not know: how its numbers come about. systemd's watchdog is fed only where the work
+Knows: the node's report. Must not know: how its numbers are computed. systemd's watchdog is fed only where the work
 itself proves progress or states what it waits for; that this loop runs proves nothing.
 """
 
@@ -17,19 +17,19 @@ from agora.node.node_report import NO_TRAFFIC, NodeReport, service_status
 from agora.observe import events
 
 LOOK_S = 1.0
-"""Seconds between two looks at the daemon."""
+"""Seconds between two checks of the daemon."""
 TRAFFIC_S = 2.0
 """Seconds between two reports of the traffic."""
 SILENCE_S = 30.0
-"""Seconds for which work in hand may make no progress, where systemd gives no interval; else half of its interval."""
+"""Seconds for which work in hand may make no progress if systemd gives no interval; otherwise half of that interval."""
 SILENCE_PATHS = 10.0
-"""The same time is at least so many times `path_s`, from here to the last stage and back."""
+"""That time is at least this many times `path_s`, the seconds from here to the last stage and back."""
 
 
 class Notifier:
     """Sends sd_notify datagrams to NOTIFY_SOCKET; does nothing when that is not set (not under systemd).
 
-    `watchdog_s` is the watchdog's interval in seconds, 0 when systemd watches no watchdog of this process.
+    `watchdog_s` is the watchdog's interval in seconds, 0 when systemd set no watchdog for this process.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
@@ -86,7 +86,7 @@ class Watchdog:
         self._traffic = NO_TRAFFIC
 
     async def run(self) -> None:
-        """Looks at the daemon every second, and every 2 s at its traffic, until cancelled."""
+        """Checks the daemon every second, and its traffic every 2 s, until cancelled."""
         traffic_due = 0.0
         while True:
             report = self._take_node_report()

@@ -61,11 +61,11 @@ class Mesh:
 
     @property
     def hub(self) -> MeshMachine | None:
-        """The first machine with an endpoint, which forwards between those without; None where there is none."""
+        """The first machine with an endpoint, which forwards between those without one; None if none has one."""
         return next((machine for machine in self.machines if machine.endpoint), None)
 
     def behind_nat(self) -> list[MeshMachine]:
-        """Returns the machines that nobody can dial."""
+        """Returns the machines without an endpoint, which no other machine can dial."""
         return [machine for machine in self.machines if not machine.endpoint]
 
 

@@ -1,9 +1,9 @@
-"""When machines come, go and hang in a simulation. Pure; by a random generator.
+"""Draws when machines join, leave, are killed and hang in a simulation. Pure, apart from the random generator's state.
 
 Knows: rates per hour. Must not know: peers, stages, what follows from a departure.
 
-The shapes `p3` and `g4dn` stand for two published logs of preemptible machines: which share of the mean fleet leaves in
-an hour, and how many leave at once at most. A group is of one machine to that many, drawn at random.
+The shapes `p3` and `g4dn` stand for two published logs of preemptible machines: which share of the mean fleet leaves
+per hour, and the most machines that leave at the same moment. How many leave together is drawn from 1 to that number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ HOUR_S = 3600.0
 class Churn:
     """How a fleet changes. The three rates are shares of the fleet per hour; joins make up for all of them.
 
-    kills: machines that vanish. leaves: that say so first. hangs: that stop, without their connections breaking.
-    at_once: the most that vanish at one moment. return_s: mean seconds from a departure to the join that replaces it.
+    kills: machines that vanish. leaves: machines that announce it and finish their work. hangs: machines that stop
+    with their connections open. at_once: the most that are killed at one moment; each number from 1 is as likely.
+    return_s: mean seconds from a departure to the join that replaces it.
     """
 
     kills: float = 0.0
@@ -49,7 +50,7 @@ class FleetEvent:
 
 
 def fleet_events(churn: Churn, peers: int, seconds: float, rng: random.Random) -> list[FleetEvent]:
-    """Returns what happens to a fleet of `peers` machines within so many seconds, in order of time.
+    """Returns what happens to a fleet of `peers` machines in the first `seconds`, in order of time.
 
     Departures are a Poisson process for each kind. Each departed machine is followed by a join after an exponentially
     distributed time, so that the fleet stays near its size.

@@ -1,9 +1,9 @@
-"""The directory of a simulation: claims, when they end, what a peer reads of them, and how many records that is.
+"""The directory of a simulation: claims, when they end, what a peer reads of them, and how many records it reads.
 
 Knows: claims, their lifetime, samples of a stage's replicas. Must not know: how records are stored, or microbatches.
 
-A peer reads every few seconds: a bounded sample of the replicas of the stage that it calls, and the whole view, of some
-age, when it looks for a better place. A peer that dies keeps its claim until the claim ends.
+Every few seconds a peer reads a bounded sample of the replicas of the stage that it calls. When it looks for a better
+place it gets the claims of all peers, at most VIEW_AGE_S old. The claim of a peer that dies stays until it expires.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_S, PUBLISH_PROGRESS
 from agora.swarm.view import PeerView, View
 
 SAMPLE = 32
-"""Replicas of the next stage that a peer knows, at most."""
+"""The most replicas of the next stage that a peer knows."""
 NEWCOMERS = 64
-"""The latest newcomers of a stage that readers compare with their samples, at most."""
+"""How many of a stage's latest newcomers are remembered, so that readers may take them into their samples."""
 FETCH_SAMPLE = 8
-"""Servers of a stage that a newcomer considers to fetch from."""
+"""The most servers of a stage from which a newcomer chooses donors."""
 VIEW_AGE_S = 4.0
-"""The view that peers judge their place by is at most so old."""
+"""The greatest age, in seconds, of the view by which peers judge their place."""
 
 
 class DirectoryModel:
-    """Keeps the claims of all peers. Every change of a stage's servers raises the stage's version."""
+    """Keeps the claims of all peers. Every change of a stage's servers raises the stage's version by one.
+
+    work: of each stage, see SimulatedModel. Counts the records that are read in `measurements`.
+    """
 
     def __init__(self, work: tuple[float, ...], rng: random.Random, measurements: Measurements) -> None:
         stages = len(work)
@@ -46,7 +49,7 @@ class DirectoryModel:
         self._is_changed = False
 
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:
-        """Stores a peer's claim; the one before ends."""
+        """Stores a peer's claim of its present incarnation, in place of its earlier one."""
         self.withdraw(peer.id)
         rate = peer.equipment.speed / sum(self._work[span.first : span.last + 1])
         bandwidth = peer.equipment.link.spec.rate
@@ -69,12 +72,12 @@ class DirectoryModel:
                 self.versions[stage] += 1
 
     def is_current(self, peer: PeerId, incarnation: int) -> bool:
-        """Returns whether a peer's claim is still of this incarnation."""
+        """Returns whether a peer has a claim and it is of this incarnation."""
         claimed = self._claims.get(peer)
         return claimed is not None and claimed.incarnation == incarnation
 
     def seconds_to_end(self) -> float:
-        """Returns for how long the claim of a peer that publishes it no more is still there, drawn at random."""
+        """Returns the seconds, drawn at random, until the claim of a peer that stops publishing now expires."""
         return LIFETIME_S - self._rng.uniform(0.0, PUBLISH_CLAIM_S)
 
     def servers(self, stage: int) -> int:
@@ -86,10 +89,10 @@ class DirectoryModel:
         return CALM_READ_S * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     def read(self, peer: SimulatedPeer, stage: int) -> bool:
-        """Renews a peer's sample of the servers of `stage`; returns whether it has changed.
+        """Refreshes a peer's sample of the servers of `stage`; returns whether it has changed.
 
-        Those of the sample that still serve stay in it, so that what was measured of them is not lost. A newcomer gets
-        into a full sample with probability SAMPLE / servers, so that all servers are in about equally many samples.
+        Servers of the sample that still serve stay in it, so that what was measured of them is not lost. A newcomer
+        gets into a full sample with probability SAMPLE / servers; so each server is in about equally many samples.
         """
         servers = self._servers[stage]
         self._measurements.directory_read += min(SAMPLE, len(servers)) + len(self._servers)
@@ -124,10 +127,10 @@ class DirectoryModel:
         return self._snapshot
 
     def sample_servers(self, stage: int) -> list[PeerView]:
-        """Returns some peers that claim to serve a stage, at random."""
+        """Returns at most FETCH_SAMPLE of the peers that claim to serve a stage, drawn at random."""
         servers = list(self._servers[stage].values())
         return servers if len(servers) <= FETCH_SAMPLE else self._rng.sample(servers, FETCH_SAMPLE)
 
     def records_stored_per_s(self, spans: int) -> float:
-        """Returns the records per second that a peer stores: its claim and its progress, under each stage it holds."""
+        """Returns the records per second that a peer with `spans` stages stores: claim and progress for each stage."""
         return spans * (1.0 / PUBLISH_CLAIM_S + 1.0 / PUBLISH_PROGRESS_S)

@@ -1,7 +1,7 @@
 """Simulated time: events in order of time, and deadlines that are nearly always removed before they pass.
 
-Knows: times, functions to call. Must not know: what happens in them, or any real clock. Two events of one time happen
-in the order in which they were added, so that a simulation is the same at each run.
+Knows: times, functions to call. Must not know: what the functions do, or any real clock. Two events at the same time
+happen in the order in which they were added, so that a simulation is the same at each run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class EventQueue:
         self._added = 0
 
     def at(self, time: float, function: Callable[..., None], *args: Any) -> None:
-        """Has `function(*args)` called at `time`, or at once after the present event when that has passed."""
+        """Has `function(*args)` called at `time`; if that has passed, at the present time, after this event."""
         self._added += 1
         heapq.heappush(self._heap, (max(time, self.now), self._added, function, args))
 
     def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
-        """Has `function(*args)` called in so many seconds."""
+        """Has `function(*args)` called `seconds` from now."""
         self.at(self.now + seconds, function, *args)
 
     def run(self, until: float) -> None:
-        """Lets everything happen that is due before or at `until`; then `now` is `until`."""
+        """Calls all functions that are due at `until` or earlier, then sets `now` to `until`."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, function, args = heapq.heappop(heap)
@@ -44,9 +44,10 @@ class EventQueue:
 
 
 class DeadlineWheel(Generic[K]):
-    """Calls `passed(key)` when a key's deadline passes, unless it was removed before; to within `grain_s` seconds.
+    """Calls `passed(key)` at a key's deadline, or up to `grain_s` seconds later, unless the key was removed before.
 
-    Most deadlines of a swarm are removed. A key that is removed leaves nothing behind, unlike an event of the queue.
+    Most deadlines of a swarm are removed. A removed key takes no memory, whereas an event of the queue cannot be
+    removed.
     """
 
     def __init__(self, queue: EventQueue, passed: Callable[[K], None], grain_s: float = 0.25) -> None:
@@ -57,7 +58,7 @@ class DeadlineWheel(Generic[K]):
         self._slot_of: dict[K, int] = {}
 
     def add(self, key: K, deadline: float) -> None:
-        """Adds a key that is not there yet; its deadline is rounded up to the next grain."""
+        """Adds a key that is not there yet; its deadline is rounded up to a multiple of `grain_s`."""
         slot = math.ceil(deadline / self._grain_s)
         if slot not in self._slots:
             self._slots[slot] = {}
@@ -72,7 +73,7 @@ class DeadlineWheel(Generic[K]):
             del self._slots[slot][key]
 
     def _pass(self, slot: int) -> None:
-        """Takes the keys of one slot out, one after the other, and tells of each; one may remove another."""
+        """Removes the keys of one slot one by one and calls `passed` for each; such a call may remove other keys."""
         keys = self._slots[slot]
         while keys:
             key = next(iter(keys))

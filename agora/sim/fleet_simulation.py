@@ -1,6 +1,6 @@
 """Simulated machines that join, serve, move, leave, hang and die, and that read the directory.
 
-Knows: the product's placement and rebalancing decide where each holds what. Must not know: how microbatches travel.
+Knows: that placement rules decide which span each machine holds. Must not know: how microbatches travel.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from agora.swarm.view import View
 DRAIN_S = 60.0
 """Seconds within which a peer that moves or leaves finishes what it holds."""
 DRAIN_LOOK_S = 1.0
-"""Seconds between two looks at whether it has."""
+"""Seconds between two checks whether a machine that moves or leaves has finished."""
 HANG_S = 60.0
 """Seconds after which a machine that hangs is ended, by its watchdog or its owner."""
 
 
 class PlacementRules(Protocol):
-    """Where machines hold stages, by the product's functions. None: nowhere, or where they are."""
+    """Decides which stages each machine holds, and how often a machine asks again."""
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span that a newcomer should hold."""
+        """Returns the span that a newcomer should hold; None: it stands by."""
 
     def judge(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span to which a serving peer should move."""
+        """Returns the span to which a serving peer should move; None: it stays."""
 
     def next_look_s(self) -> float | None:
         """Returns the seconds until a peer judges its place again; None: never."""
 
 
 class FleetSimulation:
-    """All machines of a simulation. state_bytes: what a newcomer fetches of each stage. startup_s: before it does."""
+    """All machines of a simulation. state_bytes: what a newcomer fetches of each stage.
+
+    startup_s: the seconds from a machine's start to its first choice of a span.
+    """
 
     def __init__(
         self,
@@ -67,17 +70,17 @@ class FleetSimulation:
         self._numbers = 0
         self.stages = len(state_bytes)
         self.peers: dict[PeerId, SimulatedPeer] = {}
-        """The machines that are there, hung ones included."""
+        """The machines that have not gone, hung ones included."""
         self._departed: dict[PeerId, SimulatedPeer] = {}
         self.hops: HopSimulation
         self.origins: OriginSimulation
 
     def connect(self, hops: HopSimulation, origins: OriginSimulation) -> None:
-        """Gives it the two other parts of the simulation, before anything happens."""
+        """Sets the two other parts of the simulation; must be called before any event happens."""
         self.hops, self.origins = hops, origins
 
     def find(self, peer: str) -> SimulatedPeer:
-        """Returns the machine of an id, also one that has gone but is still in somebody's view."""
+        """Returns the machine with this id, also one that has gone but may still be in a peer's view."""
         return self.peers.get(PeerId(peer)) or self._departed[PeerId(peer)]
 
     # --- coming
@@ -91,7 +94,7 @@ class FleetSimulation:
         return peer
 
     def place(self, peer: SimulatedPeer, span: Span) -> None:
-        """Has a machine serve a span from now on, with nothing to fetch."""
+        """Makes a machine serve a span from now on, without fetching its state."""
         peer.span, peer.presence = span, Presence.JOINING
         peer.incarnation += 1
         self._serve(peer)
@@ -106,20 +109,20 @@ class FleetSimulation:
         return peer
 
     def _watch(self, peer: SimulatedPeer) -> None:
-        """Begins a machine's reading of the directory, and its looks at its own place."""
+        """Schedules a machine's first read of the directory and its periodic placement checks, if there are any."""
         self._events.after(self._directory.read_interval_s(), self._read, peer)
         if (look_s := self._rules.next_look_s()) is not None:
             self._events.after(look_s, self._look, peer)
 
     def _choose(self, peer: SimulatedPeer) -> None:
-        """A machine that holds nothing chooses a span, or stands by."""
+        """Has a machine that stands by choose a span and fetch it; without a span to choose it goes on standing by."""
         if peer.presence is Presence.STANDBY:
             span = self._rules.choose(self._directory.view(self._events.now), peer)
             if span is not None:
                 self._fetch(peer, span)
 
     def _fetch(self, peer: SimulatedPeer, span: Span) -> None:
-        """Claims a span as joining, and fetches the state of its stages from those that serve them."""
+        """Claims a span as joining, and fetches the state of its stages from peers that serve them."""
         peer.span, peer.presence = span, Presence.JOINING
         peer.incarnation += 1
         self._directory.claim(peer, span, "joining")
@@ -133,7 +136,10 @@ class FleetSimulation:
         SimulatedFetch(self._events, peer, size, list(donors.values()), self._rng, self._serve)
 
     def _serve(self, peer: SimulatedPeer) -> None:
-        """A machine's state is there: it claims to serve, and takes microbatches."""
+        """Called when a machine has its stages' state: claims the span as serving, and makes it an origin at stage 0.
+
+        Does nothing if the machine is no longer joining.
+        """
         if peer.presence is not Presence.JOINING or peer.span is None:
             return
         peer.presence = Presence.SERVING
@@ -146,7 +152,7 @@ class FleetSimulation:
     # --- staying
 
     def _read(self, peer: SimulatedPeer) -> None:
-        """A machine reads the directory, and again after some seconds."""
+        """Refreshes a machine's sample of its next stage's servers, and schedules its next read."""
         if not peer.is_up:
             return
         held = 0 if peer.span is None else len(peer.span)
@@ -158,7 +164,7 @@ class FleetSimulation:
         self._events.after(interval_s, self._read, peer)
 
     def _look(self, peer: SimulatedPeer) -> None:
-        """A machine judges its place: it moves, or one that stood by begins to serve."""
+        """Moves a machine that serves if the rules say so, lets one that stands by choose; schedules the next check."""
         if not peer.is_up:
             return
         if peer.presence is Presence.STANDBY:
@@ -172,14 +178,17 @@ class FleetSimulation:
             self._events.after(look_s, self._look, peer)
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
-        """A machine takes no new work, finishes what it holds, within DRAIN_S, and goes on with `then`."""
+        """Stops new work for a machine, lets it finish what it holds, for at most DRAIN_S, then calls `then`."""
         peer.presence = Presence.LEAVING
         if peer.span is not None:
             self._directory.claim(peer, peer.span, "leaving")
         self._wait_for_drain(peer, self._events.now + DRAIN_S, then)
 
     def _wait_for_drain(self, peer: SimulatedPeer, until: float, then: Callable[[], None]) -> None:
-        """Looks every DRAIN_LOOK_S whether a leaving machine holds no more work; at `until` hands the rest back."""
+        """Calls `then` as soon as a leaving machine holds no more work; at `until` it hands the rest back first.
+
+        Forgets what the machine knew as an origin and of its next stage. Does nothing if it is no longer leaving.
+        """
         if peer.presence is not Presence.LEAVING:
             return
         if peer.visits and self._events.now < until:
@@ -193,22 +202,22 @@ class FleetSimulation:
     # --- going
 
     def leave(self, peer: SimulatedPeer) -> None:
-        """A machine says that it leaves, finishes what it holds, and goes."""
+        """Makes a machine claim that it leaves, finish what it holds, and go."""
         self._measurements.leaves += 1
         self._drain(peer, lambda: self._go(peer))
 
     def _go(self, peer: SimulatedPeer) -> None:
-        """Ends a machine that has finished what it held, and its claim with it."""
+        """Removes a machine that has finished what it held, and its claim."""
         self._directory.withdraw(peer.id)
         self._end(peer)
 
     def kill(self, peer: SimulatedPeer) -> None:
-        """A machine vanishes; its claim stays in the directory until it ends."""
+        """Makes a machine vanish; its claim stays in the directory until it expires."""
         self._measurements.kills += 1
         self._vanish(peer)
 
     def hang(self, peer: SimulatedPeer) -> None:
-        """A machine stops without a word; it is ended after HANG_S."""
+        """Makes a machine stop with its connections open; it is ended after HANG_S."""
         self._measurements.hangs += 1
         peer.presence = Presence.HUNG
         peer.device.stop()
@@ -217,21 +226,21 @@ class FleetSimulation:
         self._events.after(HANG_S, self._end, peer)
 
     def _vanish(self, peer: SimulatedPeer) -> None:
-        """Ends a machine now, its claim later."""
+        """Ends a machine now, and its claim when that expires."""
         self._end_claim_later(peer)
         self._end(peer)
 
     def _end_claim_later(self, peer: SimulatedPeer) -> None:
-        """Has the claim end some time after it was last published."""
+        """Schedules the end of the claim, a lifetime after it was last published."""
         self._events.after(self._directory.seconds_to_end(), self._end_claim, peer.id, peer.incarnation)
 
     def _end_claim(self, peer: PeerId, incarnation: int) -> None:
-        """Ends a claim that has not been replaced."""
+        """Removes a peer's claim if it is still of this incarnation."""
         if self._directory.is_current(peer, incarnation):
             self._directory.withdraw(peer)
 
     def _end(self, peer: SimulatedPeer) -> None:
-        """Takes a machine out of the simulation and breaks its connections."""
+        """Takes a machine out of the simulation and breaks its connections; does nothing if it has gone already."""
         if self.peers.pop(peer.id, None) is None:
             return
         if peer.origin is not None:
@@ -243,10 +252,10 @@ class FleetSimulation:
         self.hops.break_connections(peer)
 
     def _forget(self, peer: PeerId) -> None:
-        """Forgets a machine that has gone, when it is in nobody's view any more."""
+        """Forgets a machine that has gone; called when no peer's view can name it any more."""
         del self._departed[peer]
 
     def pick(self, count: int) -> list[SimulatedPeer]:
-        """Returns so many machines, at most all, that are up and not leaving, at random."""
+        """Returns `count` of the machines that are up and not leaving, drawn at random; all if there are fewer."""
         up = [p for p in self.peers.values() if p.is_up and p.presence is not Presence.LEAVING]
         return self._rng.sample(up, min(count, len(up)))

@@ -1,4 +1,4 @@
-"""The most microbatches per second that machines which hold given spans can do together. Pure.
+"""The greatest rate, in microbatches per second, at which machines that hold given spans can train together. Pure.
 
 Knows: spans, speeds, the work of each stage. Must not know: links, routing, time.
 
@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from agora_protocol.ids import Span
 
 PRECISION = 1e-6
-"""The bisection ends when the two sides differ by this share of the larger one."""
+"""The bisection ends when its two bounds differ by at most this share of the upper one."""
 
 
 def flow_bound(holders: Iterable[tuple[Span, float]], work: Sequence[float]) -> float:
     """Returns the greatest rate, in microbatches per second, of holders given as (span, speed); 0 if a stage has none.
 
-    speed: stages of `work` 1 that a machine computes per second. work: of each stage, for one microbatch.
+    speed: work that a machine does per second. work: of each stage, for one microbatch.
     """
     speeds: defaultdict[Span, float] = defaultdict(float)
     for span, speed in holders:
@@ -58,8 +58,9 @@ def can_serve(speeds: Mapping[Span, float], work: Sequence[float], rate: float) 
 def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> float:
     """Returns the rate of the best placement of machines on one stage each, in microbatches per second.
 
-    Each machine, the fastest first, goes to the stage whose rate is least (longest processing time first), which is
-    optimal when all speeds are equal, and all work; 0 with fewer machines than stages.
+    Each machine, the fastest first, goes to the stage whose rate is least (longest processing time first). That is
+    optimal if all machines are equally fast and all stages have equal work; else it is an approximation. 0 with fewer
+    machines than stages.
     """
     rates = [0.0] * len(work)
     for speed in sorted(speeds, reverse=True):
@@ -69,7 +70,7 @@ def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> floa
 
 
 def _least_cover(speeds: Mapping[Span, float], work: Sequence[float]) -> float:
-    """Returns a rate that cannot be exceeded: all speed by all work, or what the holders of one stage have for it."""
+    """Returns a rate that cannot be exceeded: total speed / total work, or one stage's holders alone, if less."""
     total = sum(speeds.values()) / sum(work)
     alone = (
         sum(speed for span, speed in speeds.items() if stage in span) / amount

@@ -1,7 +1,7 @@
-"""A microbatch's way through simulated peers: the nested call of pipeline/hop.py and router.py, as events.
+"""How a microbatch passes through simulated peers: the nested calls of pipeline/hop.py and router.py, as events.
 
-Knows: which event follows which; every choice is the product's RoutingTable's. Must not know: who joins or leaves,
-what an origin does with a microbatch that came back. Nothing here draws anything but link jitter at random.
+Knows: which event follows which; the product's RoutingTable chooses every callee. Must not know: who joins or leaves,
+what an origin does with a microbatch that came back. Only the jitter of links is drawn at random.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)
 class Workload:
     """What a microbatch costs. work: of each stage, as seconds on a machine of speed 1, forward and backward together.
 
-    forward_share: the forward's part of it. Bytes: of what crosses between two peers. seats: of a peer.
+    forward_share: the forward's part of it. boundary_bytes, gradient_bytes: sent to and by the next stage for each
+    microbatch. seats: the most microbatches that a peer holds at once.
     """
 
     work: tuple[float, ...]
@@ -56,10 +57,13 @@ class RootListener(Protocol):
     """The origin's side of its own hop."""
 
     def completed(self, visit: Visit) -> None:
-        """A microbatch has come back."""
+        """Called when a microbatch has come back to its origin."""
 
     def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """An attempt has ended without a result; the origin may try again after `retry_s` at the earliest."""
+        """Called when an attempt has ended without a result; the origin may try again after at least `retry_s`.
+
+        is_failure: False if the origin's own peer had no free seat.
+        """
 
 
 class HopSimulation:
@@ -84,7 +88,7 @@ class HopSimulation:
     # --- a visit begins
 
     def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
-        """Begins an attempt of a microbatch at its origin's own hop."""
+        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it at once."""
         peer = microbatch.origin
         kept = peer.answers.get((microbatch.id, 0))
         if kept is not None:
@@ -99,7 +103,7 @@ class HopSimulation:
             self._begin(visit)
 
     def _arrive(self, call: Call) -> None:
-        """A call reaches its callee: it gets the kept answer, joins running work, is refused, or begins a visit."""
+        """Called when a call reaches its callee: sends a kept answer, joins a running visit, refuses, or begins one."""
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
         if call.ended:
             return
@@ -136,7 +140,7 @@ class HopSimulation:
         self._reply(call, self._accepted, call, peer.device.queue_length)
 
     def _refusal_s(self, peer: SimulatedPeer) -> float | None:
-        """Returns after how many seconds a peer that is Busy may be asked again; None when it has a seat."""
+        """Returns the seconds after which a peer that refuses now may be asked again; None if it has a free seat."""
         if peer.presence is not Presence.SERVING:
             return CLOSED_RETRY_MS / 1000.0
         if len(peer.visits) < self._workload.seats:
@@ -160,13 +164,16 @@ class HopSimulation:
     # --- on to the next stage
 
     def _forwarded(self, visit: Visit) -> None:
-        """The forward is done: the boundary goes to a peer of the next stage."""
+        """Called at the end of a visit's forward: routes the boundary to a peer of the next stage."""
         if visit.state == "forward":
             visit.state = "routing"
             self._route(visit)
 
     def _route(self, visit: Visit) -> bool:
-        """Asks the routing table for a peer and calls it, or lets the visit wait; returns whether it was sent."""
+        """Calls the peer that the routing table chooses; without one the visit waits, too near its deadline it ends.
+
+        Returns False if the visit waits.
+        """
         peer, now, stage = visit.peer, self._events.now, visit.last + 1
         until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
         if until - now < MIN_ATTEMPT_S:
@@ -186,13 +193,13 @@ class HopSimulation:
         return False
 
     def _wake(self, peer: SimulatedPeer, wakes_at: float) -> None:
-        """The time has come at which a choice may be another one without any event."""
+        """Routes a peer's waiting visits; does nothing if an earlier time was set after this one."""
         if peer.wakes_at == wakes_at:
             peer.wakes_at = math.inf
             self.look_again(peer)
 
     def _look_again(self, peer: SimulatedPeer) -> None:
-        """Routes the visits that wait at a peer, in order, until one has to wait on; called whenever a call ends."""
+        """Routes the visits that wait at a peer, in order, until one still has to wait."""
         for _ in range(len(peer.waiting)):
             visit = peer.waiting.popleft()
             if visit.state == "routing" and visit.call is None and not self._route(visit):
@@ -200,7 +207,7 @@ class HopSimulation:
                 return
 
     def look_again(self, peer: SimulatedPeer) -> None:
-        """Routes the visits that wait at a peer whose view has changed."""
+        """Routes the visits that wait at a peer; called when its view has changed or one of its calls has ended."""
         if peer.waiting and peer.is_up:
             self._look_again(peer)
 
@@ -223,13 +230,13 @@ class HopSimulation:
     # --- what comes back
 
     def _reply(self, call: Call, then: Callable[..., None], *args: object) -> None:
-        """Sends a message without tensors to the caller."""
+        """Has `then(*args)` called when a message without tensors, sent now, reaches the caller."""
         self._measurements.messages += 1
         delay_s = call.callee.equipment.link.delay_to(call.caller.peer.equipment.link)
         self._events.after(delay_s, then, *args)
 
     def _accepted(self, call: Call, queue: int) -> None:
-        """The caller hears that a seat was given; so do all callers before it, each by a message of its own."""
+        """Called when the caller learns that its call got a seat; counts a message to each peer before the caller."""
         if call.ended or not call.caller.peer.is_up:
             return
         caller = call.caller.peer
@@ -240,13 +247,13 @@ class HopSimulation:
         )
 
     def _busy(self, call: Call, retry_s: float) -> None:
-        """The caller hears BUSY and asks another peer."""
+        """Called when the caller receives BUSY: routes the visit to another peer."""
         if self._end(call):
             call.caller.peer.table.busy(self._events.now, call.attempt, retry_s)
             self._reroute(call)
 
     def _failed(self, call: Call, max_failures: int) -> None:
-        """The caller learns that a call has failed, and asks another peer."""
+        """Called when the caller learns that a call has failed: routes the visit to another peer."""
         if self._end(call):
             now, attempt = self._events.now, call.attempt
             wasted_s = 0.0 if max_failures == UNAVAILABLE_FAILURES else now - attempt.started
@@ -258,7 +265,7 @@ class HopSimulation:
             self._reroute(call)
 
     def _timed_out(self, call: Call) -> None:
-        """The caller stops waiting for a callee."""
+        """Called at a call's deadline: the call fails at its caller, and the callee loses that caller."""
         if not call.ended and call.caller.peer.is_up:
             self._measurements.timeouts += 1
             callee_visit = call.visit
@@ -266,7 +273,7 @@ class HopSimulation:
             self._forget_caller(callee_visit, call)
 
     def _end(self, call: Call) -> bool:
-        """Ends a call at its caller's side; returns whether the caller was still waiting for it and can go on."""
+        """Ends a call on its caller's side; returns whether the caller was still waiting for it and is up."""
         if call.ended:
             return False
         call.ended = True
@@ -275,14 +282,14 @@ class HopSimulation:
         return call.caller.peer.is_up and call.caller.state == "below" and call.caller.call is call
 
     def _reroute(self, call: Call) -> None:
-        """Routes a visit whose call has failed again, behind nobody: the others that wait look again after it."""
+        """Routes a visit whose call has failed, before the visits that wait at the same peer."""
         visit = call.caller
         visit.call, visit.state = None, "routing"
         self._route(visit)
         self.look_again(visit.peer)
 
     def _answered(self, call: Call) -> None:
-        """The gradient is there: the caller records the times and queues its backward."""
+        """Called when the gradient reaches the caller: records the times and queues its backward."""
         if not self._end(call):
             return
         now, visit, below, peer = self._events.now, call.caller, call.visit, call.caller.peer
@@ -301,12 +308,12 @@ class HopSimulation:
         self.look_again(peer)
 
     def _backward_done(self, visit: Visit) -> None:
-        """The backward is done."""
+        """Called at the end of a visit's backward: records how long it took, and finishes the visit."""
         visit.peer.backward_s = visit.peer.backward_s.updated(self._events.now - visit.queued_at)
         self._finished(visit)
 
     def _finished(self, visit: Visit) -> None:
-        """A visit's work is counted, its answer kept and sent to whoever waits for it."""
+        """Called when a visit's work is done: counts it, keeps its answer and sends it to all that wait for it."""
         if visit.state == "cancelled":
             return
         peer, now = visit.peer, self._events.now
@@ -331,7 +338,7 @@ class HopSimulation:
             del answers[next(iter(answers))]
 
     def _send_answer(self, visit: Visit, call: Call) -> None:
-        """Sends the gradient to one caller."""
+        """Sends the gradient to one caller, unless its call has ended."""
         if call.ended:
             return
         self._measurements.messages += 2  # "finished", and the answer
@@ -342,7 +349,7 @@ class HopSimulation:
     # --- visits that end without an answer
 
     def _give_up(self, visit: Visit) -> None:
-        """Nobody of the next stage could be asked before the deadline: the callers hear Unavailable."""
+        """Ends a visit whose deadline is too near to call the next stage; answers its callers with Unavailable."""
         callers = list(visit.callers)
         self._cancel(visit)
         for call in callers:
@@ -351,7 +358,7 @@ class HopSimulation:
             self._root().unfinished(visit, 0.0, True)
 
     def _cancel(self, visit: Visit) -> None:
-        """Ends a visit without an answer, and the work below that only it waits for."""
+        """Ends a visit without an answer, and with it the work at later stages for which nothing else waits."""
         visit.peer.visits.pop(visit.key, None)
         if visit.state == "forward":
             visit.peer.device.discard(visit)
@@ -366,7 +373,7 @@ class HopSimulation:
             self._forget_caller(call.visit, call)
 
     def _forget_caller(self, visit: Visit | None, call: Call) -> None:
-        """A caller has gone: the callee cancels work that nobody waits for, unless it may be counted."""
+        """Removes a caller that has gone; cancels the visit if none is left and its gradient cannot be counted yet."""
         if visit is None or call not in visit.callers:
             return
         visit.callers.remove(call)
@@ -374,7 +381,7 @@ class HopSimulation:
             self._cancel(visit)
 
     def hand_back(self, peer: SimulatedPeer) -> None:
-        """Ends all visits of a peer that leaves or moves: its callers hear it at once and ask others."""
+        """Ends all visits of a peer that leaves or moves; their callers are told and call others."""
         for visit in list(peer.visits.values()):
             callers, was_root = list(visit.callers), visit.is_root
             self._cancel(visit)
@@ -385,7 +392,7 @@ class HopSimulation:
         peer.waiting.clear()
 
     def break_connections(self, peer: SimulatedPeer) -> None:
-        """A peer is gone: those that call it hear it after half a round trip, those that it calls forget it."""
+        """Ends all calls of a peer that has gone: its callers notice after half a round trip, its callees at once."""
         for call in list(peer.calls_in):
             delay_s = peer.equipment.link.delay_to(call.caller.peer.equipment.link)
             self._events.after(delay_s, self._failed, call, MAX_FAILURES)
@@ -394,7 +401,7 @@ class HopSimulation:
         peer.waiting.clear()
 
     def _end_root(self, visit: Visit) -> None:
-        """Tells the origin of a microbatch that has come back."""
+        """Reports to the origin that a microbatch has come back."""
         self._root().completed(visit)
 
     def _root(self) -> RootListener:

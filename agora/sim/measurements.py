@@ -12,10 +12,10 @@ from agora.sim.simulated_peer import Visit
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The swarm at one time, since the sample before. rate: microbatches completed per second.
+    """The swarm at one time; rates are since the sample before. rate: microbatches completed per second.
 
-    bound: the flow bound of those that served. best: the rate of the best placement of all machines that were there.
-    fluid: all speed by all work. messages, stored, read: per peer and second. empty_stages: stages without a server.
+    bound: the flow bound of the machines that serve. best: the rate of the best placement of all machines that are up.
+    fluid: their total speed / total work. messages, stored, read: per peer and second. empty_stages: without a server.
     """
 
     time: float

@@ -43,7 +43,10 @@ Handler = Callable[[MemoryCall], Awaitable[Reply]]
 
 @dataclass
 class NetworkFaults:
-    """What goes wrong by chance: probabilities for each call, the range of a message's delay, and what has fired."""
+    """Faults drawn at random: probabilities for each call, the range of a message's delay in seconds, and counts.
+
+    fired: how often each kind of fault happened, `kill` and `hang` included.
+    """
 
     lost_answer: float = 0.0
     break_call: float = 0.0
@@ -52,7 +55,7 @@ class NetworkFaults:
 
 
 class Uplink:
-    """What a peer sends: first come first served at one rate, progress messages too, then half a round trip."""
+    """What a peer sends: all messages in order at the link's rate; each then takes half a round trip."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
         """Creates an idle link."""
@@ -61,7 +64,7 @@ class Uplink:
         self.lines: dict[PeerId, DelayLine] = {}
 
     def arrival(self, to: PeerId, size: int, now: float) -> float:
-        """Books `size` bytes to a peer; returns when the last of them arrives."""
+        """Reserves the link for `size` bytes to a peer; returns the time at which the last of them arrives."""
         line = self.lines.setdefault(to, DelayLine(self.spec, self.rng))
         return line.arrival(size, self.bucket.take(size, now))
 
@@ -70,7 +73,7 @@ class MemoryPeer:
     """One peer of the network, and its Caller."""
 
     def __init__(self, network: MemoryNetwork, peer: PeerId, handler: Handler, link: LinkSpec | None) -> None:
-        """Creates a living peer; link: None for the network's latency alone."""
+        """Creates a living peer; link: None if only the network's latency delays its messages."""
         self.network, self.peer, self.handler = network, peer, handler
         self.uplink = Uplink(link, network.rng) if link else None
         self.frozen = False
@@ -103,10 +106,11 @@ class MemoryPeer:
 
 
 class MemoryNetwork:
-    """All peers, and what went wrong between them on purpose.
+    """All peers, and the faults injected between them.
 
-    Beside killed and hung peers, which do not go on at all: calls from and to `dead` peers break, and those between a
-    pair in `broken`; `silent` peers answer nothing. A test may change these at any time.
+    `kill` breaks a peer's connections and freezes it; `hang` only freezes it: a frozen peer never goes on. Three sets
+    that a test may change at any time: calls from and to `dead` peers break, and calls between two peers of a pair in
+    `broken`; requests to `silent` peers are never answered.
     """
 
     def __init__(self, faults: NetworkFaults | None = None, rng: random.Random | None = None) -> None:
@@ -122,24 +126,24 @@ class MemoryNetwork:
         self.tasks: set[asyncio.Task[Reply]] = set()
 
     def join(self, peer: PeerId, handler: Handler, link: LinkSpec | None = None) -> MemoryPeer:
-        """Adds a peer whose requests `handler` answers; one that joins again takes the place of the former."""
+        """Adds a peer whose requests `handler` answers; it replaces an earlier peer of the same id."""
         joined = self.peers[peer] = MemoryPeer(self, peer, handler, link)
         return joined
 
     def kill(self, peer: PeerId) -> None:
-        """Kills a peer: its connections break at once, and nothing of it goes on."""
+        """Kills a peer: its connections break at once, and it is frozen."""
         self.faults.fired["kill"] += 1
         self.peers[peer].frozen = True
         if not self.peers[peer].died.done():
             self.peers[peer].died.set_result(None)
 
     def hang(self, peer: PeerId) -> None:
-        """Stops a peer's process; its connections stay."""
+        """Freezes a peer; its connections stay open."""
         self.faults.fired["hang"] += 1
         self.peers[peer].frozen = True
 
     def breaks(self, one: PeerId, other: PeerId) -> bool:
-        """Returns whether messages between the two are lost with their connection."""
+        """Returns whether calls between the two fail: one of them is in `dead`, or the pair is in `broken`."""
         return bool({one, other} & self.dead) or frozenset((one, other)) in self.broken
 
     async def carry(
@@ -176,7 +180,7 @@ class MemoryNetwork:
         """Starts the target's handler on a request and returns its task."""
 
         def progress(news: Advance) -> None:
-            """Passes a progress message to the caller, after the time that it takes on the way."""
+            """Passes a progress message to the caller; over an uplink after the link's delay, without one at once."""
             if not on_progress or caller.frozen or target.frozen:
                 return
             if target.uplink is None:
@@ -205,7 +209,7 @@ class MemoryNetwork:
         return task
 
     def _ended(self, task: asyncio.Task[Reply]) -> None:
-        """Forgets an ended task, and that its error was not retrieved."""
+        """Forgets an ended task; retrieves its error, so that asyncio does not log it."""
         self.tasks.discard(task)
         if not task.cancelled():
             task.exception()
@@ -242,7 +246,7 @@ class MemoryNetwork:
         return reply
 
     async def _travel(self, sender: MemoryPeer, to: PeerId, size: int) -> None:
-        """Waits for as long as `size` bytes take on the way."""
+        """Waits until `size` bytes sent now have arrived."""
         if sender.uplink is None:
             await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
         else:
@@ -250,6 +254,6 @@ class MemoryNetwork:
             await asyncio.sleep(sender.uplink.arrival(to, size, now) - now)
 
     def _cancel(self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply]) -> None:
-        """Cancels the handler, as the end of a call does while both peers live."""
+        """Cancels the handler of a call that has ended, unless one of the two peers is frozen."""
         if not caller.frozen and not target.frozen:
             handling.cancel()

@@ -1,6 +1,6 @@
-"""The peers that hold stage 0 of a simulation, and the microbatches that they open, by pipeline/opening.py.
+"""The peers that hold stage 0 of a simulation, and the microbatches that they open, as pipeline/opening.py decides.
 
-Knows: when the product's functions open one, and how long an attempt may take. Must not know: how it travels.
+Knows: when to open a microbatch, and how long an attempt may take. Must not know: how a microbatch travels.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from agora.sim.simulated_peer import OriginState, Presence, SimulatedMicrobatch,
 
 @dataclass(frozen=True, slots=True)
 class OriginRules:
-    """The settings of origins. seats: the most microbatches in flight. max_in_flight: the manifest's, 0 to measure it.
+    """The settings of origins. seats: the most microbatches that an origin has in flight.
 
-    staleness, step_microbatches: the manifest's bound of what all origins may have in flight, and a step's size; 0 for
-    no bound. first_patience_s: the time of an attempt before any was measured. traffic: whether any are opened.
+    max_in_flight: the manifest's; 0 to measure it. staleness, step_microbatches: the manifest's bound on what all
+    origins have in flight, in steps, and a step's size; 0 for no bound. first_patience_s: the time limit of an attempt
+    before any attempt was measured. traffic: whether microbatches are opened at all.
     """
 
     stages: int
@@ -38,7 +39,7 @@ class OriginRules:
 
 
 class OriginSimulation:
-    """Opens microbatches at every peer that serves stage 0. origins: returns how many there are."""
+    """Opens microbatches at every peer that serves stage 0. origins: returns the number of such peers."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class OriginSimulation:
             self._open(peer)
 
     def _open(self, peer: SimulatedPeer) -> None:
-        """Opens microbatches at a peer for as long as next_opening says so."""
+        """Opens microbatches at a peer until next_opening decides otherwise."""
         state = peer.origin
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
@@ -79,7 +80,7 @@ class OriginSimulation:
             self._attempt(SimulatedMicrobatch(identity, peer, now))
 
     def _credit(self, state: OriginState, seen: Surroundings) -> opening.Credit:
-        """Returns how many microbatches an origin may have in flight, as pipeline/origin.py has it."""
+        """Returns how many microbatches an origin may have in flight, by the same rule as pipeline/origin.py."""
         rules = self._rules
         if rules.max_in_flight:
             limit = min(rules.max_in_flight, rules.seats)
@@ -90,7 +91,7 @@ class OriginSimulation:
         )
 
     def _most_in_flight(self, peer: SimulatedPeer) -> int:
-        """Returns the bound that schedule.staleness sets for one of so many origins."""
+        """Returns the most microbatches that this origin may have in flight by schedule.staleness; 2**31 if unbound."""
         rules = self._rules
         if not rules.staleness or not rules.step_microbatches:
             return 2**31
@@ -98,7 +99,7 @@ class OriginSimulation:
         return opening.staleness_limit(rules.staleness, rules.step_microbatches, peer.number % origins, origins)
 
     def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
-        """Sends a microbatch into its origin's own hop, with twice the time at each further attempt."""
+        """Sends a microbatch into its origin's own hop; each further attempt gets twice the time."""
         peer = microbatch.origin
         if peer.origin is None or not peer.is_up:
             return
@@ -121,7 +122,7 @@ class OriginSimulation:
         self._open(peer)
 
     def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """Has the microbatch tried again after a rest, or drops it when its origin no longer holds stage 0."""
+        """Schedules another attempt of the microbatch, or drops it if its origin no longer serves."""
         peer, microbatch = visit.peer, visit.microbatch
         state = peer.origin
         if state is None or peer.presence is not Presence.SERVING:

@@ -1,6 +1,6 @@
-"""Where simulated machines hold stages: the product's own placement and rebalancing.
+"""Decides which stages simulated machines hold, by the product's own placement and rebalancing.
 
-Knows: which functions decide, and what they are told. Must not know: time, what follows.
+Knows: which functions decide, and their arguments. Must not know: time, what a machine does with the decision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agora.swarm.view import View
 
 
 class _LeastDraws(random.Random):
-    """Draws 0 always: with it judge_move tells whether it would let any peer move, however lucky."""
+    """Always draws 0: with it judge_move returns a move if any draw at all could lead to one."""
 
     def random(self) -> float:
         """Returns 0."""
@@ -25,10 +25,10 @@ class _LeastDraws(random.Random):
 
 
 class ProductPlacement:
-    """The daemon's own decisions. rebalancing: whether machines ever move.
+    """The daemon's own decisions. rebalancing: whether machines that serve ever move.
 
-    Most judgements of a view are that nobody of a span and a kind moves, whatever is drawn. Such a judgement is made
-    once for each view, span and kind of machine, not once for each machine.
+    For most views no machine of a given span and kind moves, whatever is drawn. That is found out once for each view,
+    span and kind of machine, not once for each machine.
     """
 
     def __init__(self, model: SimulatedModel, rebalancing: bool, rng: random.Random) -> None:
@@ -61,7 +61,7 @@ class ProductPlacement:
         return next_look_s(self._rng)
 
     def _place_after_move(self, view: View, peer: SimulatedPeer, rng: random.Random) -> Span | None:
-        """Returns what judge_move says."""
+        """Returns the span to which judge_move moves the peer; None: it stays."""
         placement = judge_move(view, peer.id, self._demands, self._ability(peer.equipment), rng)
         return None if placement is None else placement.span
 

@@ -24,16 +24,16 @@ DEFAULT_LINK: Final = "100Mbit,40ms"
 
 
 class ScenarioError(InputError):
-    """Raised for a scenario that cannot be simulated; one sentence that says what is wrong and what to write."""
+    """Raised for a scenario that cannot be simulated; its sentence says what is wrong and what to write instead."""
 
     code = "bad-scenario"
 
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """`count` equal machines. speed: stages of work 1 per second. holds: the most stages that fit at once.
+    """`count` equal machines. speed: stages of work 1 per second. holds: the most stages that fit on one of them.
 
-    span: the stages that they hold from the start on, None to have them placed.
+    span: the stages that they hold from the start; None: balanced_spans chooses.
     """
 
     kind: str
@@ -46,11 +46,11 @@ class MachineGroup:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """The run. work: of each stage, as a multiple of what a machine of speed 1 does in a second.
+    """The run. work: of each stage, for one microbatch: seconds on a machine of speed 1, forward and backward together.
 
-    forward_share: the forward's part of the work. Bytes: of a boundary, of its gradient, of each stage's state. seats:
-    the microbatches that fit into a machine at once. target_microbatches: of a stage's optimizer step. max_in_flight,
-    staleness: see the manifest's schedule.
+    forward_share: the forward's part of the work. boundary_bytes, gradient_bytes: of one microbatch. state_bytes: of
+    each stage. seats: the most microbatches that a machine holds at once. target_microbatches: of an optimizer step.
+    max_in_flight, staleness: see the manifest's schedule.
     """
 
     work: tuple[float, ...]
@@ -73,8 +73,9 @@ class SimulatedModel:
 class Scenario:
     """One simulation. warmup_s: the seconds at the start that the report leaves out. sample_s: between two samples.
 
-    rebalancing: whether machines judge their place again and again. startup_s: from a machine's start to its claim.
-    traffic: whether origins open microbatches; without, hours of churn pass in seconds, and only placement is seen.
+    rebalancing: whether machines that serve may move. startup_s: seconds from a machine's start to its choice of a
+    span. traffic: whether origins open microbatches; without them hours of churn are simulated in seconds, and the
+    report shows placement only.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Scenario:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Reads a scenario's TOML file. Raises ScenarioError for a file that is missing, malformed, or makes no sense."""
+    """Reads a scenario's TOML file. Raises ScenarioError if it is missing, malformed, or cannot be simulated."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

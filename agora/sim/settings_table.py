@@ -14,9 +14,9 @@ from agora_protocol.errors import InputError
 
 
 class SettingsTable:
-    """Gives the settings of one table by name. `end` raises for any that nobody has asked for.
+    """Returns the settings of one table by name. `end` raises if the table has others than those that were read.
 
-    where: the table's name for people. error: makes the error of a sentence.
+    where: the table's name in error messages. error: builds the exception to raise from a sentence.
     """
 
     def __init__(self, raw: dict[str, Any], where: str, error: Callable[[str], InputError]) -> None:
@@ -26,7 +26,7 @@ class SettingsTable:
         self._asked: list[str] = []
 
     def end(self) -> None:
-        """Raises for a setting that nobody has asked for, and names the nearest that exists."""
+        """Raises for a setting that was not read; the message names the read setting with the most similar name."""
         for name in self._raw:
             if name not in self._asked:
                 close = difflib.get_close_matches(name[:64], self._asked, n=1, cutoff=0.5)

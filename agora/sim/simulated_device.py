@@ -1,6 +1,6 @@
 """A simulated compute device: one job at a time, backwards before forwards, each in order of arrival.
 
-Knows: jobs and how long each takes. Must not know: what they compute. It serves as train/device.py does.
+Knows: jobs and how long each takes. Must not know: what they compute. The order of jobs is that of train/device.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agora.sim.event_queue import EventQueue
 
 
 class JobOrder(IntEnum):
-    """Which jobs come first, as in train/device.py."""
+    """The order of jobs, the least number first, as in train/device.py."""
 
     BACKWARD = 0
     FORWARD = 1
@@ -24,9 +24,9 @@ Job = tuple[float, Callable[[Any], None], Any]
 
 
 class SimulatedDevice:
-    """Runs jobs one after the other. slowdown: how many times as long as they say; it may be changed at any time.
+    """Runs jobs one after the other. slowdown: a factor on the seconds of each job; it may be changed at any time.
 
-    busy_s: the seconds of all jobs that were begun.
+    busy_s: the seconds of all jobs that have started.
     """
 
     __slots__ = ("_events", "_queues", "_running", "_stopped", "busy_s", "slowdown")
@@ -45,7 +45,7 @@ class SimulatedDevice:
         return len(self._queues[0]) + len(self._queues[1]) + self._running
 
     def submit(self, order: JobOrder, seconds: float, done: Callable[[Any], None], subject: Any) -> None:
-        """Queues a job of so many seconds; `done(subject)` is called at its end."""
+        """Queues a job that takes `seconds`; `done(subject)` is called at its end."""
         self._queues[order].append((seconds, done, subject))
         if not self._running:
             self._start_next()
@@ -57,11 +57,11 @@ class SimulatedDevice:
                 queue.remove(job)
 
     def stop(self) -> None:
-        """Ends the device: no job is begun or told of any more."""
+        """Stops the device: no queued job starts and no completion is reported; the queue is kept."""
         self._stopped = True
 
     def _start_next(self) -> None:
-        """Begins the first job of the first queue that has one."""
+        """Starts the first job of the first queue that has one, unless the device is stopped."""
         queue = self._queues[0] or self._queues[1]
         if not queue or self._stopped:
             return
@@ -71,7 +71,7 @@ class SimulatedDevice:
         self._events.after(seconds * self.slowdown, self._end, done, subject)
 
     def _end(self, done: Callable[[Any], None], subject: Any) -> None:
-        """Tells of a job's end, then begins the next one."""
+        """Calls `done`, then starts the next job; does neither if the device is stopped."""
         if self._stopped:
             return
         self._running = False

@@ -1,4 +1,4 @@
-"""A simulated machine's access link, by the arithmetic of net/link.py.
+"""A simulated machine's access link, with the rates and delays of net/link.py.
 
 Knows: rates, delays, times. Must not know: what is sent, clocks.
 """
@@ -21,9 +21,9 @@ class SimulatedLink:
         self.sent_bytes = self.received_bytes = 0.0
 
     def send(self, to: SimulatedLink, size: float, now: float, rng: random.Random) -> float:
-        """Books a message of `size` bytes to another machine; returns when its last byte arrives there.
+        """Reserves both links for a message of `size` bytes; returns the time at which its last byte arrives.
 
-        The receiver's link takes it while the sender's sends it, so that the slower of the two counts.
+        Upload and download overlap, so the slower one decides.
         """
         bytes_whole = int(size)
         self.sent_bytes += size

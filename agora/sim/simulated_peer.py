@@ -1,6 +1,6 @@
 """What a simulated swarm consists of: peers, the microbatches on their way, and the calls between peers.
 
-Knows: the daemon's routing table, pace and averages, which each peer has of its own. Must not know: what happens next
+Knows: each peer's own routing table, pace and averages, of the daemon's classes. Must not know: what happens next
 (hop_simulation.py, origin_simulation.py and fleet_simulation.py do).
 """
 
@@ -36,7 +36,7 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What a machine can do. speed: stages of work 1 per second. longest: from each stage on, how many fit."""
+    """What a machine can do. speed: stages of work 1 per second. longest: the most stages that fit from each one on."""
 
     kind: str
     speed: float
@@ -95,7 +95,10 @@ class SimulatedPeer:
 
 
 class SimulatedMicrobatch:
-    """One microbatch of an origin. path: the peer last seen to hold it, by entry stage. counted: stages, as bits."""
+    """One microbatch of an origin. path: the peer last known to hold it, by entry stage.
+
+    counted: a bit for each stage at which its gradient was counted.
+    """
 
     __slots__ = ("attempts", "counted", "id", "opened", "origin", "path")
 
@@ -112,9 +115,9 @@ VisitState = Literal["forward", "routing", "below", "backward", "answered", "can
 
 
 class Visit:
-    """A peer's work on one microbatch, from its entry at `entry`; see pipeline/hop.py. callers: none at the origin.
+    """A peer's work on one microbatch, from the stage `entry` on; see pipeline/hop.py. callers: none at the origin.
 
-    is_root: it is the origin's own hop. committed: its gradient may be counted, so that it goes on without callers.
+    is_root: it is the origin's own hop. committed: it is completed even if its callers go away.
     """
 
     __slots__ = (
@@ -151,7 +154,7 @@ class Visit:
 
     @property
     def key(self) -> tuple[MicrobatchId, int]:
-        """By what the peer's ledger finds it: the microbatch, and the stage at which it entered."""
+        """The key of the visit at its peer: the microbatch, and the stage at which it entered."""
         return self.microbatch.id, self.entry
 
 

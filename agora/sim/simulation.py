@@ -1,4 +1,4 @@
-"""Runs a scenario: puts the parts together, lets machines come and go, and takes samples.
+"""Runs a scenario: puts the parts together, adds and removes machines, and takes samples.
 
 Knows: which parts there are. Must not know: how a microbatch travels, how a report looks.
 """
@@ -24,11 +24,11 @@ from agora.sim.simulated_link import SimulatedLink
 from agora.sim.simulated_peer import Equipment, Presence
 
 LATEST_START_S = 1.0
-"""The machines that are there from the start begin within so many seconds."""
+"""Seconds within which the machines of the start begin to serve, each at a random moment."""
 
 
 class Simulation:
-    """One scenario on its way. measurements: what has been counted so far."""
+    """One running scenario. measurements: what has been counted so far."""
 
     def __init__(self, scenario: Scenario, rules: PlacementRules | None = None) -> None:
         self.scenario = scenario
@@ -67,9 +67,9 @@ class Simulation:
         self._prepare()
 
     def run(self, progress: Callable[[float], None] = lambda time: None) -> Measurements:
-        """Lets the whole scenario happen and returns what was counted.
+        """Simulates the whole scenario and returns what was counted.
 
-        progress: is called again and again with the simulated seconds that have passed.
+        progress: called after every sample with the simulated seconds that have passed.
         """
         scenario = self.scenario
         time = 0.0
@@ -102,7 +102,7 @@ class Simulation:
         return Equipment(group.kind, group.speed, SimulatedLink(group.link), longest)
 
     def _happen(self, event: FleetEvent) -> None:
-        """Lets machines come or go."""
+        """Adds or removes the machines of an event."""
         if event.kind == "join":
             for _ in range(event.count):
                 weights = [group.count for group in self.scenario.machines]
@@ -116,7 +116,7 @@ class Simulation:
     # --- the samples
 
     def _take_sample(self) -> None:
-        """Adds a sample of the time since the one before, and counts the seconds of empty stages."""
+        """Adds a sample of the time since the last one, and counts the seconds of empty stages."""
         measured, now, model = self.measurements, self.events.now, self.scenario.model
         peers = [peer for peer in self.fleet.peers.values() if peer.is_up]
         serving = [p for p in peers if p.presence is Presence.SERVING and p.span is not None]
@@ -161,7 +161,7 @@ class Simulation:
 def balanced_spans(groups: list[MachineGroup], work: tuple[float, ...]) -> list[Span]:
     """Returns a span for each machine of a fleet that starts at once, so that all stages get about equal speed.
 
-    Each machine, the fastest first, goes to the stages whose rate is least. It only sets the scene: from then on the
+    Each machine, the fastest first, goes to the stages whose rate is least. This is for the start only: after it the
     product's placement decides.
     """
     rates, stages = [0.0] * len(work), len(work)

@@ -1,6 +1,6 @@
-"""What came of a simulation: its figures as one JSON object and as lines for people.
+"""The report of a simulation: its figures as one JSON object and as lines of text.
 
-Knows: samples and counters. Must not know: how they came about, where they are printed.
+Knows: samples and counters. Must not know: how they were measured, where they are printed.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ class SimulationReport:
 
     @property
     def of_bound(self) -> float:
-        """The rate by the mean flow bound of those that served; 0 when nobody could."""
+        """The rate / the mean flow bound of the machines that served; 0 if that bound is 0."""
         return _ratio(self.rate, self.mean(lambda sample: sample.bound))
 
     @property
     def of_best_placement(self) -> float:
-        """The rate by the mean rate of the best placement, at each moment, of all machines, on one stage each."""
+        """The rate / the mean rate of the best placement of all machines at each moment, on one stage each."""
         return _ratio(self.rate, self.mean(lambda sample: sample.best))
 
     @property
     def bound_of_best_placement(self) -> float:
-        """The mean flow bound of those that served, by the mean rate of the best placement: what placement loses."""
+        """The mean flow bound of the machines that served / the mean rate of the best placement.
+
+        Below 1 it shows what placement loses. It can exceed 1 if machines hold several stages.
+        """
         return _ratio(self.mean(lambda sample: sample.bound), self.mean(lambda sample: sample.best))
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +93,7 @@ class SimulationReport:
         }
 
     def lines(self) -> list[str]:
-        """Returns the report for people."""
+        """Returns the lines that `swarm simulate` prints."""
         scenario, measured = self.scenario, self.measured
         least = min((sample.peers for sample in self.samples), default=0)
         most = max((sample.peers for sample in self.samples), default=0)
@@ -125,10 +128,10 @@ def _timeline_entry(sample: Sample) -> dict[str, Any]:
 
 
 def _ratio(value: float, by: float) -> float:
-    """Returns value / by, 0 where that is nothing."""
+    """Returns value / by; 0 if `by` is not greater than 0."""
     return value / by if by > 0.0 else 0.0
 
 
 def _rounded(value: float) -> float | None:
-    """Returns a number with 6 significant digits, None when it is not finite."""
+    """Returns a number rounded to 6 significant digits; None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,6 +1,6 @@
 """A simulated newcomer's fetch of its stages' state, in pieces from several replicas at once.
 
-Knows: bytes, links, which peers give. Must not know: what the state is, or when a peer serves. As state/transfer.py.
+Knows: bytes, links, donors. Must not know: what the state is, or when a peer serves. Stands for state/transfer.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from agora.sim.simulated_peer import Presence, SimulatedPeer
 DONORS = 4
 """Replicas from which a newcomer fetches at once."""
 PIECE_S = 0.25
-"""Seconds of the giver's link that one piece takes, so that boundaries go between two pieces."""
+"""Seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state."""
 
 
 class SimulatedFetch:
-    """Fetches `size` bytes for `peer` from `donors`, then calls `done(peer)`; at once where there is nothing to fetch.
+    """Fetches `size` bytes for `peer` from DONORS of the donors, then calls `done(peer)`; at once without donors.
 
-    A donor that has gone is left out; when all have gone, the rest counts as fetched, from a checkpoint.
+    A donor that has gone is left out; when all have gone, the rest counts as fetched from a checkpoint.
     """
 
     __slots__ = ("_done", "_events", "_incarnation", "_left", "_open", "_peer", "_rng")
@@ -49,9 +49,12 @@ class SimulatedFetch:
             done(peer)
 
     def _next_piece(self, donor: SimulatedPeer) -> None:
-        """Asks a donor for the next piece; the last one that has none left to give ends the fetch."""
+        """Asks a donor for the next piece; if none is left or the donor is down, and it was the last one, calls `done`.
+
+        Does nothing if the peer no longer fetches this state.
+        """
         if self._peer.presence is not Presence.JOINING or self._peer.incarnation != self._incarnation:
-            return  # it is gone, or fetches other stages by now
+            return  # the peer is gone, or fetches other stages by now
         if self._left <= 0.0 or not donor.is_up:
             self._open -= 1
             if self._open == 0:

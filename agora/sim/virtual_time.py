@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps: time passes only when nothing else can happen, so tests wait for hours at once.
+"""An event loop with a simulated clock: it jumps to the next timer when nothing is ready, so tests wait no real time.
 
 Knows: asyncio's selectors and timers. Must not know: what runs in it.
 """
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class NothingLeftToHappen(AssertionError):
-    """Every task waits for something that nobody will ever do."""
+    """Raised when every task waits and no timer is set, so that nothing can ever happen again."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never waits: the time it was asked to wait for is added to the clock instead."""
+    """Never waits: adds the time that it should wait to its clock instead."""
 
     def __init__(self) -> None:
         """Starts the clock at 1000 s."""
@@ -34,7 +34,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A deterministic loop: the same coroutine takes the same way at every run."""
+    """A deterministic loop: the same coroutine runs in the same order every time, without sockets and threads."""
 
     def __init__(self) -> None:
         """Creates the loop with a clock of its own."""

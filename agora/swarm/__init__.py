@@ -1,4 +1,4 @@
-"""Who is where, how far, and how it behaves: the membership view, placement, health, status and conduct.
+"""Which peer holds what, how far it is, and how it behaves: the membership view, placement, health, status, conduct.
 
 Knows: signed records, offences, and what follows from them. Must not know: torch, nor how microbatches travel. View,
 placement, health and status are pure: `decide(now, view, config) -> (action, reason)`. `conduct.py` is deterministic: a

@@ -1,4 +1,4 @@
-"""What other peers did wrong, what each offence costs, and who is shut out for it.
+"""Remembers the offences of other peers, and decides who is shut out for them, and for how long.
 
 Deterministic: a Conduct changes only itself, and only by the calls to it; `now` is an argument.
 
@@ -24,7 +24,7 @@ POINTS_TO_SHUT_OUT: Final = 3
 
 
 class Offence(Enum):
-    """The kinds of offence. Each comment says what the peer did: and what follows at once, beside the points."""
+    """The kinds of offence. Each comment says what the peer did, and what follows at once in addition to the points."""
 
     BAD_FRAME = "bad-frame"  # sent a frame that the protocol forbids: GOODBYE, and the connection ends
     BAD_REQUEST = "bad-request"  # sent a request that no honest peer makes: it is refused
@@ -38,7 +38,7 @@ class Offence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """One offence adds `points` for `heals_s` s; a sum of POINTS_TO_SHUT_OUT shuts the peer out for `shut_out_s` s."""
+    """An offence adds `points` for `heals_s` seconds; from POINTS_TO_SHUT_OUT on, it shuts out for `shut_out_s`."""
 
     points: int = 1
     heals_s: float = 600.0
@@ -50,16 +50,16 @@ PENALTIES: Final[Mapping[Offence, Penalty]] = dict.fromkeys(Offence, Penalty())
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """What follows from an offence, and why. shut_out_s: seconds for which the peer is shut out from now, 0.0: not."""
+    """What follows from an offence, and why. shut_out_s: seconds for which the peer is shut out from now; 0.0: not."""
 
     shut_out_s: float
     reason: str
 
 
 class ReportOffence(Protocol):
-    """A function to call when an offence of `peer` is detected: records it. text: what was wrong. Never raises.
+    """Protocol of the function that records an offence of `peer`; it never raises. text: what was wrong, in words.
 
-    occasion: such as one round; the same peer's next offence of the kind on it is not counted. "" is no occasion.
+    occasion: names an event, such as one round, for which the peer's offences of this kind count once; "" for none.
     """
 
     def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None: ...
@@ -82,7 +82,7 @@ class Conduct:
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence | None:
-        """Adds an offence, which may shut the peer out. Returns what follows; None: `occasion` was counted already."""
+        """Adds an offence, which may shut the peer out; returns what follows, None if `occasion` was counted before."""
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
         if len(self._records) > MAX_PEERS:

@@ -1,6 +1,6 @@
 """Reads the directory for a peer, a bounded amount at a time, and remembers how many peers each stage has.
 
-Knows: the shards' rules, how long what was read is believed. Must not know: the view, claims of this peer, the DHT.
+Knows: the shards' rules, how long a record that was read counts. Must not know: the view, this peer's claims, the DHT.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from agora.swarm.view import StageSample
 
 READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0
 SLOW_READ_S = 3.0
-"""Any read of the directory may take so long, although the one before was quick."""
+"""Seconds that any read of the directory may take, although the one before was quicker."""
 JITTER = 0.2
 
 
 class RecordStore(Protocol):
-    """Publishes this peer's records, signed, and reads those of all (net.directory.Directory does)."""
+    """Protocol: publishes this peer's records, and reads those of all; implemented by net.directory.Directory."""
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> object:
         """Signs this peer's record and stores it in these shards, for `lifetime_s` seconds."""
 
     async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
-        """Returns the verified live records of one kind, by shard, without those of which no answer came in time."""
+        """Returns the verified live records of one kind, by shard; shards without an answer in time are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRecords:
-    """Records that a read has found, and how long the peers that they are about stay in the view."""
+    """Records that a read has found. linger_s: seconds for which the peers that they are about stay in the view."""
 
     records: list[Record]
     linger_s: float
 
 
 class DirectoryReader:
-    """Reads what is due, and knows how many peers there are and where this peer should publish."""
+    """Reads the shards that are due; estimates how many peers there are, and says where this peer should publish."""
 
     def __init__(
         self,
@@ -127,15 +127,15 @@ class DirectoryReader:
         return shards_to_publish(self._readings, span, shard_hash(self._run, self._me))
 
     def interval_s(self, is_calm: bool) -> float:
-        """Returns how long to rest until the next read. is_calm: nothing has changed for a while; see read_interval_s.
+        """Returns the seconds until the next read. is_calm: whether nothing has changed for a while; read_interval_s.
 
-        In a run that is not small something always changes: there it does not count.
+        In a run that is not small something always changes: there it has no effect.
         """
         return read_interval_s(is_calm, self._took_s) if self._plan.is_small else max(MAX_READ_S, 3.0 * self._took_s)
 
     @property
     def linger_s(self) -> float:
-        """How many seconds a peer stays in the view whose shards are read again at the soonest."""
+        """Seconds for which a peer of the own stages or the next, which are read most often, stays in the view."""
         return self._linger_s(self._plan.close)
 
     def samples(self, span: Span | None) -> dict[int, StageSample]:
@@ -156,7 +156,7 @@ class DirectoryReader:
         return [FoundRecords(others, lingers[1]), FoundRecords(close, lingers[0])]
 
     def _linger_s(self, reads: float) -> float:
-        """Returns how many seconds a peer stays in the view that is read again after so many reads."""
+        """Returns the seconds for which a peer stays in the view if it is read again after `reads` reads."""
         if self._plan.is_small:
             return linger_s(self._took_s)
         return linger_s(self._took_s) + (1.0 + JITTER) * reads * (self.interval_s(True) + self._took_s)

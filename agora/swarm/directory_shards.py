@@ -9,7 +9,7 @@ number of peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is
 |---|---|---|
 | of the own stages | those of OWN_SHARDS around the own hash; all, up to some 500 replicas | one cycle |
 | of the stage after the span | MIN_NEXT_SHARDS to MAX_NEXT_SHARDS at random, exchanged one by one | one cycle |
-| of each other stage | one at random | some cycles |
+| of every other stage | one at random | some cycles |
 
 A read is of SHARDS_PER_READ shards, those that are most overdue. A cycle is as many reads as that takes.
 """
@@ -28,31 +28,31 @@ from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
 from agora_protocol.shards import HASH_BITS, HASHES, Shard, shard_bits
 
 SHARD_PEERS = 32
-"""About so many peers are in a shard of the depth that is read: 23 to 45 if the estimate is right."""
+"""Approximate peers in a shard of the depth that is read: 23 to 45 if the estimate is right."""
 SMALL_RUN = 256
-"""A run of so many claims, those of a span counted once for each of its stages, is read whole each time."""
+"""Most claims of a run that is read whole each time; a span counts once for each of its stages."""
 SHARDS_PER_READ = 6
 OWN_SHARDS = 16
 MIN_NEXT_SHARDS, MAX_NEXT_SHARDS = 4, 16
 CALLERS_PER_SHARD = 4
-"""So many peers at least should know each shard of the next stage, if MAX_NEXT_SHARDS for each of them are enough."""
+"""Least peers that should know each shard of the next stage, if MAX_NEXT_SHARDS for each of them are enough."""
 OTHERS_PER_CYCLE = 8
-"""Stages, beside the own ones and the next, of which a shard is read in one cycle."""
+"""Stages, other than the own ones and the next, of which a shard is read in one cycle."""
 LEAST_WAIT_OF_OTHERS = 4.0
-"""Cycles after which such a shard is read again, at least."""
+"""Least cycles after which such a shard is read again."""
 EXCHANGE_S = 1920.0
-"""Each random shard of the next stage is another one after so long; they take turns."""
+"""Seconds after which each random shard of the next stage is replaced by another; they take turns."""
 MIX_S = 600.0
-"""The own stages' shards, where not all are read, are others after so long: the same ones for all peers in them."""
+"""Seconds after which other shards of the own stages are read, where not all are: the same for all peers in them."""
 READINGS_S = 300.0
-"""How long a reading counts after the stage's newest one."""
+"""A reading no longer counts when it is this many seconds older than the stage's newest one."""
 DEPTH_0_MARGIN = 1.5
-"""A peer publishes at depth 0 while its expected rank there is up to so many times the records that the key keeps."""
+"""A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a read of a shard has shown: `count` peers, which are all in the part `covered` of all hashes, at `at`."""
+    """The result of reading a shard at time `at`: exactly `count` peers are in the fraction `covered` of all hashes."""
 
     count: int
     covered: float
@@ -65,7 +65,7 @@ Readings = Mapping[int, Mapping[Shard, Reading]]
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who reads: its hash in the run, the run's number of stages, its span, and a seed of its random choices."""
+    """The peer that reads: its hash in the run, the run's number of stages, its span, a seed of its random choices."""
 
     peer_hash: int
     stage_count: int
@@ -75,10 +75,10 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read next.
+    """What to read next; immutable.
 
-    is_small: everything is read each time. Else, in reads: `close`, how many bring each shard of the own stages and of
-    the next again, and `other`, those of other stages.
+    is_small: whether everything is read each time. close, other: number of reads after which each shard is read again,
+    of the own stages and the next one, and of other stages.
     """
 
     shards: tuple[Shard, ...]
@@ -91,7 +91,7 @@ class ReadPlan:
 
 
 def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
-    """Returns the reading of a shard in which the peers with these hashes were found.
+    """Returns the reading of a shard in which peers with these hashes were found. now: unix seconds.
 
     A shard that is not full covers its part of all hashes. A full one covers those below its greatest hash.
     """
@@ -101,7 +101,7 @@ def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
 
 
 def add_readings(known: Readings, found: Mapping[Shard, Reading]) -> Readings:
-    """Returns the readings that count after these: of each stage, those not READINGS_S older than its newest one."""
+    """Returns all readings after `found`, without those that are READINGS_S older than their stage's newest one."""
     merged = {stage: dict(readings) for stage, readings in known.items()}
     for shard, reading in found.items():
         merged.setdefault(shard.stage, {})[shard] = reading
@@ -115,7 +115,7 @@ def estimate_peers(known: Readings, stage: int) -> float:
     """Returns about how many peers claim a stage: those counted, by the part of all hashes in which they were; or 0.
 
     Hashes are uniform, so that every shard is a sample. Shards that cover more count for more: a full key of ids that
-    were made to have the least hashes covers next to nothing.
+    were chosen for small hashes covers next to nothing.
     """
     readings = known.get(stage, {}).values()
     covered = sum(reading.covered for reading in readings)
@@ -123,7 +123,7 @@ def estimate_peers(known: Readings, stage: int) -> float:
 
 
 def _depth(peers: float) -> float:
-    """Returns the depth, as a real number, of which a shard would hold SHARD_PEERS of so many peers."""
+    """Returns the depth, as a real number, at which a shard would hold SHARD_PEERS of a stage's `peers` peers."""
     return min(float(MAX_SHARD_BITS), max(0.0, math.log2(max(peers, 1.0) / SHARD_PEERS)))
 
 
@@ -204,9 +204,8 @@ def close_shards(peers: list[float], reader: Reader, now: float) -> set[Shard]:
 def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float) -> set[Shard]:
     """Returns the shards to read of an own stage, for a span of `stages`: all, or OWN_SHARDS / stages, 1 at least.
 
-    Where they are not all, they are those that have the own hash's bits but for some, which change every MIX_S: all
-    peers of these shards then read the same ones, so that they agree on who averages with whom, and in time everybody
-    averages with everybody.
+    If they are not all, they have the own hash's bits except for some, which change every MIX_S: all peers of these
+    shards then read the same ones, so that they agree on who averages with whom, and over time all average with all.
     """
     depth = depth_to_read(peers)
     free = min(depth, int(math.log2(max(1, OWN_SHARDS // stages))))
@@ -223,7 +222,7 @@ def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float
 def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
     """Returns the shards to read of the next stage: random ones, which differ from caller to caller.
 
-    There are so many that each shard is known to CALLERS_PER_SHARD of the about `callers` peers that call this stage.
+    Their number is such that each shard is known to CALLERS_PER_SHARD of about `callers` peers that call this stage.
     """
     depth = depth_to_read(peers)
     count = math.ceil(CALLERS_PER_SHARD * 2**depth / max(1.0, callers))

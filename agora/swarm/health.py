@@ -1,4 +1,4 @@
-"""Judges whether the swarm makes progress, why not, and what to do about it. Pure.
+"""Decides whether the swarm makes progress, why not, and what to do about it. Pure.
 
 Knows: the view. Must not know: how it was obtained, nor any clock. Steps count, not heartbeats: a swarm whose peers all
 answer but whose weights do not change is STALLED.
@@ -30,7 +30,7 @@ PATIENCE_STEPS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The swarm's state (OK, DEGRADED, STALLED, PAUSED, UNREACHABLE), why, and what to do; None when nothing is."""
+    """The swarm's state (OK, DEGRADED, STALLED, PAUSED, UNREACHABLE), why, and what to do; `do` is None for nothing."""
 
     state: str
     why: str

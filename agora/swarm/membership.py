@@ -41,9 +41,9 @@ MEET_ALL_S = 15.0
 MANY_INVENTED = 16
 """Strangers dialled in vain at once, most of all, after which what was read is counted anew without them."""
 SETTLE_S = 1.0
-"""How long a claim is given to be seen before collisions are judged; up to twice that, drawn at random."""
+"""Seconds, up to twice as many at random, in which others can see a claim before its peer looks for collisions."""
 LIFETIME_S = 20.0
-"""How long a record outlives its peer in the directory; a killed peer leaves every view after this and `linger_s`."""
+"""Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
@@ -188,7 +188,7 @@ class Membership:
         await self._publish_changed(claim)
 
     async def _publish_changed(self, claim: Claim) -> None:
-        """Makes `claim` this peer's claim, merges it into the own view and publishes it."""
+        """Sets this peer's claim, merges it into its view, and publishes it; errors are reported, not raised."""
         self.claim = claim
         self._merge([])
         await self._publish_claim()

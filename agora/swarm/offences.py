@@ -1,4 +1,4 @@
-"""Records offences as they are detected: the conduct of other peers, on the event loop's clock, reported as events.
+"""Records the offences of other peers when they are detected, by the event loop's clock, and reports them as events.
 
 Knows: the clock, the event, and `Conduct`. Must not know: how an offence is detected, or how a peer is kept out.
 """

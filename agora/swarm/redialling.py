@@ -24,7 +24,7 @@ LONGEST_S: Final = 40.0
 JITTER: Final = 0.25
 """A wait is made longer or shorter at random by this fraction at most, so that peers do not dial in step."""
 REMEMBERED_S: Final = 24 * 3600.0
-"""A peer is dialled while it was seen at most so many seconds before the one that was seen last, whoever that is."""
+"""A peer is dialled while it was seen at most this many seconds before the peer that was seen last."""
 MAX_REMEMBERED: Final = 256
 """Peers remembered at most; those seen last stay. One that can be reached is enough to find all of its half."""
 MAX_DIALS: Final = 8

@@ -1,4 +1,4 @@
-"""How many peers each stage of a run has, how many microbatches per second they do together, and where more help most.
+"""Computes each stage's number of peers and microbatches per second, and where one more machine helps most.
 
 Knows: claims of the view, the work of each stage. Pure; a StageSupply changes only itself, and only by the calls to it.
 Must not know: who asks, clocks, the directory. Rates add up: a stage's rate is the sum of the rates of its holders, and
@@ -19,9 +19,9 @@ from agora.swarm.view import PeerView, View
 ENOUGH_HOLDERS = 2
 """A stage with fewer holders is thin: the next death could stop the swarm."""
 MOST_TIMES_USUAL = 64.0
-"""A peer's claimed speed counts as at most so many times the median: one claim must not hide that a stage is slow."""
+"""A peer's claimed speed counts as at most this many times the median: one claim must not hide that a stage is slow."""
 MOST_COMPARED = 256
-"""Of spans that raise the swarm's rate alike, so many are compared by the rates of all stages."""
+"""Most spans, of those that raise the swarm's rate alike, that are compared by the rates of all stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StageDemands:
 
     @property
     def stage_count(self) -> int:
-        """How many stages the run has."""
+        """Number of stages of the run."""
         return len(self.work)
 
 
@@ -139,7 +139,7 @@ class StageSupply:
     # --- comparing
 
     def thinness(self, most: int, added: Span | None = None) -> tuple[int, ...]:
-        """Returns how thin the run is, beside a holder of `added`; the lesser tuple is better, all 0 is none.
+        """Returns how thin the run is if `added` has one more holder; the lesser tuple is better, all 0: not thin.
 
         First counts stages without any holder, then those with fewer than two: the newcomers that it takes to fill
         them if each takes at most `most` stages in a row, and the stages.
@@ -154,14 +154,14 @@ class StageSupply:
     def levels(self, added: Span | None = None, rate: float = 0.0) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Returns the stages' rates, then their numbers of holders, each ascending; the greater tuple is better.
 
-        added, rate: beside a holder of this span with this rate. Rates are rounded to a millionth of the usual one.
+        added, rate: counts one more holder of this span with this rate. Rates are rounded to a millionth of the usual.
         """
         rates = [r + rate * (added is not None and s in added) for s, r in enumerate(self.rates)]
         holders = [count + (added is not None and s in added) for s, count in enumerate(self.holders)]
         return tuple(sorted(round(r / self.usual_speed, 6) for r in rates)), tuple(sorted(holders))
 
     def best_spans(self, spans: Sequence[Span], speed: float, bandwidth: float) -> list[Span]:
-        """Returns those of `spans` where one more machine of this speed and bandwidth helps most, all alike.
+        """Returns those of `spans` where one more machine of this speed and bandwidth helps most; returns all ties.
 
         Fewest thin stages come first, then the greatest rate of the slowest stage, of the next slowest, and so on.
         """
@@ -180,7 +180,7 @@ class StageSupply:
         return [span for span in raised if levels[span] == best]
 
     def _slowest_beside(self, rates: dict[Span, float]) -> dict[Span, float]:
-        """Returns the rate of the slowest stage beside each one of `rates`: a holder of the span with the rate."""
+        """Returns, for each span in `rates`, the slowest stage's rate if the span had one more holder of that rate."""
         before = list(accumulate(self.rates, min, initial=float("inf")))
         after = list(accumulate(reversed(self.rates), min, initial=float("inf")))[::-1]
         return {
@@ -196,7 +196,10 @@ def spans_of_length(length: int, stage_count: int) -> list[Span]:
 
 
 def spans_that_fit(longest: Sequence[int]) -> list[Span]:
-    """Returns the spans that a machine may choose from; longest: as in Ability. Of many lengths only some are tried."""
+    """Returns the spans that fit a machine, to choose from. longest: as in Ability.
+
+    All lengths up to 8 are tried, then each about a quarter longer.
+    """
     stage_count = len(longest)
     spans = []
     for first, most in enumerate(longest):

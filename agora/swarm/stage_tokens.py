@@ -14,10 +14,10 @@ from agora_protocol.records import StageAccount
 
 @dataclass(frozen=True, slots=True)
 class StageTokens:
-    """What became of a stage's tokens. tokens_computed, tokens_counted: since each of its present replicas loaded it.
+    """Counts of a stage's tokens. tokens_computed, tokens_counted: since each of its present replicas loaded it.
 
-    share_counted: of the computed tokens that wait for no step any more, those that went into one; the others are lost.
-    tokens_per_step, staleness: means over recent steps, the latter in steps. None where nothing is known yet.
+    share_counted: fraction of settled tokens (computed, no longer waiting for a step) that went into a step; the others
+    are lost. tokens_per_step, staleness: means over recent steps, the latter in steps. None if not known yet.
     """
 
     tokens_computed: int
@@ -28,10 +28,10 @@ class StageTokens:
 
 
 def sum_accounts(accounts: Sequence[StageAccount]) -> StageTokens:
-    """Returns what became of the tokens of a stage whose replicas publish `accounts`.
+    """Returns the counts of a stage whose replicas publish `accounts`.
 
-    Of steps that replicas took along their own gradients, each tells a part; of those along the mean of all, each tells
-    the whole, so that only the replica with most of them is asked.
+    Of steps along own gradients, each replica counts a part; of steps along the mean of all, each counts the whole, so
+    that only the replica with the most of these is used.
     """
     counted, settled = sum(a.counted for a in accounts), sum(a.computed - a.waiting for a in accounts)
     of_means = max(accounts, key=lambda account: account.mean_steps, default=StageAccount())

@@ -22,7 +22,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class SamplesTold:
-    """What of the samples the swarm has trained on, as far as the origin `told_by` knew at `step` of stage 0.
+    """Which samples the swarm has trained on, as far as the origin `told_by` knew at `step` of stage 0. Immutable.
 
     epoch: the first that is not complete. seen: samples trained on, in each epoch anew. repeated: trained on again in
     the same epoch. missed: not done yet, of epochs before the newest. told_by: the origin's name for people.
@@ -107,8 +107,8 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
     """Returns a stage's row of the status: its serving replicas, their highest step, their tokens per second summed.
 
     In a run that is too large to be read whole, replicas and tokens per second are estimates, from `replicas_known`
-    replicas. Then what became of their tokens, and what the replica with the fewest steps waits for, of those that
-    tell it.
+    replicas. It also has the counts of StageTokens, and what the replica with the fewest steps waits for, of those that
+    publish that.
     """
     replicas, count = view.replicas(stage), view.replica_count(stage)
     last = min((p for p in replicas if p.waits_for), key=lambda seen: seen.step_of(stage), default=None)

@@ -1,4 +1,4 @@
-"""What this peer knows of the swarm: every live peer's span, state and progress, merged from signed records. Pure.
+"""Merges signed records into what this peer knows of the swarm: every live peer's span, state and progress. Pure.
 
 Knows: claims, progress and their age. Must not know: where records come from, nor any clock: `now_unix` is passed in.
 """
@@ -54,7 +54,7 @@ class PeerView:
         return self.steps[index] if 0 <= index < len(self.steps) else 0
 
     def account_of(self, stage: int) -> StageAccount:
-        """Returns what became of the tokens of `stage` here; all zeros when unknown or outside the span."""
+        """Returns the peer's token counts of `stage`; all zeros when unknown or outside the span."""
         index = stage - self.span.first
         return self.accounts[index] if 0 <= index < len(self.accounts) else StageAccount()
 
@@ -165,7 +165,7 @@ _STATES = ("joining", "serving", "leaving")
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
-    """Puts a claim into `peers` for `linger_s`, unless a later one is known; another incarnation drops the progress."""
+    """Puts a claim into `peers` for `linger_s`, unless a later one is known; a new incarnation drops the progress."""
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
