@@ -145,6 +145,7 @@ class WorkLedger:
         self._answers = AnswerCache()
         self._works: dict[WorkKey, Work] = {}
         self._refusal = ""
+        self.shortage = ""  # completes "this peer is ..." while new work is refused for lack of something
         self._seat_s = MovingAverage(0.1)
 
     @property
@@ -228,8 +229,8 @@ class WorkLedger:
         last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
         seats are taken or this ledger accepts no more.
         """
-        if self._refusal:
-            raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
+        if refusal := self._refusal or self.shortage:
+            raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
         if self.taken >= self._seats:
             free_in_ms = 1000.0 * (self._seat_s.value or 0.0) / self._seats  # on average, the next one of all seats
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
@@ -246,7 +247,7 @@ class WorkLedger:
                 self._count_answer()
                 return answer
             except MemoryError_:
-                self._give_up_a_seat()
+                self.give_up_a_seat("the device was out of memory")
                 raise
             finally:
                 self._end(work)
@@ -255,10 +256,10 @@ class WorkLedger:
         work.task.add_done_callback(lambda task: self._end(work))
         return work
 
-    def _give_up_a_seat(self) -> None:
-        """Called when work ran out of memory: from now on one microbatch less than now may be here at once."""
+    def give_up_a_seat(self, reason: str) -> None:
+        """Called when memory is short: from now on one microbatch less than now may be here at once, but one always."""
         self._seats, self._answers_since = max(1, min(self._seats, self.taken) - 1), 0
-        self._report(events.SeatsChanged(self._seats, self._max_seats, "the device was out of memory"))
+        self._report(events.SeatsChanged(self._seats, self._max_seats, reason))
 
     def _count_answer(self) -> None:
         """Called for each answer: offers one more seat, where some were given up, after ANSWERS_PER_SEAT of them."""

@@ -25,6 +25,7 @@ from agora.net.host import Host
 from agora.net.incoming import Handler, IncomingCall, NetLimits
 from agora.net.link import LinkSpec
 from agora.net.network import Network
+from agora.net.rate_limits import UNLIMITED, RateLimits
 from agora.swarm.offences import OffenceLog
 
 T = TypeVar("T")
@@ -89,9 +90,10 @@ async def make_peer(
     version: int = 1,
     link: LinkSpec | None = None,
     offences: OffenceLog | None = None,
+    rates: RateLimits = UNLIMITED,
 ) -> Peer:
-    """offences: judges who is shut out; without one nobody is."""
-    host, identity = await make_host(folder, name, link=link)
+    """offences: judges who is shut out; without one nobody is. rates: the owner's limits on the line."""
+    host, identity = await make_host(folder, name, link=link, limits=rates)
     try:
         addresses = await host.addresses()
         violations: list[ProtocolError] = []
