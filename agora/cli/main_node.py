@@ -24,6 +24,17 @@ RUN_OR_NONE = Annotated[
 ]
 
 
+DEVICE = Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1. Default auto.")]
+STAGES = Annotated[str | None, typer.Option(metavar="auto|A-B", help="The stages to hold. Default auto.")]
+LISTEN = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
+]
+THREADS = Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default all cores.")]
+CORPUS_CACHE = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
+]
+LOG_LEVEL = Annotated[str | None, typer.Option(help="debug, info, warning or error. Default info.")]
 ALLOW_FILES = Annotated[
     bool, typer.Option("--allow-files", help="Let an invited run read the files that its manifest names.")
 ]
@@ -37,24 +48,41 @@ BASE_MODEL = Annotated[
 ]
 
 
+UPLOAD_LIMIT = Annotated[
+    str | None, typer.Option(metavar="RATE", help="The most that it sends, all traffic together: 1MB/s, 8Mbit/s.")
+]
+DOWNLOAD_LIMIT = Annotated[
+    str | None, typer.Option(metavar="RATE", help="The most that it receives, all traffic together.")
+]
+MEMORY = Annotated[
+    float | None, typer.Option("--memory", metavar="GIB", help="The memory that it may use, in GiB; of a GPU likewise.")
+]
+DISK = Annotated[
+    float | None, typer.Option("--disk", metavar="GIB", help="The disk that checkpoints and caches may fill, in GiB.")
+]
+HOURS = Annotated[
+    str | None, typer.Option(metavar="FROM-TO", help="The hours at which it works, such as 22-07; else it rests.")
+]
+
+
 @app.command()
 def join(
     run: console.RUN,
-    device: Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1. Default auto.")] = None,
-    stages: Annotated[str | None, typer.Option(metavar="auto|A-B", help="The stages to hold. Default auto.")] = None,
+    device: DEVICE = None,
+    stages: STAGES = None,
     directory: console.DIRECTORY = None,
-    listen: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
-    ] = None,
+    listen: LISTEN = None,
     link: console.LINK = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default all cores.")] = None,
-    corpus_cache: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
-    ] = None,
+    threads: THREADS = None,
+    corpus_cache: CORPUS_CACHE = None,
     allow_files: ALLOW_FILES = False,
     base_model: BASE_MODEL = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default info.")] = None,
+    upload_limit: UPLOAD_LIMIT = None,
+    download_limit: DOWNLOAD_LIMIT = None,
+    memory_gib: MEMORY = None,
+    disk_gib: DISK = None,
+    hours: HOURS = None,
+    log_level: LOG_LEVEL = None,
 ) -> None:
     """Join a run and train until stopped.
 
@@ -70,19 +98,17 @@ def join(
     """
     from agora.node import base_model_place, daemon
 
-    flags = {
-        "device": device,
-        "stages": stages,
+    flags: dict[str, Any] = {
         "listen": tuple(listen) if listen else None,
         "link": link,
-        "threads": threads,
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
         "base_model": base_model_place.absolute_name(base_model) if base_model else None,
-        "log_level": log_level,
     }
-    given = {key: value for key, value in flags.items() if value is not None}
-    daemon.run(run, paths.home_at(directory), given)
+    flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
+    flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
+    flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
+    daemon.run(run, paths.home_at(directory), flags)
 
 
 @app.command()

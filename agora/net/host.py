@@ -31,8 +31,10 @@ from agora_protocol.ids import PeerId
 
 from agora.net.address_book import addresses_by_peer
 from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
+from agora.net.line_brake import LineBrake
 from agora.net.link import LinkSpec
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
+from agora.net.rate_limits import UNLIMITED, RateLimits
 from agora.net.shaping import AccessLink, ShapedTransport
 from agora.net.streams import FrameStream
 
@@ -104,11 +106,12 @@ class Host:
     link, or None.
     """
 
-    def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None) -> None:
+    def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None, limits: RateLimits) -> None:
         self.p2p = p2p
         self.peer = PeerId(str(p2p.peer_id))
         self.died = asyncio.Event()
         self.link = AccessLink(link, random.Random(self.peer)) if link is not None else None
+        self.brake = LineBrake(p2p._child.pid, limits, self.link) if limits.is_limited else None
         self._sockets = sockets
         self._closing = False
         self._servers: list[asyncio.Server] = []
@@ -122,12 +125,14 @@ class Host:
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
         link: LinkSpec | None = None,
+        limits: RateLimits = UNLIMITED,
     ) -> Host:
         """Starts p2pd with the key in `identity_path`, and returns the host, which listens.
 
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
-        those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not. Raises
-        IdentityError for the key file, LocalError for a taken port or a p2pd that does not start.
+        those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not.
+        limits: for all traffic, p2pd's own included. Raises IdentityError for the key file, LocalError for a taken port
+        or a p2pd that does not start.
         """
         identity = Identity.load(identity_path)
         for address in listen:
@@ -136,7 +141,7 @@ class Host:
         async with contextlib.AsyncExitStack() as undo:
             sockets = SocketDirectory()
             undo.callback(sockets.remove)
-            host = cls(await _start(identity_path, listen, announce, sockets.path), sockets, link)
+            host = cls(await _start(identity_path, listen, announce, sockets.path), sockets, link, limits)
             undo.push_async_callback(host.close)
             if host.peer != identity.peer:
                 raise LocalError(f"p2pd runs as {host.peer} with the key of {identity.peer}; install hivemind again.")
@@ -234,9 +239,10 @@ class Host:
             on_stream(self._shape(stream), PeerId(str(PeerID(info.peer))), _path(info.addr))
 
     def _shape(self, stream: FrameStream) -> FrameStream:
-        """Returns the stream, delayed and slowed down if a link is imitated."""
-        if self.link is not None:
-            stream.interpose(partial(ShapedTransport, link=self.link))
+        """Returns the stream, delayed and slowed down if a link is imitated or the owner has set limits."""
+        link = self.brake.link if self.brake is not None else self.link
+        if link is not None:
+            stream.interpose(partial(ShapedTransport, link=link))
         return stream
 
     async def close(self) -> None:
@@ -244,6 +250,8 @@ class Host:
         if self._closing:
             return
         self._closing = True
+        if self.brake is not None:
+            self.brake.close()
         for server in self._servers:
             server.close()
         control = self.p2p._client.control if self.p2p._client is not None else None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agora.net.link import MOST_CHUNK, DelayLine, LinkSpec, TokenBucket
+from agora.net.link import CHUNK_S, LEAST_CHUNK, MOST_CHUNK, DelayLine, LinkSpec, TokenBucket
 
 HIGH_BYTES: Final = 262_144  # a stream is paused when more bytes wait for the rate, as by a plain transport
 LOW_BYTES: Final = 65_536  # a paused stream may write again when at most this many bytes wait
@@ -24,7 +24,10 @@ TICK_S: Final = 0.001  # the resolution of the event loop's timers, in seconds
 
 
 class AccessLink:
-    """The imitated access link of one peer: a rate each way, which all its ShapedTransports share."""
+    """The imitated link of one peer, or its owner's limits, or both: rates that all its ShapedTransports share.
+
+    passed_up, passed_down: the bytes that have passed since the start.
+    """
 
     def __init__(self, spec: LinkSpec, rng: random.Random, clock: Callable[[], float] = time.monotonic) -> None:
         self.spec = spec
@@ -32,11 +35,28 @@ class AccessLink:
         self.clock = clock
         self.up = TokenBucket(spec.rate)
         self.down = TokenBucket(spec.rate, DOWN_DEPTH_S)
+        self.passed_up = self.passed_down = 0
+        self._brakes = math.inf, math.inf
 
     def change_rate(self, text: str) -> None:
         """Gives the link another rate, such as "20Mbit", for what has not been booked yet. Raises LinkError."""
         self.spec = self.spec.at_rate(text)
-        self.up.rate = self.down.rate = self.spec.rate
+        self.brake(*self._brakes)
+
+    def brake(self, up: float, down: float) -> None:
+        """Lets no more pass than these rates, in bytes per second, also where the imitated link is faster."""
+        self._brakes = up, down
+        self.up.rate, self.down.rate = min(self.spec.rate, up), min(self.spec.rate, down)
+
+    @property
+    def sent_at_once(self) -> int:
+        """How many bytes one stream sends at its turn."""
+        return min(self.spec.chunk_bytes, max(LEAST_CHUNK, int(self.up.rate * CHUNK_S)))
+
+    @property
+    def read_at_once(self) -> int:
+        """How many bytes are read at once, at most."""
+        return max(self.sent_at_once, min(MOST_CHUNK, int(HOLD_S * self.down.rate)))
 
 
 @dataclass(slots=True)
@@ -115,6 +135,7 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         while self._queue and self._ready <= now:
             size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
+            self._link.passed_up += size
             arrives = self._delay.arrival(size, self._ready)
             self._line.append(_Chunk(arrives, arrives if ends else arrives + HOLD_S, size, pieces))
         if any(chunk.hand_on_at <= now for chunk in self._line):
@@ -125,7 +146,8 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
         """Takes up to `chunk_bytes` off the queue. Returns the size, whether a message ends in it, and the bytes."""
-        room, pieces, ends = self._link.spec.chunk_bytes, [], False
+        most = self._link.sent_at_once
+        room, pieces, ends = most, [], False
         while self._queue and room:
             view, last = self._queue.popleft()
             if len(view) > room:
@@ -134,7 +156,7 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             pieces.append(view)
             room -= len(view)
             ends = ends or last
-        size = self._link.spec.chunk_bytes - room
+        size = most - room
         self._queued -= size
         return size, ends, pieces
 
@@ -152,14 +174,13 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> Any:
         """Called by the real transport before it reads: returns the first part of the stream's own buffer."""
-        spec = self._link.spec
-        most = max(spec.chunk_bytes, min(MOST_CHUNK, int(HOLD_S * spec.rate)))
-        return self._stream.get_buffer(-1)[:most]  # type: ignore[index]
+        return self._stream.get_buffer(-1)[: self._link.read_at_once]  # type: ignore[index]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Called by asyncio when bytes arrived: tells the stream, or holds them and pauses reading for the rate."""
         now = self._link.clock()
         until = self._link.down.take(nbytes, now - self._late_s)
+        self._link.passed_down += nbytes
         if until <= now:
             self._late_s = min(self._late_s, now - until)
             self._stream.buffer_updated(nbytes)

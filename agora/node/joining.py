@@ -181,6 +181,7 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
             listen=settings.listen,
             announce=settings.announce,
             link=settings.link_spec,
+            limits=settings.rate_limits,
         )
         loopback_last = sorted(await host.addresses(), key=lambda text: "/127." in text or "/ip6/::1/" in text)
         addresses = tuple(loopback_last[:MAX_ADDRESSES])

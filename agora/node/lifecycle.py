@@ -22,6 +22,7 @@ from agora.node import doctor, joining, paths
 from agora.node.background import BackgroundTasks, wait_for_any
 from agora.node.balancing import keep_balance, publish_ability
 from agora.node.control import ControlSocket
+from agora.node.disk_guard import DiskGuard
 from agora.node.loaded_span import LoadedSpan
 from agora.node.local_peer import LocalPeer
 from agora.node.node_report import NO_TRAFFIC, NodeReport, WindowedRate, add_traffic
@@ -228,6 +229,8 @@ class Node:
             self.signed = await joining.fetch_manifest(startup, host, others)
         with startup.steps.step("doctor") as note:
             note.text = doctor.check_disk(startup.home.root)
+            disk = DiskGuard(startup.home, startup.settings.disk_bytes)
+            await asyncio.to_thread(disk.make_room, self.signed.manifest, None, doctor.LEAST_FREE_BYTES)
         proof = joining.own_proof(startup, self.signed.run_id)
         admission = RunAdmission(startup, self.signed, self._addresses, proof, startup.clock.unix)
         with startup.steps.step("directory"):

@@ -24,11 +24,12 @@ from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
 from agora.net.uplink import SAMPLE_S, UplinkMeter
-from agora.node import runs
+from agora.node import doctor, runs
 from agora.node.background import BackgroundTasks
 from agora.node.base_supply import BaseSupply
 from agora.node.clock_keeping import ClockKeeper
 from agora.node.connection_watch import watch_connections
+from agora.node.memory_guard import MemoryGuard
 from agora.node.node_report import NodeReport, progress_record, status_json
 from agora.node.own_ability import OwnAbility
 from agora.node.requests import ADMISSION_REQUESTS, BASE_REQUESTS, RequestHandler, SentTensors
@@ -76,7 +77,7 @@ class LocalPeer:
         """addresses: where others can dial this peer."""
         self.startup, self.signed, self.host = startup, signed, host
         self.manifest = manifest = signed.manifest
-        self.seats = seats_of(manifest, available_bytes(torch.device("cpu")))
+        self.seats = seats_of(manifest, _allowed_memory(startup.settings.memory_gib))
         self.sent = SentTensors()
         self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
         self.offences = OffenceLog(startup.report_event)
@@ -163,6 +164,8 @@ class LocalPeer:
         self.tasks.start("addresses", self._remember_addresses())
         self.tasks.start("uplink", self._measure_uplink())
         self.tasks.start("clock", clock.run())
+        if limit_bytes := self.startup.settings.memory_bytes:
+            self.tasks.start("memory", MemoryGuard(limit_bytes, self.ledger, self.startup.report_event).run())
 
     async def close(self) -> None:
         """Ends the tasks and all calls. Host and directory stay open: the caller that opened them closes them."""
@@ -232,6 +235,11 @@ class LocalPeer:
                 except OSError as error:
                     trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
                     self.startup.report_event(trouble)
+
+
+def _allowed_memory(limit_gib: float) -> int:
+    """Returns the bytes that this machine has free and its owner allows; 0 for no limit."""
+    return doctor.allowed_bytes(available_bytes(torch.device("cpu")), limit_gib)
 
 
 def seats_of(manifest: Manifest, free_bytes: int) -> int:

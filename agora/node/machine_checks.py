@@ -60,7 +60,7 @@ class Readings:
     memory_needed: bytes that the daemon and the smallest stage take at least. clock_offset_s: of the swarm's clocks
     minus this one's, None when no peer told. names: host names in the run's addresses, and whether each was resolved.
     daemon_pid: of the daemon in this data directory, None without one; peers_in_sight: others that it sees, None
-    when it does not answer.
+    when it does not answer; resting: why that daemon rests, "" when it works. unit_state: see readings.py.
     """
 
     python: tuple[int, int, int] = (3, 11, 0)
@@ -91,6 +91,7 @@ class Readings:
     answer_problem: str = ""
     daemon_pid: int | None = None
     peers_in_sight: int | None = None
+    resting: str = ""
     unit_state: str = ""
 
 
@@ -225,10 +226,9 @@ def _network(readings: Readings) -> list[Check]:
 def _service(readings: Readings) -> list[Check]:
     """Judges the systemd unit, where there is one, and the daemon in the data directory, where one runs."""
     checks = []
-    if readings.unit_state == "failed":
-        checks.append(
-            Check("service", "fail", "failed", "active", "read `journalctl -u agora-node -n 50`, then start it")
-        )
+    if readings.unit_state in ("failed", "auto-restart"):
+        remedy = "read `journalctl -u agora-node -n 50`, then start it with `systemctl restart agora-node`"
+        checks.append(Check("service", "fail", readings.unit_state, "active", remedy))
     elif readings.unit_state:
         checks.append(Check("service", "pass", readings.unit_state, "active"))
     if readings.daemon_pid is None:
@@ -236,6 +236,9 @@ def _service(readings: Readings) -> list[Check]:
     if readings.peers_in_sight is None:
         remedy = f"stop it with `kill {readings.daemon_pid}`, then start it again"
         return [*checks, Check("daemon", "fail", "it does not answer", "it answers", remedy)]
+    if readings.resting:
+        remedy = "run `agora-node resume`, or look at `hours` in agora.toml"
+        return [*checks, Check("daemon", "warn", readings.resting, "it works", remedy)]
     if readings.peers_in_sight == 0:
         remedy = "wait for others to come, or start it with another peer's invite"
         return [*checks, Check("daemon", "warn", "it sees no other peer", "1 other peer", remedy)]

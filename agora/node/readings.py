@@ -32,6 +32,7 @@ from agora_protocol.ids import PeerId, RunId, Span
 from packaging.requirements import Requirement
 
 from agora.node import control_client, doctor, paths, runs, settings
+from agora.node.disk_guard import stored_bytes
 from agora.node.machine_checks import PackageReading, PeerReading, Readings
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
     """Returns the facts for a daemon in `home` with the settings `flags`, and for the run that `run` names, if any."""
     chosen, settings_problem = _settings(home, flags)
     identity, identity_problem = _identity(home)
-    pid, in_sight = _daemon(home)
+    pid, in_sight, resting = _daemon(home)
     device, device_problem = _try_device(chosen.device)
     listen = [] if pid is not None else [(address, problem_of_listening(address)) for address in chosen.listen]
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
@@ -68,7 +69,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         memory_free=_free_memory(chosen),
         memory_needed=_needed_memory(manifest),
         disk_free=_free_disk(home.root),
-        disk_problem=_disk_problem(home.root),
+        disk_problem=_disk_problem(home.root, chosen.disk_bytes),
         runtime_problem=_runtime_problem(),
         identity=identity,
         identity_problem=identity_problem,
@@ -81,6 +82,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         announces=bool(chosen.announce),
         daemon_pid=pid,
         peers_in_sight=in_sight,
+        resting=resting,
         unit_state=_unit_state(),
         **of_run,
     )
@@ -190,8 +192,8 @@ def _free_disk(directory: Path) -> float:
         return 0.0
 
 
-def _disk_problem(directory: Path) -> str:
-    """Returns why a file cannot be written there, or that too little is free; "" if neither is so."""
+def _disk_problem(directory: Path, limit_bytes: int) -> str:
+    """Returns why a file cannot be written there, or that too little is free or allowed; "" for neither."""
     existing = _nearest_existing(directory)
     try:
         if not existing.is_dir():
@@ -199,6 +201,9 @@ def _disk_problem(directory: Path) -> str:
         doctor.check_disk(existing)
     except AgoraError as error:
         return str(error)
+    held = stored_bytes(directory) if limit_bytes else 0
+    if limit_bytes and held + doctor.LEAST_FREE_BYTES > limit_bytes:
+        return f"{directory} holds {held / 2**20:,.0f} MiB of the {limit_bytes / 2**20:,.0f} MiB that `disk_gib` allows"
     return ""
 
 
@@ -254,30 +259,36 @@ def _is_public(address: str) -> bool:
     return False
 
 
-def _daemon(home: paths.Home) -> tuple[int | None, int | None]:
-    """Returns the pid of the daemon in this data directory, None without one, and how many other peers it sees.
+def _daemon(home: paths.Home) -> tuple[int | None, int | None, str]:
+    """Returns the pid of the daemon in this data directory, how many other peers it sees, and why it rests.
 
-    The latter is None if no daemon answers.
+    None, None and "" for neither.
     """
     root = str(home.root.resolve())
     entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
-        return None, None
+        return None, None, ""
     with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
-        seen = control_client.ask(Path(entry.socket), "status")["peers"]
-        return entry.pid, sum(peer["peer"] != entry.peer for peer in seen)
-    return entry.pid, None
+        status = control_client.ask(Path(entry.socket), "status")
+        others, health = sum(peer["peer"] != entry.peer for peer in status["peers"]), status["health"]
+        return entry.pid, others, health["why"] if health["state"] == "PAUSED" else ""
+    return entry.pid, None, ""
 
 
 def _unit_state() -> str:
-    """Returns the ActiveState of the systemd unit agora-node; "" without systemd or without that unit."""
+    """Returns what systemd says of the unit agora-node; "" where there is no systemd, or no such unit.
+
+    That is its active state, or "auto-restart" while it waits to be started again after a failure.
+    """
     if shutil.which("systemctl") is None:
         return ""
-    command = ["systemctl", "show", "--property=ActiveState", "--property=LoadState", UNIT]
+    command = ["systemctl", "show", "--property=ActiveState,SubState,LoadState", UNIT]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
         shown = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
-        return shown.get("ActiveState", "") if shown.get("LoadState") == "loaded" else ""
+        if shown.get("LoadState") == "loaded":
+            restarts = shown.get("SubState", "") == "auto-restart"
+            return "auto-restart" if restarts else shown.get("ActiveState", "")
     return ""
 
 

@@ -19,6 +19,7 @@ from agora_protocol.ids import Span
 from pydantic import AfterValidator
 
 from agora.net.link import LinkSpec
+from agora.net.rate_limits import RateLimits, parse_rate
 from agora.node.hours import Hours
 
 PREFIX = "AGORA_"
@@ -36,6 +37,12 @@ class SettingsError(LocalError):
     def __init__(self, text: str, source: str) -> None:
         super().__init__(text)
         self.exit_code = 2 if source == FLAGS else 1
+
+
+def _checked_rate(text: str) -> str:
+    """Returns the text of a rate. Raises InputError when it is none."""
+    parse_rate(text)
+    return text
 
 
 class Settings(pydantic.BaseModel):
@@ -57,6 +64,9 @@ class Settings(pydantic.BaseModel):
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
+    disk_gib: float = pydantic.Field(0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
+    upload_limit: Annotated[str, AfterValidator(_checked_rate)] = ""  # over all traffic, such as 1MB/s; "" is none
+    download_limit: Annotated[str, AfterValidator(_checked_rate)] = ""  # likewise
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
     """FROM-TO[,FROM-TO] in local time, such as 22-07: outside it rests; "" is all day."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -73,6 +83,21 @@ class Settings(pydantic.BaseModel):
     def link_spec(self) -> LinkSpec | None:
         """The emulated link that the owner asked for; None: the network as it is."""
         return LinkSpec.parse(self.link) if self.link else None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the daemon may use, in bytes; 0: no limit."""
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the data directory may hold, in bytes; 0: no limit."""
+        return int(self.disk_gib * 2**30)
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        """What the daemon may send and receive, over all traffic."""
+        return RateLimits(parse_rate(self.upload_limit), parse_rate(self.download_limit))
 
     @property
     def work_hours(self) -> Hours:

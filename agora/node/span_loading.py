@@ -20,8 +20,10 @@ from agora.calls import Reply
 from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node import doctor
+from agora.node.disk_guard import DiskGuard
 from agora.node.loaded_span import LoadedSpan
 from agora.node.local_peer import LocalPeer
+from agora.node.memory_guard import limit_device
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.node.training_data import Epochs, TrainingData, open_training_data
 from agora.observe import faults
@@ -111,7 +113,7 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
         if epochs is not None and stage == 0:
             epochs.record.write(step)
 
-    return StateKeeper(
+    keeper = StateKeeper(
         manifest,
         startup.home.checkpoints(manifest.run_id),
         stages=compute,
@@ -121,6 +123,9 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
         report_offence=local_peer.offences.report_offence,
         on_written=on_written,
     )
+    disk = DiskGuard(startup.home, startup.settings.disk_bytes)
+    keeper.make_room = lambda stage, nbytes: disk.make_room(manifest, stage, nbytes)
+    return keeper
 
 
 async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
@@ -202,6 +207,8 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     data = await open_training_data(local_peer) if 0 in span else None
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    if settings.memory_bytes:
+        limit_device(settings.device, settings.memory_bytes)
     base_model = await local_peer.base_supply.provide(span)
     with startup.steps.step("model") as note:
         compute = await Compute.create(

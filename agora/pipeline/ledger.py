@@ -154,6 +154,7 @@ class WorkLedger:
         self._answers = AnswerCache()
         self._works: dict[WorkKey, RunningWork] = {}
         self._refusal = ""
+        self.shortage = ""  # completes "this peer is ..." while new work is refused for lack of something
         self._seat_s = MovingAverage(0.1)
 
     @property
@@ -247,8 +248,8 @@ class WorkLedger:
         last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
         seats are taken, when others need those that are left (fair_share.may_enter), or this ledger accepts no more.
         """
-        if self._refusal:
-            raise Busy(f"this peer is {self._refusal}; ask another", CLOSED_RETRY_MS)
+        if refusal := self._refusal or self.shortage:
+            raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
         held = Counter(work.holder for work in self._works.values() if work.holder is not None)
         is_beyond_part = holder is not None and not may_enter(held, holder, self._seats, free=FREE_SEATS)
         if self.taken >= self._seats or is_beyond_part:
@@ -268,7 +269,7 @@ class WorkLedger:
                 self._count_answer()
                 return answer
             except MemoryError_:
-                self._give_up_a_seat()
+                self.give_up_a_seat("the device was out of memory")
                 raise
             finally:
                 self._end(work)
@@ -277,10 +278,10 @@ class WorkLedger:
         work.task.add_done_callback(lambda task: self._end(work))
         return work
 
-    def _give_up_a_seat(self) -> None:
-        """Lowers the seats to one fewer than are taken now, at least 1; called when work ran out of memory."""
+    def give_up_a_seat(self, reason: str) -> None:
+        """Lowers the seats to one fewer than are taken now, at least 1; called when memory is short."""
         self._seats, self._answers_since = max(1, min(self._seats, self.taken) - 1), 0
-        self._report(events.SeatsChanged(self._seats, self._max_seats, "the device was out of memory"))
+        self._report(events.SeatsChanged(self._seats, self._max_seats, reason))
 
     def _count_answer(self) -> None:
         """Called for each answer: after every ANSWERS_PER_SEAT answers, adds one of the seats that were given up."""

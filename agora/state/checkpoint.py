@@ -214,6 +214,11 @@ def _remove_leftovers(place: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+def checkpoint_folders(place: Path) -> list[Path]:
+    """Returns the folders of a stage's checkpoints in `place`, the newest first; they need not be intact."""
+    return [path for _, path in _list_checkpoints(place)]
+
+
 # --- reading
 
 

@@ -84,10 +84,12 @@ class StateKeeper:
         report_offence: ReportOffence,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
-        """folder: the one below which checkpoints lie.
+        """folder: the one below which checkpoints lie. on_written(stage, step): called after each written checkpoint.
 
-        on_written(stage, step): called after each written checkpoint.
+        `make_room` may be set: it is called in a thread with stage and bytes before a checkpoint is written, and raises
+        DiskError when there is no room for it.
         """
+        self.make_room: Callable[[int, int], None] = lambda _stage, _nbytes: None
         self._on_written = on_written
         self._run_id = manifest.run_id
         self._manifest = manifest
@@ -270,6 +272,7 @@ class StateKeeper:
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
+                await run_in_thread(lambda: self.make_room(stage, state.layout.nbytes))
                 await run_in_thread(lambda: write_checkpoint(self._folder, self._run_id, state, keep=keep))
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))

@@ -66,6 +66,15 @@ def keep_freed_memory() -> bool:
     return all(mallopt(number, value) == 1 for number, value in settings.values())
 
 
+def give_back_freed_memory() -> None:
+    """Gives memory that malloc and torch's CUDA cache keep back to the system; does nothing where that cannot be."""
+    trim = getattr(LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # does nothing before CUDA is used
+
+
 def freed_bytes() -> int:
     """Returns the bytes that this process has freed and malloc keeps; 0 if the C library does not say."""
     mallinfo2 = getattr(LIBC, "mallinfo2", None)

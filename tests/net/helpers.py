@@ -26,6 +26,7 @@ from agora.net.host import Host
 from agora.net.incoming import Handler, IncomingCall, NetLimits
 from agora.net.link import LinkSpec
 from agora.net.network import Network
+from agora.net.rate_limits import UNLIMITED, RateLimits
 from agora.swarm.offences import OffenceLog
 
 T = TypeVar("T")
@@ -91,9 +92,12 @@ async def make_peer(
     link: LinkSpec | None = None,
     offences: OffenceLog | None = None,
     gate: dict[str, Any] | None = None,
+    rates: RateLimits = UNLIMITED,
 ) -> Peer:
-    """offences: judges who is shut out; without one nobody is. gate: further arguments of the Gate."""
-    host, identity = await make_host(folder, name, link=link)
+    """offences: judges who is shut out; without one nobody is. gate: further arguments of the Gate. rates: the owner's
+    limits on the line.
+    """
+    host, identity = await make_host(folder, name, link=link, limits=rates)
     try:
         addresses = await host.addresses()
         violations: list[ProtocolError] = []

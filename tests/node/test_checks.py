@@ -74,6 +74,13 @@ FAULTS: list[tuple[str, Readings, str, str]] = [
     ("peers", replace(HEALTHY, answer_problem="the peer trains another run"), "fail", "newer invite"),
     ("peers", replace(HEALTHY, peers=(PeerReading("/ip4/203.0.113.5/tcp/1", 2.5),)), "warn", "delay"),
     ("service", replace(HEALTHY, unit_state="failed"), "fail", "journalctl"),
+    ("service", replace(HEALTHY, unit_state="auto-restart"), "fail", "systemctl restart"),
+    (
+        "daemon",
+        replace(HEALTHY, daemon_pid=4242, peers_in_sight=0, resting="paused by its owner"),
+        "warn",
+        "agora-node resume",
+    ),
     ("daemon", replace(HEALTHY, daemon_pid=4242, peers_in_sight=None), "fail", "kill 4242"),
     ("daemon", replace(HEALTHY, daemon_pid=4242, peers_in_sight=0), "warn", "invite"),
 ]
@@ -180,6 +187,21 @@ def test_addresses_that_do_not_answer_are_told_apart_from_one_that_does() -> Non
         )
     assert [peer.round_trip_s is not None for peer in found] == [True, False, False, False]
     assert all(peer.problem for peer in found[1:])
+
+
+def test_a_data_directory_that_holds_more_than_its_owner_allows_is_found(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "agora.toml").write_text("disk_gib = 0.002\n")
+    checks = {check.name: check for check in judge(take_readings(Home(tmp_path), {"device": "cpu"}, None))}
+    assert checks["disk"].state == "fail" and "`disk_gib` allows" in checks["disk"].value
+
+
+def test_an_identity_that_others_can_read_is_found(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    Identity.create(home.identity)
+    home.identity.chmod(0o640)
+    checks = {check.name: check for check in judge(take_readings(home, {"device": "cpu"}, None))}
+    assert checks["identity"].state == "fail" and "chmod 600" in checks["identity"].remedy
 
 
 def test_a_directory_that_cannot_be_written_is_found(tmp_path: Path) -> None:

@@ -100,6 +100,10 @@ def test_the_unit_parses_and_keeps_its_promises() -> None:
         "NoNewPrivileges": "yes",
         "KillMode": "mixed",
         "UMask": "0077",
+        "TasksMax": "1024",
+        "CPUQuota": "800%",
+        "MemorySwapMax": "0",
+        "IPAddressDeny": "link-local multicast",
     }
     assert {key: service.get(key) for key in expected} == expected
     assert "@system-service" in UNIT.read_text()

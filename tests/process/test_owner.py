@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from agora.net.socket_bytes import CarriedBytes, SocketCounter
 from tests.process.harness import Daemon, nothing_lost, p2pd_of, swarm, tiny
 
+NOTHING = CarriedBytes()
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
@@ -54,6 +57,25 @@ def test_a_pause_leaves_no_traffic_survives_a_restart_and_ends_with_resume(tmp_p
         assert p2pd_of(guest).is_running()
         made.until(lambda: sees(stays, guest) == "training", "the others to see it again", 10)
         nothing_lost(made, origin)
+
+
+@pytest.mark.slow
+def test_an_upload_limit_holds_within_a_tenth_while_state_is_served(tmp_path: Path) -> None:
+    """All that the kernel saw of the source's p2pd: state, gossip, averaging and the directory together."""
+    model = {"width": 192, "heads": 4, "key_value_heads": 4, "feed_forward": 768, "subspace": 192, "context": 64}
+    with swarm(tmp_path, tiny(1, model=model)) as made:
+        source = made.start("source", "0", flags=["--upload-limit", "1MB/s"])
+        made.until(lambda: source.events("StepTaken"), "a first step")
+        counter = SocketCounter(p2pd_of(source).pid)
+        joiner = made.start("joiner", "0")
+        made.until(lambda: (counter.read() or NOTHING).sent > 2_000_000, "the state to flow")
+        began, first = time.monotonic(), counter.read()
+        made.until(lambda: joiner.events("StateFetched") or time.monotonic() - began > 10, "the state", 60)
+        seconds, latest = time.monotonic() - began, counter.read()
+        assert first is not None and latest is not None
+        rate = (latest.sent - first.sent) / seconds
+        print(f"{rate:.0f} bytes/s over {seconds:.1f} s; state {joiner.events('StateFetched')}")
+        assert seconds > 5 and 0.9e6 < rate < 1.1e6, (rate, seconds)
 
 
 def test_a_pause_during_the_start_takes_hold_and_resume_serves(tmp_path: Path) -> None:

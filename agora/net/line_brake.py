@@ -1,0 +1,52 @@
+"""Keeps all traffic of this daemon within its owner's limits: counts what p2pd's sockets carry, and slows down streams.
+
+Knows: p2pd's process, the streams' access link. Must not know: how a rate follows from the counts (rate_limits.py).
+Received bytes are braked by not reading them; p2pd then holds up to a flow-control window of each connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Final
+
+from agora.clock import loop_time
+from agora.net.link import LinkSpec
+from agora.net.rate_limits import RateLimits, StreamBrake
+from agora.net.shaping import AccessLink
+from agora.net.socket_bytes import CarriedBytes, SocketCounter
+
+LOOK_S: Final = 0.25
+"""Seconds between two looks at what was carried."""
+FREE_LINK: Final = LinkSpec(1.25e9, 0.0)
+"""A link that delays nothing, and is as fast as this program can be."""
+
+
+class LineBrake:
+    """Slows down the streams that `link` shapes, from when it is made until `close`. carried: the newest totals."""
+
+    def __init__(self, pid: int, limits: RateLimits, link: AccessLink | None) -> None:
+        """pid: of p2pd. link: the imitated link, if there is one; the limits then hold beside it."""
+        self.carried: CarriedBytes | None = None
+        self.link = link if link is not None else AccessLink(FREE_LINK, random.Random(0))
+        self._counter = SocketCounter(pid)
+        self._brakes = StreamBrake(limits.up), StreamBrake(limits.down)
+        self.link.brake(limits.up, limits.down)
+        self._task = asyncio.create_task(self._run(), name="line brake")
+
+    def close(self) -> None:
+        """Stops looking; the rates stay as they are."""
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        """Looks every LOOK_S at what all sockets and the streams have carried, and sets the streams' rates."""
+        up, down = self._brakes
+        while True:
+            self.carried = carried = await asyncio.to_thread(self._counter.read)
+            now, sent, received = loop_time(), None, None
+            if carried is not None:
+                sent, received = carried.sent, carried.received
+            self.link.brake(
+                up.update(now, sent, self.link.passed_up), down.update(now, received, self.link.passed_down)
+            )
+            await asyncio.sleep(LOOK_S)

@@ -1,0 +1,83 @@
+"""Keeps what the daemon stores within the disk space that its owner allows.
+
+Knows: the data directory's folders, and which of them can be made again. Must not know: what is in them.
+
+Before something is written, what can be spared is removed in this order, until the new bytes fit: collected weights of
+exports, checkpoints of other runs but the newest of each stage, base models of other runs, older checkpoints of the
+stage that is to be written. If they still do not fit, nothing is written, and the error says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from agora_protocol.errors import DiskError
+from agora_protocol.manifest import Manifest
+
+from agora.node.paths import Home
+from agora.state.checkpoint import checkpoint_folders, stage_folder
+
+EXPORTS: Final = ("collected", "weights")
+"""The folders of a run that an export or the control socket makes anew."""
+
+
+class DiskGuard:
+    """Makes room in one data directory. limit_bytes: what it may hold, 0 for no limit."""
+
+    def __init__(self, home: Home, limit_bytes: int) -> None:
+        self._home = home
+        self._limit = limit_bytes
+
+    def make_room(self, manifest: Manifest, stage: int | None, nbytes: int) -> None:
+        """Removes what can be spared until `nbytes` more fit. Raises DiskError when they do not.
+
+        manifest: of the present run, whose base model and other stages stay. stage: whose older checkpoints may go;
+        None for no stage's.
+        """
+        if not self._limit or self._fits(nbytes):
+            return
+        for folder in self._spare(manifest.run_id, getattr(manifest.model, "tensors_hash", ""), stage):
+            shutil.rmtree(folder, ignore_errors=True)
+            if self._fits(nbytes):
+                return
+        used, root = stored_bytes(self._home.root), self._home.root
+        raise DiskError(
+            f"{root} holds {_in_mib(used)} of {_in_mib(self._limit)} allowed, and {_in_mib(nbytes)} more are needed; "
+            "raise --disk, or remove what you do not need there."
+        )
+
+    def _fits(self, nbytes: int) -> bool:
+        """Returns whether so many bytes more stay within the limit."""
+        return stored_bytes(self._home.root) + nbytes <= self._limit
+
+    def _spare(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
+        """Yields the folders that may be removed, in the module's order. base: the list hash of its base model."""
+        runs = sorted(self._home.runs.glob("*"))
+        yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())
+        for folder in runs:
+            if folder.name != run:
+                for place in sorted((folder / "checkpoints").glob("*")):
+                    yield from reversed(checkpoint_folders(place)[1:])
+        yield from (folder for folder in sorted((self._home.root / "base").glob("*")) if folder.name != base)
+        if stage is not None:
+            yield from reversed(checkpoint_folders(stage_folder(self._home.checkpoints(run), stage))[1:])
+
+
+def stored_bytes(root: Path) -> int:
+    """Returns the bytes of all files below `root`, those that vanish meanwhile left out."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _in_mib(size: int) -> str:
+    """Returns a number of bytes as text in MiB."""
+    return f"{size / 2**20:,.0f} MiB"

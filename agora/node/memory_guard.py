@@ -1,0 +1,128 @@
+"""Keeps the daemon within the memory that its owner allows, by taking less work before the kernel kills anything.
+
+Knows: resident memory, the limit, the table below. Must not know: what the memory is used for.
+
+| resident memory, of the limit | what follows |
+|---|---|
+| under EASE_SHARE | nothing; new work is taken again |
+| SHRINK_SHARE and more | freed memory is given back to the kernel, and one seat is given up at each look |
+| REFUSE_SHARE and more | new work is refused as well, until it is under EASE_SHARE |
+| above 1, with nothing in hand, for PATIENCE_LOOKS | the daemon leaves in order, and says what it needs |
+
+A GPU's memory has the same limit: torch refuses what goes beyond, which costs a seat, or is a clean error at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import psutil
+import torch
+from agora_protocol.errors import MemoryError_
+
+from agora.observe import events
+from agora.train.device import choose_device
+from agora.train.memory import give_back_freed_memory
+
+LOOK_S: Final = 2.0
+EASE_SHARE, SHRINK_SHARE, REFUSE_SHARE = 0.8, 0.85, 0.95
+PATIENCE_LOOKS: Final = 15
+SHORT: Final = "short of memory"
+
+
+class Reaction(enum.Enum):
+    """What follows from one look, by the module's table."""
+
+    NOTHING = "nothing"
+    SHRINK = "shrink"
+    REFUSE = "refuse"
+    LEAVE = "leave"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """What is known from earlier looks. looks_over: how many in a row were above the limit with nothing in hand."""
+
+    is_refusing: bool = False
+    looks_over: int = 0
+
+
+def judge_memory(state: MemoryState, used: int, limit: int, in_hand: int) -> tuple[MemoryState, Reaction]:
+    """Returns the next state, and what follows from a look by the module's table. used, limit: in bytes."""
+    share = used / limit
+    looks_over = state.looks_over + 1 if share > 1.0 and in_hand == 0 else 0
+    if looks_over >= PATIENCE_LOOKS:
+        return replace(state, looks_over=looks_over), Reaction.LEAVE
+    if share >= REFUSE_SHARE or (state.is_refusing and share >= EASE_SHARE):
+        return MemoryState(True, looks_over), Reaction.REFUSE
+    return MemoryState(False, looks_over), Reaction.SHRINK if share >= SHRINK_SHARE else Reaction.NOTHING
+
+
+class Seats(Protocol):
+    """The seats of a work ledger."""
+
+    shortage: str
+    """Completes "this peer is ..." while new work is refused for it; "" when it is not."""
+
+    @property
+    def taken(self) -> int: ...
+    def give_up_a_seat(self, reason: str) -> None:
+        """Takes one microbatch less at once."""
+
+
+class MemoryGuard:
+    """Looks at the memory of this process and its children every LOOK_S, and takes seats away where it is short."""
+
+    def __init__(self, limit_bytes: int, seats: Seats, report: events.Report) -> None:
+        self._limit = limit_bytes
+        self._seats = seats
+        self._report = report
+        self._state = MemoryState()
+
+    async def run(self, read: Callable[[], int] | None = None) -> None:
+        """Looks until cancelled. Raises MemoryError_ when the limit cannot be kept. read: resident bytes, for tests."""
+        read = read or resident_bytes
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look(await asyncio.to_thread(read))
+
+    def look(self, used: int) -> None:
+        """Reacts to one reading of the resident bytes. Raises MemoryError_ when the daemon must leave."""
+        former = self._state
+        self._state, reaction = judge_memory(former, used, self._limit, self._seats.taken)
+        self._seats.shortage = SHORT if self._state.is_refusing else ""
+        if self._state.is_refusing and not former.is_refusing:
+            self._report(events.OwnerTold(f"{self._describe(used)}: it takes no new work until some is free"))
+        if reaction is not Reaction.NOTHING:
+            give_back_freed_memory()
+            self._seats.give_up_a_seat(f"the owner's limit of memory is near: {self._describe(used)}")
+        if reaction is Reaction.LEAVE:
+            raise MemoryError_(f"{self._describe(used)}, with no work in hand; raise --memory, or hold fewer stages")
+
+    def _describe(self, used: int) -> str:
+        """Returns a phrase with what is used and what is allowed."""
+        return f"{used / 2**20:,.0f} MiB of the {self._limit / 2**20:,.0f} MiB allowed are in use"
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process and its children (p2pd), what they share with others included."""
+    own = psutil.Process()
+    total = int(own.memory_info().rss)
+    for child in own.children():
+        try:
+            total += int(child.memory_info().rss)
+        except psutil.Error:
+            continue
+    return total
+
+
+def limit_device(name: str, limit_bytes: int) -> None:
+    """Lets torch take at most so many bytes of the GPU that `name` means; nothing for a CPU. Raises DeviceError."""
+    device = choose_device(name)
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)

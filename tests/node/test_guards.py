@@ -1,0 +1,128 @@
+"""Claims about the owner's limits of memory and disk: what is taken back, in which order, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from agora_protocol.errors import DiskError, MemoryError_
+from agora_protocol.manifest import Manifest
+
+from agora.node.disk_guard import DiskGuard, stored_bytes
+from agora.node.memory_guard import (
+    PATIENCE_LOOKS,
+    MemoryGuard,
+    MemoryState,
+    Reaction,
+    judge_memory,
+    limit_device,
+    resident_bytes,
+)
+from agora.node.paths import Home
+from agora.observe import events
+from agora.state.checkpoint import NAME_DIGITS, stage_folder
+
+GIB = 2**30
+
+
+class Seats:
+    """What a ledger would be told."""
+
+    def __init__(self, taken: int) -> None:
+        self.taken = taken
+        self.shortage = ""
+        self.given_up: list[str] = []
+
+    def give_up_a_seat(self, reason: str) -> None:
+        self.given_up.append(reason)
+
+
+@pytest.mark.parametrize(
+    ("share", "is_refusing", "reaction"),
+    [
+        (0.5, False, Reaction.NOTHING),
+        (0.84, False, Reaction.NOTHING),
+        (0.86, False, Reaction.SHRINK),
+        (0.96, False, Reaction.REFUSE),
+        (0.9, True, Reaction.REFUSE),
+        (0.79, True, Reaction.NOTHING),
+        (1.5, False, Reaction.REFUSE),
+    ],
+)
+def test_the_reaction_to_memory_follows_the_table(share: float, is_refusing: bool, reaction: Reaction) -> None:
+    assert judge_memory(MemoryState(is_refusing), int(share * GIB), GIB, in_hand=3)[1] is reaction
+
+
+def test_near_the_limit_seats_go_one_by_one_then_new_work_is_refused_then_taken_again() -> None:
+    seats, seen = Seats(4), list[events.Event]()
+    guard = MemoryGuard(GIB, seats, seen.append)
+    guard.look(int(0.9 * GIB))
+    assert len(seats.given_up) == 1 and seats.shortage == ""
+    guard.look(int(0.97 * GIB))
+    guard.look(int(0.97 * GIB))
+    assert len(seats.given_up) == 3 and seats.shortage == "short of memory"
+    (told,) = seen
+    assert "993 MiB of the 1,024 MiB allowed" in told.describe()
+    guard.look(int(0.7 * GIB))
+    assert len(seats.given_up) == 3 and seats.shortage == ""
+
+
+def test_above_the_limit_without_any_work_the_daemon_leaves_with_a_sentence() -> None:
+    guard = MemoryGuard(GIB, Seats(0), lambda _: None)
+    for _ in range(PATIENCE_LOOKS - 1):
+        guard.look(2 * GIB)
+    with pytest.raises(MemoryError_, match=r"2,048 MiB of the 1,024 MiB allowed .* raise --memory"):
+        guard.look(2 * GIB)
+
+
+def test_above_the_limit_with_work_in_hand_it_stays_until_that_is_done() -> None:
+    guard = MemoryGuard(GIB, Seats(2), lambda _: None)
+    for _ in range(3 * PATIENCE_LOOKS):
+        guard.look(2 * GIB)
+
+
+def test_resident_memory_is_read_and_a_cpu_needs_no_other_limit() -> None:
+    assert 10 * 2**20 < resident_bytes() < 2**40
+    limit_device("cpu", GIB)
+
+
+def fill(folder: Path, size: int) -> Path:
+    """A folder with one file of so many bytes."""
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(bytes(size))
+    return folder
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    """Where a checkpoint of stage 0 lies."""
+    return stage_folder(run / "checkpoints", 0) / f"step-{step}-{'a' * NAME_DIGITS}"
+
+
+def test_room_is_made_in_order_and_never_by_the_newest_checkpoint(tmp_path: Path) -> None:
+    home, manifest = Home(tmp_path), Manifest()
+    run, other = home.runs / manifest.run_id, home.runs / "other"
+    export = fill(run / "collected", 100)
+    foreign_old, foreign_new = (fill(checkpoint(other, step), 100) for step in (9, 10))
+    base = fill(home.root / "base" / ("ab" * 32), 100)
+    old, middle, new = (fill(checkpoint(run, step), 100) for step in (1, 20, 100))
+    guard = DiskGuard(home, 1000)
+    assert stored_bytes(tmp_path) == 700
+    guard.make_room(manifest, 0, 300)
+    assert export.exists()
+    guard.make_room(manifest, 0, 350)
+    assert not export.exists() and foreign_old.exists()
+    guard.make_room(manifest, 0, 500)
+    assert not foreign_old.exists() and foreign_new.exists() and base.exists()
+    guard.make_room(manifest, 0, 700)
+    assert not base.exists() and not old.exists() and middle.exists()
+    guard.make_room(manifest, 0, 800)
+    assert not middle.exists() and new.exists() and foreign_new.exists()
+    with pytest.raises(DiskError, match=r"raise --disk"):
+        guard.make_room(manifest, 0, 900)
+    assert new.exists() and stored_bytes(tmp_path) == 200
+
+
+def test_without_a_limit_nothing_is_removed(tmp_path: Path) -> None:
+    export = fill(Home(tmp_path).runs / "any" / "collected", 100)
+    DiskGuard(Home(tmp_path), 0).make_room(Manifest(), 0, 2**60)
+    assert export.exists()
