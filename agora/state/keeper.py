@@ -154,7 +154,7 @@ class StateKeeper:
     def _highest_plausible_step(self, stage: int) -> float:
         """Returns the highest step that another replica can plausibly claim, by the claims of those serving the stage.
 
-        Infinite while fewer than three others serve it, see plausibility_bound.
+        Infinite while fewer than two others serve it, see plausibility_bound.
         """
         serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
         return rules.plausibility_bound(serving, rules.LAG_LIMIT)
