@@ -7,7 +7,7 @@ swarm.View. Must not know: how training goes on, who carries calls, or what a ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ from agora.threads import run_in_thread
 
 FETCH_S: Final = 1800.0  # for one state
 PATIENCE_S: Final = 300.0  # for which a joining peer without a checkpoint waits for new sources when all have failed
+ANSWERS_S: Final = 10.0  # for which a joiner waits for all replicas to say whether they have taken a step
 RETRY_S: Final = 2.0  # between two looks for new sources
 
 
@@ -53,15 +54,28 @@ ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
 """Returns, for a stage, the optimizer steps that each of its peers claims to have taken there."""
 
 
+class AskSteps(Protocol):
+    """Asks peers directly for the optimizer steps that they have taken at a stage; returns those of who answered."""
+
+    async def __call__(self, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]: ...
+
+
+async def ask_nobody(stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
+    """Answers for every peer that it has taken no step: for those who believe the directory."""
+    return dict.fromkeys(peers, 0)
+
+
 class StageHolders(NamedTuple):
     """Says which peers hold a stage and at which step they claim to be. me: this peer, which all may include.
 
-    serving: the peers that serve the stage. claimants: also those that are joining and may give a checkpoint.
+    serving: the peers that serve the stage. claimants: also those that are joining and may give a checkpoint. ask: asks
+    them directly, since what they have published may be older than their first step.
     """
 
     me: PeerId
     serving: ClaimedSteps
     claimants: ClaimedSteps
+    ask: AskSteps = ask_nobody
 
 
 class StateKeeper:
@@ -129,6 +143,8 @@ class StateKeeper:
         """Fills one stage as `choose_start` decides; loads the own checkpoint if fetching fails. Returns the reason."""
         own = self._found_checkpoints.get(stage)
         decision = rules.choose_start(own.step if own else None, self._offers(stage), rules.LAG_LIMIT)
+        if decision.action == "keep initial weights":
+            decision = await self._ask_whether_a_step_was_taken(stage, decision)
         if decision.action == "fetch":
             patience_s = PATIENCE_S if own is None else 0.0
             try:
@@ -144,6 +160,28 @@ class StateKeeper:
             self._checkpoint_steps[stage] = own.step
         self._filled_stages.add(stage)
         return decision.reason
+
+    async def _ask_whether_a_step_was_taken(self, stage: int, decision: rules.StartDecision) -> rules.StartDecision:
+        """Returns `decision`, to keep the seed's weights, unless a serving replica answers that it has taken a step.
+
+        Waits until each has answered or serves no more: for ANSWERS_S once some have, for PATIENCE_S while none has.
+        Then Unavailable is raised: beside replicas that may have taken steps nobody begins with the seed's weights.
+        """
+        started_at, answers = loop_time(), dict[PeerId, int]()
+        while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
+            answers |= await self._holders.ask(stage, silent)
+            if any(answers.values()):
+                bound = rules.plausibility_bound(answers.values(), rules.LAG_LIMIT)
+                plausible = {peer: step for peer, step in answers.items() if step <= bound}
+                return rules.choose_start(None, plausible, rules.LAG_LIMIT)
+            waited_s = loop_time() - started_at
+            if answers and waited_s > ANSWERS_S:
+                break
+            if waited_s > PATIENCE_S:
+                raise Unavailable(stage, [f"{', '.join(silent)} serve it and do not say whether a step was taken"])
+            if not answers.keys() >= set(silent):
+                await asyncio.sleep(RETRY_S)
+        return decision
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the plausible step of each other peer that serves the stage or is joining with a checkpoint of it."""
