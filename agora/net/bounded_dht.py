@@ -221,7 +221,7 @@ class BoundedP2P:
         if len(response.results) != len(keys):
             raise ProtocolError("bad-message", f"{len(response.results)} results for {len(keys)} keys.")
         for key, result in zip(keys, response.results, strict=True):
-            _screen_nodes(result)
+            _screen_nodes(result, node_id_of(self.peer_id).to_bytes())
             if result.type == dht_pb2.FOUND_DICTIONARY:
                 await self._screen_records(key, result, peer)
             elif result.type != dht_pb2.NOT_FOUND:
@@ -243,13 +243,16 @@ class BoundedP2P:
             result.value = _pack_dictionary(kept)
 
 
-def _screen_nodes(result: Any) -> None:
-    """Leaves at most MAX_NODES nodes in a result, those whose ids belong together. Raises ProtocolError for more."""
+def _screen_nodes(result: Any, own_id: bytes) -> None:
+    """Leaves at most MAX_NODES nodes in a result, those whose ids belong together. Raises ProtocolError for more.
+
+    This node itself is left out: hivemind's search takes for granted that nobody names it.
+    """
     count = len(result.nearest_node_ids)
     if count > MAX_NODES or len(result.nearest_peer_ids) != count:
         raise ProtocolError("too-large", f"{count} nodes for one key; {MAX_NODES} are the most.")
     pairs = zip(result.nearest_node_ids, result.nearest_peer_ids, strict=True)
-    true = [(node, peer) for node, peer in pairs if node == DHTID.generate(bytes(peer)).to_bytes()]
+    true = [(node, peer) for node, peer in pairs if node != own_id and node == DHTID.generate(bytes(peer)).to_bytes()]
     if len(true) < count:
         del result.nearest_node_ids[:], result.nearest_peer_ids[:]
         for node, peer in true:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
-from agora_protocol.errors import InputError
-from agora_protocol.ids import Span
+from agora_protocol.errors import InputError, ProtocolError
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.messages import GossipedSteps, GossipSteps
 from agora_protocol.records import Progress
 
-from agora.calls import Reply
+from agora.calls import Caller, Reply
+from agora.clock import loop_time
 from agora.model import family_of
 from agora.net.incoming import IncomingCall
 from agora.node import doctor
@@ -36,6 +39,8 @@ from agora.train.memory import available_bytes
 
 MOST_LOADS = 3
 """When other peers take the span while this one loads it, it loads another; the last one it serves in any case."""
+ASK_S = 3.0
+"""Seconds for a replica to say whether it has taken a step."""
 T = TypeVar("T")
 
 
@@ -106,6 +111,7 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
         startup.me,
         serving=local_peer.steps_of,
         claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
+        ask=partial(ask_steps, local_peer.network),
     )
 
     def on_written(stage: int, step: int) -> None:
@@ -126,6 +132,22 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
     disk = DiskGuard(startup.home, startup.settings.disk_bytes)
     keeper.make_room = lambda stage, nbytes: disk.make_room(manifest, stage, nbytes)
     return keeper
+
+
+async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
+    """Asks peers directly for the steps that they have taken at a stage; returns those of who answered in time."""
+
+    async def ask(peer: PeerId) -> int:
+        """Returns the peer's step. Raises AgoraError when it does not tell it."""
+        reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
+        told = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
+        steps = [entry[1] for entry in told if entry[0] == peer]
+        if not steps:
+            raise ProtocolError("bad-message", f"{peer} was asked for its step, and did not tell it.")
+        return steps[0]
+
+    answers = await asyncio.gather(*map(ask, peers), return_exceptions=True)
+    return {peer: step for peer, step in zip(peers, answers, strict=True) if isinstance(step, int)}
 
 
 async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:

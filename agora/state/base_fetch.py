@@ -26,9 +26,9 @@ from agora.state.base_giving import LIST
 from agora.state.base_tensors import malformed_list
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.chunk_source import CHUNK_S, FAILURES, SLOW_S, SOURCES, TICK_S, ChunkSource, cancel_and_await
+from agora.state.offers import milliseconds_until
 from agora.state.stored_tensors import BaseModelError
 from agora.state.tensor_store import TensorStore
-from agora.state.transfer import milliseconds_until
 from agora.swarm.conduct import Offence, ReportOffence
 
 INDEX_S: Final = 30.0  # seconds a source may take to say which tensors it has

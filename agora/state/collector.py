@@ -22,7 +22,7 @@ from agora.state.files import fresh_path, make_folder, put_in_place, replace_ten
 from agora.state.keeper import ClaimedSteps, KeptStages
 from agora.state.layout import Layout, StageState
 from agora.state.merged_model import SOURCE_BYTES, StageFile
-from agora.state.rules import most_advanced_first
+from agora.state.rules import LAG_LIMIT, most_advanced_first, plausibility_bound
 from agora.state.transfer import StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
@@ -141,7 +141,13 @@ class StageCollector:
 
         Raises Unavailable, with the peers' reasons, when no other peer is left or the loop time `deadline` has come.
         """
-        fetch = StateFetch(self._caller, stage, layout, self._report_offence)
+        fetch = StateFetch(
+            self._caller,
+            stage,
+            layout,
+            self._report_offence,
+            highest_plausible_step=lambda: plausibility_bound(self._serving(stage).values(), LAG_LIMIT),
+        )
         asked: set[PeerId] = set()
         reasons: tuple[str, ...] = ()
         while sources := [peer for peer in most_advanced_first(self._serving(stage)) if peer not in asked]:

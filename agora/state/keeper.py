@@ -7,7 +7,7 @@ swarm.View. Must not know: how training goes on, who carries calls, or what a ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ from agora.threads import run_in_thread
 
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
 PATIENCE_S: Final = 300.0  # seconds that a joining peer without a checkpoint looks for new sources when all have failed
+ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to say whether they have taken a step
 RETRY_S: Final = 2.0  # seconds between two looks for new sources
 
 
@@ -54,16 +55,28 @@ ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
 """Takes a stage; returns, by peer, the number of optimizer steps that each peer holding it claims to have taken."""
 
 
+class AskSteps(Protocol):
+    """Asks peers directly for the optimizer steps that they have taken at a stage; returns those of who answered."""
+
+    async def __call__(self, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]: ...
+
+
+async def ask_nobody(stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
+    """Answers for every peer that it has taken no step: for those who believe the directory."""
+    return dict.fromkeys(peers, 0)
+
+
 class StageHolders(NamedTuple):
     """Two functions that say which peers hold a stage and at which step they claim to be; both may include this peer.
 
-    me: this peer. serving: the peers that serve the stage. claimants: also those that are joining and may give a
-    checkpoint.
+    me: this peer. serving: the peers that serve the stage. claimants: also those that are joining and may give a checkpoint. ask: asks
+    them directly, since what they have published may be older than their first step.
     """
 
     me: PeerId
     serving: ClaimedSteps
     claimants: ClaimedSteps
+    ask: AskSteps = ask_nobody
 
 
 class StateKeeper:
@@ -139,6 +152,8 @@ class StateKeeper:
         """
         own = self._found_checkpoints.get(stage)
         decision = rules.choose_start(own.step if own else None, self._offers(stage), rules.LAG_LIMIT)
+        if decision.action == "keep initial weights":
+            decision = await self._ask_whether_a_step_was_taken(stage, decision)
         if decision.action == "fetch":
             patience_s = PATIENCE_S if own is None else 0.0
             try:
@@ -155,6 +170,28 @@ class StateKeeper:
         self._filled_stages.add(stage)
         return decision.reason
 
+    async def _ask_whether_a_step_was_taken(self, stage: int, decision: rules.StartDecision) -> rules.StartDecision:
+        """Returns `decision`, to keep the seed's weights, unless a serving replica answers that it has taken a step.
+
+        Waits until each has answered or serves no more: for ANSWERS_S once some have, for PATIENCE_S while none has.
+        Then Unavailable is raised: beside replicas that may have taken steps nobody begins with the seed's weights.
+        """
+        started_at, answers = loop_time(), dict[PeerId, int]()
+        while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
+            answers |= await self._holders.ask(stage, silent)
+            if any(answers.values()):
+                bound = rules.plausibility_bound(answers.values(), rules.LAG_LIMIT)
+                plausible = {peer: step for peer, step in answers.items() if step <= bound}
+                return rules.choose_start(None, plausible, rules.LAG_LIMIT)
+            waited_s = loop_time() - started_at
+            if answers and waited_s > ANSWERS_S:
+                break
+            if waited_s > PATIENCE_S:
+                raise Unavailable(stage, [f"{', '.join(silent)} serve it and do not say whether a step was taken"])
+            if not answers.keys() >= set(silent):
+                await asyncio.sleep(RETRY_S)
+        return decision
+
     def _offers(self, stage: int) -> dict[PeerId, int]:
         """Returns the claimed steps, by peer, of the other peers that serve the stage or join with a checkpoint of it.
 
@@ -167,7 +204,7 @@ class StateKeeper:
     def _highest_plausible_step(self, stage: int) -> float:
         """Returns the highest step that another replica can plausibly claim, by the claims of those serving the stage.
 
-        Infinite while fewer than three others serve it, see plausibility_bound.
+        Infinite while fewer than two others serve it, see plausibility_bound.
         """
         serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
         return rules.plausibility_bound(serving, rules.LAG_LIMIT)

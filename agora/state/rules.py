@@ -62,12 +62,13 @@ def most_advanced_first(offers: Mapping[PeerId, int]) -> list[PeerId]:
 
 
 def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
-    """Returns the highest step that a replica can plausibly be at: upper median of `serving` + lag_limit.
+    """Returns the highest step that a replica can plausibly be at: lower median of `serving` + lag_limit.
 
-    serving: the steps that the stage's replicas claim. With fewer than three the bound is infinite, because the median
-    would be one peer's claim; with three, a single false claim cannot move it.
+    serving: the steps that the stage's replicas claim. With a single one the bound is infinite. The lower median, so
+    that of two that disagree the one that claims less is believed: a claim that is too low costs steps, one that is too
+    high can bring any weights.
     """
-    return math.inf if len(serving) < 3 else statistics.median_high(serving) + lag_limit
+    return math.inf if len(serving) < 2 else statistics.median_low(serving) + lag_limit
 
 
 def lowest_step_to_fetch(at_least: int, offers: Collection[int]) -> int:

@@ -7,8 +7,8 @@ state.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,10 +16,9 @@ from typing import Final
 import numpy as np
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
-from agora_protocol.limits import MAX_DEADLINE_MS
-from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
+from agora_protocol.messages import GetChunk, GetState, StateIndex
 
-from agora.calls import Caller, Reply
+from agora.calls import Caller
 from agora.clock import loop_time
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.chunk_source import (
@@ -32,41 +31,14 @@ from agora.state.chunk_source import (
     ChunkSource,
     cancel_and_await,
 )
-from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState, unpack_chunk
+from agora.state.layout import Layout, StageState
+from agora.state.offers import FalseStateError, Offer, check_chunk, check_offer, milliseconds_until, mixing_key
+from agora.state.sample_check import Sample, find_false
 from agora.swarm.conduct import Offence, ReportOffence
 
 OFFER_S: Final = 30.0  # seconds a source may take to make its snapshot
 GATHER_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
 STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before other snapshots are chosen
-
-
-class FalseStateError(ProtocolError):
-    """Error: a source's answer cannot be the state asked for. No network fault causes that: it is an offence."""
-
-
-MixingKey = tuple[int, int, int]
-"""(agreed step, lineage, step or 0): chunks of snapshots with equal keys may be mixed in one state."""
-
-
-def mixing_key(index: StateIndex) -> MixingKey:
-    """Returns the mixing key of a snapshot: (agreed, lineage, 0), or (agreed, 0, step) if its lineage is unknown.
-
-    Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
-    """
-    return index.agreed, index.lineage, 0 if index.lineage else index.step
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A snapshot that a source offers: its name, steps and size (`index`), and its chunks' SHA-256, concatenated."""
-
-    index: StateIndex
-    hashes: bytes
-
-    @property
-    def mixing_key(self) -> MixingKey:
-        """The mixing key of the snapshot, see the function of this name."""
-        return mixing_key(self.index)
 
 
 @dataclass(slots=True)
@@ -115,6 +87,8 @@ class StateFetch:
         self._weights = np.empty(layout.numel, np.float32)
         self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
         self._chunk_snapshots: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
+        self._chunk_peers: dict[int, PeerId] = {}  # who gave it
+        self._chunk_hashes: dict[int, bytes] = {}
         self._sources: list[_Source] = []
         self._deadline = 0.0
         self._lowest_step = 0  # the lowest step to accept
@@ -135,7 +109,9 @@ class StateFetch:
         self._drop_chunks_unless(lambda index: index.step >= at_least)
         try:
             while not self.schedule.complete:
-                await self._advance()
+                while not self.schedule.complete:
+                    await self._advance()
+                await self._drop_false_chunks()
         finally:
             await cancel_and_await([task for source in self._sources for task, _ in source.calls.values()])
             self._remove_ended_calls()
@@ -223,9 +199,13 @@ class StateFetch:
 
     def _drop_chunks_unless(self, fits: Callable[[StateIndex], bool]) -> None:
         """Drops the arrived chunks whose snapshot does not satisfy `fits`; they are missing again."""
-        for chunk in [chunk for chunk, index in self._chunk_snapshots.items() if not fits(index)]:
+        self._drop_chunks([chunk for chunk, index in self._chunk_snapshots.items() if not fits(index)])
+
+    def _drop_chunks(self, chunks: Sequence[int]) -> None:
+        """Drops arrived chunks; they are missing again."""
+        for chunk in chunks:
             self.schedule.discard(chunk)
-            del self._chunk_snapshots[chunk]
+            del self._chunk_snapshots[chunk], self._chunk_peers[chunk], self._chunk_hashes[chunk]
 
     # --- starting calls
 
@@ -292,10 +272,9 @@ class StateFetch:
         started_at = loop_time()
         call_deadline = min(self._deadline, started_at + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
-        expected = offer.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
         try:
             reply = await self._caller.call(source.peer, request, deadline=call_deadline)
-            values = await asyncio.to_thread(check_chunk, reply, expected, self._layout, chunk)
+            values = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), self._layout, chunk)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
@@ -303,12 +282,54 @@ class StateFetch:
         if not self._is_chosen(offer):
             return  # another mixing key has been chosen meanwhile
         self._chunk_snapshots[chunk], self._last_arrival = offer.index, loop_time()
+        self._chunk_peers[chunk], self._chunk_hashes[chunk] = source.peer, offer.hash_of(chunk)
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
             array[place] = part
         peers_to_cancel = self.schedule.record_arrival(chunk, source.peer, loop_time())
         for other in [other for other in self._sources if other.peer in peers_to_cancel]:
             other.calls[chunk][0].cancel()
+
+    # --- samples
+
+    async def _drop_false_chunks(self) -> None:
+        """Compares samples of each source's chunks with other sources', see sample_check; drops those of false ones."""
+        chunks_of: dict[PeerId, list[int]] = {}
+        for chunk, peer in self._chunk_peers.items():
+            chunks_of.setdefault(peer, []).append(chunk)
+        usable = [source for source in self._sources if not source.given_up]
+        usable.sort(key=lambda source: source.offer is None)  # those whose offer is known first
+        verdicts = await find_false(chunks_of, [source.peer for source in usable], self._read_sample, random.Random())
+        for peer, verdict in verdicts.items():
+            reason = "its chunks are not near those of other sources, as replicas' are"
+            if verdict == "false":
+                self._report_offence(peer, Offence.FALSE_STATE, reason)
+            for source in self._sources:
+                if source.peer == peer:
+                    self._give_up(source, reason)
+            self._drop_chunks(chunks_of[peer])
+
+    async def _read_sample(self, peer: PeerId, chunk: int) -> Sample | None:
+        """Returns a source's weights of a chunk: as they arrived, if from it, else asked for; None if it has none."""
+        place = self._layout.chunk_places(chunk)[0]
+        if self._chunk_peers.get(chunk) == peer:
+            return Sample(self._weights[place], self._chunk_snapshots[chunk].step)
+        source = next(source for source in self._sources if source.peer == peer)
+        call_deadline = min(self._deadline, loop_time() + CHUNK_S)
+        try:
+            if source.offer is None:
+                await self._fetch_offer(source)
+            if (offer := source.offer) is None:
+                return None
+            if offer.hash_of(chunk) == self._chunk_hashes[chunk]:
+                return Sample(self._weights[place], offer.index.step)
+            request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
+            reply = await self._caller.call(peer, request, deadline=call_deadline)
+            weights, *_ = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), self._layout, chunk)
+            return Sample(weights, offer.index.step)
+        except AgoraError as error:
+            self._handle_failure(source, error, source.offer)
+            return None
 
     # --- failures
 
@@ -335,48 +356,3 @@ class StateFetch:
         """Marks the source so that it is not asked again, sets its last_error to `reason`, and cancels its calls."""
         source.given_up, source.last_error, source.offer = True, reason, None
         source.cancel_calls()
-
-
-def milliseconds_until(moment: float) -> int:
-    """Returns the time left until `moment` (loop time) in whole ms, from 1 to MAX_DEADLINE_MS, for a request."""
-    return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
-
-
-def check_offer(reply: Reply, layout: Layout) -> Offer:
-    """Checks the answer to GetState and returns the offer in it.
-
-    Raises Refused if the source has nothing to give, FalseStateError if the answer cannot be true.
-    """
-    index = reply.message
-    if not isinstance(index, StateIndex):
-        raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
-    if index.size == 0:
-        raise Refused("has no snapshot of this stage to give")
-    if index.size != layout.nbytes:
-        raise FalseStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
-    tensor = reply.tensors[0] if reply.tensors else None
-    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (layout.chunk_count, HASH_BYTES)):
-        raise FalseStateError("bad-tensor", f"The snapshot's index is not {layout.chunk_count} hashes.")
-    hashes = bytes(tensor.data)
-    if hashlib.sha256(hashes).digest() != index.snapshot:
-        raise FalseStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
-    return Offer(index, hashes)
-
-
-def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:
-    """Checks the answer to GetChunk; returns its weights and moments as unpack_chunk does. expected: its SHA-256.
-
-    Raises FalseStateError when the bytes have another hash or size, when a value is not finite, or a square is
-    negative.
-    """
-    nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
-    tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
-    if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
-        raise FalseStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
-    if (digest := hashlib.sha256(tensor.data).digest()) != expected:
-        raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
-    _, *moments = values = unpack_chunk(tensor.data, layout, chunk)
-    negative = any(moment.is_square and (part < 0).any() for moment, part in zip(layout.moments, moments, strict=True))
-    if negative or not all(np.isfinite(part).all() for part in values):
-        raise FalseStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
-    return values

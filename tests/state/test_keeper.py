@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agora_protocol.errors import NotMyStage
+from agora_protocol.errors import NotMyStage, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
@@ -87,5 +88,50 @@ def test_a_joining_peer_gives_its_checkpoint(tmp_path: Path) -> None:
             assert (await given_state(joining)).step == 7
             with pytest.raises(NotMyStage, match="not 1"):
                 await joining.answer(GetState(1))
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+@pytest.mark.parametrize("answers", [{OTHERS[0]: 40}, {OTHERS[0]: 0, OTHERS[1]: 40}])
+def test_a_joiner_asks_whether_a_step_was_taken_and_does_not_begin_from_the_seed(
+    tmp_path: Path, answers: dict[PeerId, int]
+) -> None:
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            world, initial, asked = World(), await compute.export_state(0), list[PeerId]()
+            for peer, step in answers.items():
+                world.add(peer, replace(initial, step=step, updates=step, weights=initial.weights + 1))
+
+            async def ask(stage: int, peers: Collection[PeerId]) -> dict[PeerId, int]:
+                asked.extend(peers)
+                return {peer: answers[peer] for peer in peers}
+
+            keeper = keeper_of(compute, tmp_path, dict.fromkeys(answers, 0), world)
+            keeper._holders = keeper._holders._replace(ask=ask)
+            assert "fetched step 40" in await keeper.fill_stages()
+            assert asked == list(answers) and compute.step_of(0) == 40
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
+    monkeypatch.setattr("agora.state.keeper.PATIENCE_S", 0.2)
+
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            serving = {OTHERS[0]: 0}
+
+            async def ask(stage: int, peers: Collection[PeerId]) -> dict[PeerId, int]:
+                return {}
+
+            keeper = keeper_of(compute, tmp_path, serving)
+            keeper._holders = keeper._holders._replace(ask=ask)
+            with pytest.raises(Unavailable, match="do not say whether a step was taken"):
+                await keeper.fill_stages()
+            serving.clear()
+            assert "no peer" in await keeper.fill_stages(), "they serve no more"
 
     asyncio.run(asyncio.wait_for(whole(), 30))

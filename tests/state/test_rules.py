@@ -60,11 +60,12 @@ def test_peers_are_ordered_by_step_and_then_by_id() -> None:
 
 def test_a_single_replica_far_ahead_of_three_is_implausible() -> None:
     assert plausibility_bound([500, 501, 10**9], 100) == 601
-    assert plausibility_bound([501, 10**9, 501, 10**9], 100) == 10**9 + 100, "half of the replicas move it"
+    assert plausibility_bound([501, 10**9, 501, 10**9], 100) == 601, "half of the replicas do not move it"
     assert plausibility_bound([500, 500, 0], 100) == 600, "one that has just begun does not lower it"
-    assert plausibility_bound([], 100) == plausibility_bound([500, 10**9], 100) == math.inf, "of two, nobody can tell"
-    assert plausibility_bound([100, 101, 103, 10**9], 100) == 203
-    assert plausibility_bound([100, 101, 103, 203], 100) == 203, "one that is a little ahead is plausible"
+    assert plausibility_bound([500, 10**9], 100) == 600, "of two, the one that claims less is believed"
+    assert plausibility_bound([], 100) == plausibility_bound([10**9], 100) == math.inf, "of one, nobody can tell"
+    assert plausibility_bound([100, 101, 103, 10**9], 100) == 201
+    assert plausibility_bound([100, 101, 103, 201], 100) == 201, "one that is a little ahead is plausible"
 
 
 def test_the_lowest_step_to_fetch_is_the_wanted_one_or_as_far_behind_the_others_as_claims_are_late() -> None:

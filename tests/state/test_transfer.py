@@ -16,7 +16,7 @@ from agora_protocol.messages import StateIndex
 
 from agora.calls import Reply
 from agora.sim.virtual_time import run
-from agora.state import transfer
+from agora.state import sample_check, transfer
 from agora.state.layout import StageState
 from agora.state.transfer import StateFetch
 from tests.state.world import WINDOW, World, chunks, flipped, layout_of, state
@@ -34,6 +34,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return work(*arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
+    monkeypatch.setattr(
+        sample_check, "SAMPLES", 0
+    )  # what is asked for once more to compare: tests/state/test_sample_check
     return
 
 

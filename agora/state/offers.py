@@ -1,0 +1,92 @@
+"""What a source offers of a stage's state, and whether its answers can be that: checked before anything is used.
+
+Knows: the messages of a transfer, hashes, layouts. Must not know: which sources there are, or what is asked next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from agora_protocol.errors import ProtocolError, Refused
+from agora_protocol.limits import MAX_DEADLINE_MS
+from agora_protocol.messages import Chunk, StateIndex
+
+from agora.calls import Reply
+from agora.clock import loop_time
+from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chunk
+
+
+class FalseStateError(ProtocolError):
+    """Error: a source's answer cannot be the state asked for, which no network fault causes: it is an offence."""
+
+
+MixingKey = tuple[int, int, int]
+"""(agreed step, lineage, step or 0): chunks of snapshots with equal keys may be mixed in one state."""
+
+
+def mixing_key(index: StateIndex) -> MixingKey:
+    """Returns the mixing key of a snapshot: with `step` if its lineage is unknown, else with 0.
+
+    Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
+    """
+    return index.agreed, index.lineage, 0 if index.lineage else index.step
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A snapshot that a source can give: its name, step and size (`index`), and its chunks' SHA-256, in order."""
+
+    index: StateIndex
+    hashes: bytes
+
+    def hash_of(self, chunk: int) -> bytes:
+        """Returns the SHA-256 of a chunk."""
+        return self.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
+
+    @property
+    def mixing_key(self) -> MixingKey:
+        """See the function of this name."""
+        return mixing_key(self.index)
+
+
+def milliseconds_until(moment: float) -> int:
+    """Returns the time left until `moment` (loop time) in whole ms, from 1 to MAX_DEADLINE_MS, for a request."""
+    return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
+
+
+def check_offer(reply: Reply, layout: Layout) -> Offer:
+    """Returns the offer in the answer to GetState. Raises Refused without one, FalseStateError if it cannot be true."""
+    index = reply.message
+    if not isinstance(index, StateIndex):
+        raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
+    if index.size == 0:
+        raise Refused("has no snapshot of this stage to give")
+    if index.size != layout.nbytes:
+        raise FalseStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
+    tensor = reply.tensors[0] if reply.tensors else None
+    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (layout.chunk_count, HASH_BYTES)):
+        raise FalseStateError("bad-tensor", f"The snapshot's index is not {layout.chunk_count} hashes.")
+    hashes = bytes(tensor.data)
+    if hashlib.sha256(hashes).digest() != index.snapshot:
+        raise FalseStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
+    return Offer(index, hashes)
+
+
+def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:
+    """Returns the weights and moments in the answer to GetChunk, as `unpack_chunk` does. expected: the chunk's SHA-256.
+
+    Raises FalseStateError when the bytes have another hash or size, or hold values that no optimizer produces.
+    """
+    nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
+    tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
+    if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
+        raise FalseStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
+    if (digest := hashlib.sha256(tensor.data).digest()) != expected:
+        raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
+    _, *moments = values = unpack_chunk(tensor.data, layout, chunk)
+    negative = any(moment.is_square and (part < 0).any() for moment, part in zip(layout.moments, moments, strict=True))
+    if negative or not all(np.isfinite(part).all() for part in values):
+        raise FalseStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
+    return values
