@@ -69,8 +69,8 @@ async def ask_nobody(stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, i
 class StageHolders(NamedTuple):
     """Two functions that say which peers hold a stage and at which step they claim to be; both may include this peer.
 
-    me: this peer. serving: the peers that serve the stage. claimants: also those that are joining and may give a checkpoint. ask: asks
-    them directly, since what they have published may be older than their first step.
+    me: this peer. serving: the peers that serve the stage. claimants: also those that are joining and may give a
+    checkpoint. ask: asks them directly, since what they have published may be older than their first step.
     """
 
     me: PeerId
