@@ -23,16 +23,16 @@ LEAST_GAIN = 1.1
 It bounds what is lost: from random starts the swarm's rate ended at 0.80 of an even one with 1.25, at 0.92 with 1.1.
 """
 LEAST_REPLICAS = 3
-"""A stage that a peer gives up has at least so many peers that serve it: a move never takes one of the last two."""
+"""The least number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
 HORIZON_S = 1800.0
 """Seconds for which a move is expected to pay; in a swarm of rented machines, few are there for much longer."""
 MOVE_S = 60.0
-"""Seconds that a move takes beside fetching: to finish what is in hand, to write checkpoints, to load."""
+"""Seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load."""
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
 OUT_OF_TURN = 0.05
 """A peer whose turn it is not goes with this probability, times those needed, divided by those that could go."""
 MOST_FOLLOWERS = 32
-"""Of the others that would move too, so many are reckoned with."""
+"""The most other peers that would move too whose moves are taken into account."""
 
 
 def next_look_s(rng: random.Random) -> float:
@@ -45,7 +45,7 @@ def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, 
 
     Of the peers that could be spared where k have to move, the first k go, in the order of a hash of peer and slowest
     stage: they stay the first as long as others have not seen their moves, so that no more than k go. In case that none
-    of them can, each other one goes with a small probability, see OUT_OF_TURN; the first number drawn from `rng`
+    of them can, every other one goes with a small probability, see OUT_OF_TURN; the first number drawn from `rng`
     decides that. Peers that are leaving may be on their way, and are taken from k.
     """
     draw, own = rng.random(), view.peers.get(me)
