@@ -98,8 +98,7 @@ class LocalPeer:
             round_trip_s=self.network.round_trip_s,
         )
         self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.membership.view, report_offence)
-        self.tasks = BackgroundTasks()
-        self._closing = ExitStack()
+        self.tasks, self._closing = BackgroundTasks(), ExitStack()
         self._directory = directory
         self._redialling = Redialling(startup.me, random.Random())
         self._uplink = UplinkMeter()

@@ -26,6 +26,7 @@ from agora.swarm.directory_shards import (
     shards_to_publish,
 )
 from agora.swarm.membership import Membership, MembershipConfig
+from agora.swarm.stage_supply import Ability, equal_demands
 from tests.swarm.makers import RUN, peer_id
 
 EPOCH = 1_700_000_000.0
@@ -89,7 +90,7 @@ def a_peer_of(crowd: Crowd, events: list[object]) -> Membership:
 
 async def serve(membership: Membership, seconds: float) -> None:
     """Joins with stage 3, and serves it for a while."""
-    await membership.claim_span(1, Span(3, 3))
+    await membership.claim_span(equal_demands(STAGES), Ability(0.0, 0.0, (1,) * STAGES), Span(3, 3))
     await membership.announce("serving")
     task = asyncio.create_task(membership.run())
     await asyncio.sleep(seconds)
