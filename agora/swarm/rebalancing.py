@@ -32,7 +32,7 @@ SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
 OUT_OF_TURN = 0.05
 """A peer whose turn it is not goes with this probability, times those needed, divided by those that could go."""
 MOST_FOLLOWERS = 32
-"""The most other peers that would move too whose moves are taken into account."""
+"""Of the others that would move too, so many are reckoned with."""
 
 
 def next_look_s(rng: random.Random) -> float:
@@ -45,7 +45,7 @@ def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, 
 
     Of the peers that could be spared where k have to move, the first k go, in the order of a hash of peer and slowest
     stage: they stay the first as long as others have not seen their moves, so that no more than k go. In case that none
-    of them can, every other one goes with a small probability, see OUT_OF_TURN; the first number drawn from `rng`
+    of them can, each other one goes with a small probability, see OUT_OF_TURN; the first number drawn from `rng`
     decides that. Peers that are leaving may be on their way, and are taken from k.
     """
     draw, own = rng.random(), view.peers.get(me)
