@@ -60,10 +60,7 @@ class RootListener(Protocol):
         """Called when a microbatch has come back to its origin."""
 
     def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """Called when an attempt has ended without a result; the origin may try again after at least `retry_s`.
-
-        is_failure: False if the origin's own peer had no free seat.
-        """
+        """Called when an attempt ended without a result. is_failure: False if the origin had no free seat itself."""
 
 
 class HopSimulation:
@@ -170,10 +167,7 @@ class HopSimulation:
             self._route(visit)
 
     def _route(self, visit: Visit) -> bool:
-        """Calls the peer that the routing table chooses; without one the visit waits, too near its deadline it ends.
-
-        Returns False if the visit waits.
-        """
+        """Calls the peer that the routing table chooses, or gives up near the deadline; False: the visit waits."""
         peer, now, stage = visit.peer, self._events.now, visit.last + 1
         until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
         if until - now < MIN_ATTEMPT_S:

@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 MAX_SETTLING_ROUNDS = 12
-"""After so many looks at the claims of others, a joining peer's claim is settled in any case."""
+"""The most rounds, each of one read of the other claims, after which a joining peer's claim is settled in any case."""
 ROUNDS_TO_KEEP = 3
-"""A span that was kept in so many rounds in a row is settled; others that still have to choose again may be pinned."""
+"""The rounds in a row that a span must be kept to be settled; peers that still choose again may then be pinned."""
 LEAST_SHARE = 0.02
 """A newcomer with less than this part of a median machine's rate stands by, while no stage is thin."""
 
@@ -115,8 +115,8 @@ def holders_by_stage(view: View, stage_count: int) -> list[int]:
 def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId) -> Placement:
     """Decides which span this peer, still joining, should hold, since others may have chosen at the same time.
 
-    A joiner whose span is a best choice beside all other claims keeps it. The other joiners take turns in the order of
-    a hash of (run, peer): each keeps its span if that is a best choice beside those who serve, those who keep theirs,
+    A joiner whose span is a best choice, given all other claims, keeps it. The other joiners take turns in the order of
+    a hash of (run, peer): each keeps its span if that is a best choice, given those who serve, those who keep theirs,
     and those whose turn came before; else it gets the best span of the same length then. The same view gives every peer
     the same outcome.
     """
@@ -139,7 +139,7 @@ def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId)
 
 
 def _is_best_choice(everybody: StageSupply, peer: PeerView) -> bool:
-    """Returns whether the peer's span is a best choice beside all others; leaves `everybody` as it was."""
+    """Returns whether the peer's span is a best choice, given all other claims; leaves `everybody` as it was."""
     if peer.span.first >= everybody.stage_count:
         return False
     rate = everybody.rate_of(peer)
@@ -166,7 +166,7 @@ def _rate_elsewhere(supply: StageSupply, peer: PeerView, span: Span) -> float:
 
 
 def _span_in_turn(supply: StageSupply, turn: PeerView, run: RunId) -> Span:
-    """Returns the joiner's claimed span if that is a best choice beside `supply`, else the one its hash picks."""
+    """Returns the joiner's claimed span if that is a best choice, given `supply`, else the best one its hash picks."""
     best = _best_for(supply, turn)
     if turn.span in best:
         return turn.span

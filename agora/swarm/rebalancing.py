@@ -22,11 +22,11 @@ LEAST_GAIN = 1.05
 It bounds what is lost: of 10 replicas where 11 could be, a tenth is.
 """
 LEAST_REPLICAS = 3
-"""A stage that a peer gives up has at least so many peers that serve it: a move never takes one of the last two."""
+"""The least number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
 HORIZON_S = 1800.0
 """Seconds for which a move is expected to pay; in a swarm of rented machines, few are there for much longer."""
 MOVE_S = 60.0
-"""Seconds that a move takes beside fetching: to finish what is in hand, to write checkpoints, to load."""
+"""Seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load."""
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
 OUT_OF_TURN = 0.05
 """Where k peers before this one should move, it judges as if they could not with this probability, times k / n."""
