@@ -6,7 +6,6 @@ Knows: the device queue, the codec, the shapes in the manifest. Must not know: r
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dithe
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.stepping import SpanResult, StepEvent, StepPolicy
-from agora.train.device import DeviceQueue, Priority, choose_device
+from agora.train.device import DeviceQueue, Priority, choose_device, work_clock_of
 from agora.train.gradient_norms import GradientNormBound
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
@@ -106,6 +105,7 @@ class Compute:
         queue = DeviceQueue(
             limit=limit,
             slowdown=slowdown,
+            work_clock=work_clock_of(chosen),
             fault=fault,
             failed=lambda error: report(TaskFailed("device", repr(error))),
         )
@@ -142,9 +142,13 @@ class Compute:
             """On the device thread: decodes the tensors, runs the stages forward, and encodes their output."""
             if first not in self.span or self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here, only {self.span}")
+            begun = self._queue.begin_work()
             entry, batch = self._decode(microbatch, first, boundary, tokens)
             output, forward = self.trainer.forward(microbatch, first, entry, batch, purpose)
-            return self._codec.encode(output, "forward"), forward
+            encoded = self._codec.encode(output, "forward")
+            if forward is not None:
+                forward.device_s = self._queue.work_s(begun)
+            return encoded, forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
             """Frees the stashed forward; called with the job's result if the caller was cancelled in the meantime."""
@@ -174,12 +178,13 @@ class Compute:
             """On the device thread: decodes the tensors, runs the stages, and encodes the gradient."""
             if first not in self.span or not self._holds_last_stage:
                 raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
-            started_at = time.perf_counter()
+            begun = self._queue.begin_work()
             entry, batch = self._decode(microbatch, first, boundary, tokens)
             done = self.trainer.finish(microbatch, first, entry, batch, purpose, references)
             encoded = self._encode_gradient(microbatch, first, done.gradient, entry)
-            seconds = self._queue.slowdown * (time.perf_counter() - started_at)
-            return SpanResult(encoded, seconds, done.loss_sum, done.tokens, done.metrics, done.log_probabilities)
+            return SpanResult(
+                encoded, self._queue.work_s(begun), done.loss_sum, done.tokens, done.metrics, done.log_probabilities
+            )
 
         return await self._run_and_step(job, priority=_priority_of(purpose))
 
@@ -193,15 +198,14 @@ class Compute:
 
         def job() -> SpanResult:
             """On the device thread: decodes and checks the gradient, runs the backward, encodes its result."""
-            started_at = time.perf_counter()
+            begun = self._queue.begin_work()
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
             self._require_plausible(decoded, microbatch)
             result, forward = self.trainer.backward(microbatch, first, decoded)
             encoded = self._encode_gradient(microbatch, first, result, forward.entry)
-            seconds = forward.device_s + time.perf_counter() - started_at
-            return SpanResult(encoded, self._queue.slowdown * seconds)
+            return SpanResult(encoded, forward.device_s + self._queue.work_s(begun))
 
         return await self._run_and_step(job)
 

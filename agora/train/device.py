@@ -62,16 +62,18 @@ class DeviceQueue:
         *,
         limit: int = 256,
         slowdown: float = 1.0,
+        work_clock: Callable[[], float] = time.monotonic,
         fault: Callable[[str], None] = lambda point: None,
         failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Starts the thread. limit: the most waiting jobs of one priority.
 
-        slowdown: how many times as long each job lasts as it would, at least 1; the thread sleeps for the rest. fault:
-        called with "device.job" at the start of each job. failed: called with the exception of a `then`. Both are
-        called on the device thread.
+        slowdown: how many times as long each job takes as it would, at least 1; the thread sleeps for the rest.
+        work_clock: the seconds by which that is measured, see `work_clock_of`. fault: called with "device.job" at the
+        start of each job. failed: called with the exception of a `then`. Both are called on the device thread.
         """
         self.slowdown = slowdown
+        self._work_clock = work_clock
         self._limit = limit
         self._fault = fault
         self._failed = failed
@@ -204,11 +206,19 @@ class DeviceQueue:
 
     def _slowed(self, call: Callable[[], T]) -> T:
         """Calls `call` and returns its result, after `slowdown` times the time that the call took."""
-        started = time.monotonic()
+        started = self._work_clock()
         result = call()
         if self.slowdown > 1.0:
-            time.sleep((self.slowdown - 1.0) * (time.monotonic() - started))
+            time.sleep((self.slowdown - 1.0) * (self._work_clock() - started))
         return result
+
+    def begin_work(self) -> tuple[float, float]:
+        """Returns where both clocks stand, for `work_s`. Call it in a job."""
+        return time.monotonic(), self._work_clock()
+
+    def work_s(self, begun: tuple[float, float]) -> float:
+        """Returns the seconds that the job's work since `begun` takes here, the sleep that makes it slower included."""
+        return time.monotonic() - begun[0] + (self.slowdown - 1.0) * (self._work_clock() - begun[1])
 
     def _stop(self, reason: str) -> None:
         """Closes the queue, which ends the thread, and fails all queued jobs with a DeviceError that says `reason`."""
@@ -220,6 +230,14 @@ class DeviceQueue:
             self._condition.notify_all()
         for job in jobs:
             job.future.set_exception(DeviceError(reason))
+
+
+def work_clock_of(device: torch.device) -> Callable[[], float]:
+    """Returns the clock by which a slowed device sleeps: of the thread's own computing where one core does it all.
+
+    There a job that waits for the core, because daemons share it, is not made to wait many times longer.
+    """
+    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.monotonic
 
 
 def choose_device(name: str) -> torch.device:

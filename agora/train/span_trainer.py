@@ -139,14 +139,12 @@ class SpanTrainer:
             with torch.no_grad():
                 return self._run(microbatch, first, entry, batch, purpose), None
         self.stashed.require_room(microbatch, first)
-        started_at = time.perf_counter()
         output, versions = self._run_for_training(microbatch, first, entry, batch)
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
-        seconds, steps = time.perf_counter() - started_at, self._steps_from(first)
         graph = output if versions else None
-        tokens = self.objective.count_tokens(batch)
-        forward = StashedForward(first, entry, batch, tokens, steps, seconds, graph, versions)
+        tokens, steps = self.objective.count_tokens(batch), self._steps_from(first)
+        forward = StashedForward(first, entry, batch, tokens, steps, 0.0, graph, versions)
         self.stashed.add(microbatch, forward)
         return boundary, forward
 

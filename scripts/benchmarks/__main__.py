@@ -43,6 +43,7 @@ NAMES: Final = (
     "tuning",
     "simulate",
     "plan",
+    "uneven",
 )
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 """Name to `module:function`; a module is imported only when its benchmark runs."""

@@ -88,17 +88,19 @@ def manifest() -> Manifest:
     return Manifest.model_validate(base)
 
 
-def observe(swarm: LocalSwarm, case: Case, seconds: float) -> Observation:
+def observe(swarm: LocalSwarm, case: Case, seconds: float, warm: int | None = None) -> Observation:
     """Starts the daemons of a case, lets them fill their pipeline, and observes them for so many seconds.
 
-    Raises SwarmFailed when a daemon ends by itself or nothing happens in time. Leaves the daemons running.
+    warm: the microbatches that come first; None: three times those in flight. Raises SwarmFailed when a daemon ends by
+    itself or nothing happens in time. Leaves the daemons running.
     """
     for number, peer in enumerate(case):
         flags = ["--stages", peer.stages, *(["--link", peer.link] if peer.link else [])]
         swarm.start(f"peer-{number}", flags=flags, environment={"AGORA_SLOWDOWN": str(peer.slowdown)})
     daemons = [swarm.daemons[f"peer-{number}"] for number in range(len(case))]
     swarm.until(lambda: all(daemon.is_serving for daemon in daemons), "all daemons to serve", START_S)
-    warm = 3 * IN_FLIGHT * sum(peer.stages.startswith("0") for peer in case)
+    if warm is None:
+        warm = 3 * IN_FLIGHT * sum(peer.stages.startswith("0") for peer in case)
     swarm.until(lambda: sum(_completed(daemon) for daemon in daemons) >= warm, "the pipeline to fill", START_S)
     before = [_look(daemon) for daemon in daemons]
     end = time.monotonic() + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import sys
 import threading
@@ -15,7 +16,7 @@ import uvloop
 from agora_protocol.errors import Busy, DeviceError
 
 from agora.train import device
-from agora.train.device import DeviceQueue, Priority, choose_device
+from agora.train.device import DeviceQueue, Priority, choose_device, work_clock_of
 
 
 class Gate:
@@ -288,3 +289,33 @@ def test_a_slowed_device_takes_its_factor_longer_for_each_job() -> None:
         assert time.monotonic() - started >= 4 * 0.05
 
     run(test, slowdown=4.0)
+
+
+def test_a_slowed_device_may_reckon_by_a_clock_of_its_work_and_says_what_it_took() -> None:
+    """By that clock each job works for a second, whatever the wall's clock says; the sleeps are a thousandth of it."""
+    worked = itertools.count()
+    found = []
+
+    async def test(queue: DeviceQueue) -> None:
+        def job() -> None:
+            begun = queue.begin_work()
+            found.append(queue.work_s(begun))
+
+        started = time.monotonic()
+        await queue.run(Priority.FORWARD, job)
+        assert time.monotonic() - started >= 0.002
+
+    run(test, slowdown=1.001, work_clock=lambda: float(next(worked)))
+    assert 0.001 <= found[0] < 1.0
+
+
+def test_one_core_counts_its_own_work_and_more_cores_the_time() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert work_clock_of(torch.device("cpu")) is time.thread_time
+        torch.set_num_threads(2)
+        assert work_clock_of(torch.device("cpu")) is time.monotonic
+    finally:
+        torch.set_num_threads(threads)
+    assert work_clock_of(torch.device("cuda")) is time.monotonic

@@ -1,0 +1,49 @@
+"""`agora-node`, but it shares microbatches out evenly among the peers of a stage, however fast they are.
+
+    python -m benchmarks.uniform_node join ...
+
+What routing by measured speeds is compared with. Knows: the router's table. Must not know: anything else of a daemon.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from agora_protocol.ids import MicrobatchId, PeerId
+
+from agora.cli import main_node
+from agora.pipeline import router
+from agora.pipeline.routing import Attempt, Choice, PathHint, RoutingTable, candidates_of
+
+
+class EvenTable(RoutingTable):
+    """Chooses the ready peer that was asked least often. Waits for the one whose turn it is while that is busy."""
+
+    def __init__(self, me: PeerId, stage_count: int) -> None:
+        super().__init__(me, stage_count)
+        self._asked: defaultdict[int, Counter[PeerId]] = defaultdict(Counter)
+
+    def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
+        """Chooses the peer of `stage` that was asked least often; a peer of None until it is ready."""
+        candidates = candidates_of(now, self.costs(stage), payload_bytes)
+        if not candidates:
+            return super().choose(now, microbatch, stage, payload_bytes, hint)
+        turn = min(candidates, key=lambda candidate: (self._asked[stage][candidate.peer], candidate.peer))
+        if turn.ready_at > now:
+            return Choice(None, f"the peer whose turn it is is {turn.obstacle}", turn.ready_at)
+        return Choice(turn.peer, "its turn")
+
+    def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
+        """Charges `peer` for one microbatch, and counts it as asked."""
+        self._asked[stage][peer] += 1
+        return super().sent(now, stage, peer, payload_bytes, deadline)
+
+    def abandoned(self, attempt: Attempt) -> None:
+        """Takes back the charge and the count of an attempt that ended without work."""
+        self._asked[attempt.stage][attempt.peer] -= 1
+        super().abandoned(attempt)
+
+
+if __name__ == "__main__":
+    vars(router)["RoutingTable"] = EvenTable
+    main_node.main()

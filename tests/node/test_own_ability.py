@@ -1,0 +1,86 @@
+"""What a machine says of itself to placement: which spans fit, how fast it computes, what the run's stages ask."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from agora_protocol.ids import Span
+from agora_protocol.manifest import Manifest, preset
+
+from agora.node import doctor
+from agora.node.own_ability import OwnAbility, demands_of, longest_spans
+from agora.node.settings import Settings
+from agora.plan.cost import RunCost, StageCost
+from agora.plan.cost_of_run import run_cost
+from agora.plan.profile import Profile, profile_key, write_profile
+
+FLOPS = 1e10
+
+
+def tiny(stages: int = 4) -> Manifest:
+    return preset("tiny", model={"layers": stages}, stages={"count": stages})
+
+
+def ability(folder: Path, **settings: object) -> OwnAbility:
+    """What a machine has found out that was profiled before."""
+    key = profile_key(tiny(), torch.device("cpu"))
+    write_profile(folder / f"profile-{key[:16]}.json", key, Profile(FLOPS, 0.0, 1.0))
+    own = OwnAbility(tiny(), Settings(device="cpu", **settings), folder)
+    asyncio.run(own.look_at_machine())
+    return own
+
+
+def test_the_longest_span_from_each_stage_is_what_fits() -> None:
+    cost = RunCost(
+        [StageCost(1.0, 1.0, frozen_bytes=size) for size in (1.0, 2.0, 3.0, 9.0, 1.0)],
+        forward_bytes=0,
+        backward_bytes=0,
+        tokens=1,
+        in_flight=1,
+    )
+    assert longest_spans(cost, 5.0, 0) == (2, 2, 1, 0, 1)
+    assert longest_spans(cost, 5.0, 1) == (1, 1, 1, 0, 1)
+    assert longest_spans(cost, 100.0, 0) == (5, 4, 3, 2, 1)
+
+
+def test_demands_are_the_work_the_larger_boundary_and_what_a_newcomer_fetches() -> None:
+    stages = [StageCost(1.0, 1.0, state_bytes=7.0), StageCost(3.0, 3.0, state_bytes=8.0)]
+    demands = demands_of(
+        RunCost(stages, forward_bytes=2.0, backward_bytes=3.0, tokens=1, in_flight=1, activations="keep")
+    )
+    assert demands.work == pytest.approx((0.5, 1.5))
+    assert (demands.boundary_bytes, demands.state_bytes) == (3.0, (7.0, 8.0))
+
+
+def test_before_anything_is_measured_speed_and_bandwidth_are_unknown(tmp_path: Path) -> None:
+    own = OwnAbility(tiny(), Settings(), tmp_path)
+    assert (own.ability.speed, own.ability.bandwidth, own.ability.longest) == (0.0, 0.0, ())
+    assert len(own.demands.work) == 4 and sum(own.demands.work) == pytest.approx(4.0)
+
+
+def test_the_profile_gives_the_speed_and_a_brake_divides_it(tmp_path: Path) -> None:
+    cost = run_cost(tiny())
+    mean = sum(cost.flops(Span(stage, stage)) for stage in range(4)) / 4
+    assert ability(tmp_path).ability.speed == pytest.approx(FLOPS / mean)
+    assert ability(tmp_path, slowdown=8.0).ability.speed == pytest.approx(FLOPS / mean / 8.0)
+
+
+def test_owners_limits_shorten_the_spans(tmp_path: Path) -> None:
+    assert ability(tmp_path).ability.longest == (4, 3, 2, 1), "a machine for tests holds the whole of a tiny model"
+    assert ability(tmp_path, most_stages=2).ability.longest == (2, 2, 2, 1)
+    assert ability(tmp_path, memory_gib=doctor.BASE_BYTES / 2**30).ability.longest == (0, 0, 0, 0)
+
+
+def test_measured_work_replaces_the_profile_and_a_silent_uplink_changes_nothing(tmp_path: Path) -> None:
+    own = ability(tmp_path)
+    assert own.measure(Span(1, 2), 0.25, 1e6) == 4.0
+    work = own.demands.work
+    assert own.ability.speed == pytest.approx(4.0 * (work[1] + work[2]))
+    assert own.ability.bandwidth == 1e6
+    own.measure(Span(0, 0), 0.5, None)
+    assert own.ability.bandwidth == 1e6 and own.ability.speed == pytest.approx(2.0 * work[0])
+    asyncio.run(own.look_at_machine())
+    assert own.ability.speed == pytest.approx(2.0 * work[0]), "what was measured is not forgotten for the next span"
