@@ -83,15 +83,12 @@ class LocalPeer:
         self.admission = admission
         self.network = self._make_network()
         self.membership = Membership(
-            MembershipConfig(
-                signed.run_id, manifest.stage_count, startup.incarnation, addresses, proof=admission.proof
-            ),
+            self._membership_config(addresses),
             directory,
             startup.identity,
             startup.report_event,
             progress=lambda: progress_record(take_node_report()),
             on_change=lambda: self.router.view_changed(),
-            is_member=admission.is_member,
         )
         self.router = Router(
             self.network,
@@ -109,6 +106,11 @@ class LocalPeer:
         self._directory = directory
         self._redialling = Redialling(startup.me, random.Random())
         self._uplink = UplinkMeter()
+
+    def _membership_config(self, addresses: tuple[str, ...]) -> MembershipConfig:
+        """Returns what membership must know of the run and of this peer's place in it."""
+        run, count, admission = self.signed.run_id, self.manifest.stage_count, self.admission
+        return MembershipConfig(run, count, self.startup.incarnation, addresses, admission.proof, admission.is_member)
 
     def _make_network(self) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""

@@ -48,13 +48,17 @@ MOST_CAPACITY, MOST_BANDWIDTH = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The run, and this peer in it. incarnation: number of its first claim; each new claim of a span has the next."""
+    """The run, and this peer in it. incarnation: number of its first claim; each new claim of a span has the next.
+
+    is_member: returns whether a peer is admitted to the run; others are not in the view.
+    """
 
     run: RunId
     stage_count: int
     incarnation: int
     addresses: tuple[str, ...] = ()
     proof: bytes = b""  # this peer's tickets, which its claims carry
+    is_member: Callable[[PeerId], bool] = lambda _: True
 
 
 class Membership:
@@ -69,14 +73,12 @@ class Membership:
         *,
         progress: Callable[[], Progress | None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
-        is_member: Callable[[PeerId], bool] = lambda _: True,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
-        on_change: called, on the loop, after each merge in which a peer came, went or changed its claim. is_member:
-        returns whether a peer is admitted to the run; others are not in the view.
+        on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         """
         self._me = identity.peer
         self._config = config
@@ -84,7 +86,6 @@ class Membership:
         self._report = report
         self._progress = progress
         self._on_change = on_change
-        self._is_member = is_member
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
@@ -243,7 +244,7 @@ class Membership:
         former, view, now_unix = self.view, self.view, self._unix()
         for batch in (*found, own):
             view = merge(view, batch.records, now_unix, batch.linger_s)
-        for peer in [peer for peer in view.peers if peer != self._me and not self._is_member(peer)]:
+        for peer in [peer for peer in view.peers if peer != self._me and not self._config.is_member(peer)]:
             view = view.without(peer)
         self.view = view if samples is None else replace(view, samples=samples)
         changed = changes(former, self.view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,7 @@ class Member(Peer):
     directory: Directory
     home: Home
     answered: list[Message]
+    startup: Any
 
     def publish(self) -> Awaitable[bool]:
         """Publishes this peer's claim."""
@@ -86,14 +87,16 @@ class Member(Peer):
         return {record.peer for record in (await self.directory.read_many(Claim, [SHARD])).get(SHARD, [])}
 
 
-async def make_member(folder: Path, name: str, manifest: SignedManifest, proof: bytes | None = None) -> Member:
-    """proof: None for a ticket of the founder."""
+async def make_member(
+    folder: Path, name: str, manifest: SignedManifest, proof: bytes | None, unix: Callable[[], float]
+) -> Member:
+    """proof: None for a ticket of the founder. unix: the clock by which it judges others."""
     host, identity = await make_host(folder / name, "identity")
     home, events = Home(folder / name), list[Any]()
     addresses = await host.addresses()
     startup: Any = SimpleNamespace(home=home, me=host.peer, identity=identity, report_event=events.append)
     shown = ticket_of(manifest.run_id, host.peer) if proof is None else proof
-    admission = RunAdmission(startup, manifest, addresses, shown)
+    admission = RunAdmission(startup, manifest, addresses, shown, unix)
     answered = list[Message]()
 
     async def answer(call: IncomingCall) -> Reply:
@@ -105,15 +108,17 @@ async def make_member(folder: Path, name: str, manifest: SignedManifest, proof: 
     directory = await Directory.create(host, manifest.run_id, (), stages=2, guard=admission)
     admission.attach(network, directory)
     await network.start()
-    return Member(host, network, identity, addresses, [], [], admission, directory, home, answered)
+    return Member(host, network, identity, addresses, [], [], admission, directory, home, answered, startup)
 
 
 @asynccontextmanager
-async def swarm(folder: Path, manifest: SignedManifest, proofs: Sequence[bytes | None]) -> AsyncIterator[list[Member]]:
+async def swarm(
+    folder: Path, manifest: SignedManifest, proofs: Sequence[bytes | None], unix: Callable[[], float] = time.time
+) -> AsyncIterator[list[Member]]:
     async with AsyncExitStack() as stack:
         made = []
         for number, proof in enumerate(proofs):
-            member = await make_member(folder, f"p{number}", manifest, proof)
+            member = await make_member(folder, f"p{number}", manifest, proof, unix)
             stack.push_async_callback(member.close)
             stack.push_async_callback(member.directory.close)
             made.append(member)
@@ -274,7 +279,7 @@ def test_a_ban_ends_everything_at_every_neighbour_and_outlasts_the_daemon(tmp_pa
             with pytest.raises(NotAdmitted, match="banned"):
                 await banned.network.call(first.id, GetStatus(), deadline=after(5))
             assert not await banned.network.greet(second.id) and len(banned.answered) == answered
-            again = RunAdmission(first.admission._startup, manifest, (), first.admission.proof)
+            again = RunAdmission(first.startup, manifest, (), first.admission.proof)
             assert not again.is_member(banned.id) and again.is_member(FOUNDER.peer)
 
     run(main)
@@ -315,9 +320,8 @@ def test_an_owner_bans_a_peer_from_this_machine_alone(tmp_path: Path) -> None:
 def test_a_ticket_that_ends_ends_the_connection(tmp_path: Path) -> None:
     async def main() -> None:
         manifest, now = signed(), [time.time()]
-        async with swarm(tmp_path, manifest, [None, None]) as (first, second):
+        async with swarm(tmp_path, manifest, [None, None], lambda: now[0]) as (first, second):
             await first.network.call(second.id, GetStatus(), deadline=after(5))
-            first.admission._unix = lambda: now[0]
             now[0] += 3600
             first.network.end_refused()
             assert not first.network.members()
