@@ -73,7 +73,7 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
         raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/admission.md")
     elif mode == LISTED and request.peer is not None and not signed.manifest.admits(PeerId(request.peer)):
         raise Failure(f"the run has mode listed, and its manifest does not list {request.peer}; see docs/admission.md")
-    invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, ticket)
+    invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, str(ticket or ""))
     if as_json:
         about = {"role": request.role, "peer": request.peer, "not_after": until_unix, "ban_by": revoke_by}
         console.print_json({"schema": 1, "invite": str(invite)} | (about if ticket is not None else {}))

@@ -72,7 +72,7 @@ class LocalPeer:
         self.startup = startup
         self.signed = signed
         self.manifest = manifest = signed.manifest
-        self.host = host
+        self.host, self.admission = host, admission
         self.seats = seats_of(manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
         self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
@@ -80,7 +80,6 @@ class LocalPeer:
         self.ledger = WorkLedger(startup.me, self.seats, startup.report_event)
         report_offence = self.offences.report_offence
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
-        self.admission = admission
         self.network = self._make_network()
         self.membership = Membership(
             self._membership_config(addresses),
