@@ -89,16 +89,7 @@ class LocalPeer:
             progress=lambda: progress_record(take_node_report()),
             on_change=lambda: self.router.view_changed(),
         )
-        self.router = Router(
-            self.network,
-            lambda: self.membership.view,
-            me=startup.me,
-            stage_count=manifest.stage_count,
-            shapes=wire_shapes(manifest),
-            report=startup.report_event,
-            offences=self.offences,
-            round_trip_s=self.network.round_trip_s,
-        )
+        self.router = self._make_router()
         self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.membership.view, report_offence)
         self.tasks = BackgroundTasks()
         self._closing = ExitStack()
@@ -110,6 +101,19 @@ class LocalPeer:
         """Returns what membership must know of the run and of this peer's place in it."""
         run, count, admission = self.signed.run_id, self.manifest.stage_count, self.admission
         return MembershipConfig(run, count, self.startup.incarnation, addresses, admission.proof, admission.is_member)
+
+    def _make_router(self) -> Router:
+        """Returns the router, which chooses among the peers of the membership's view."""
+        return Router(
+            self.network,
+            lambda: self.membership.view,
+            me=self.startup.me,
+            stage_count=self.manifest.stage_count,
+            shapes=wire_shapes(self.manifest),
+            report=self.startup.report_event,
+            offences=self.offences,
+            round_trip_s=self.network.round_trip_s,
+        )
 
     def _make_network(self) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""
