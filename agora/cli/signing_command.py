@@ -100,7 +100,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     told = _tell_daemons(found, sealed)
     _keep(found, sealed, told)
     if not told:
-        told = _tell_peer(run, found, sealed, signer)
+        told = tell_peer(run, found, sealed, signer)
     if as_json:
         console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": told})
     else:
@@ -186,7 +186,7 @@ def _keep(found: FoundRun, sealed: bytes, told: list[str]) -> None:
             admission_files.write_revocations(home, run, [*admission_files.read_revocations(home, run), sealed])
 
 
-def _tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
+def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
     """Hands a revocation to any peer of the run over the network; returns ["a peer of the run"]. Raises Failure."""
     from agora.net import light
 

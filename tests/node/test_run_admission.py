@@ -242,6 +242,20 @@ def test_the_dht_answers_members_only_and_keeps_only_the_callers_own_records(tmp
     run(main)
 
 
+def test_a_node_that_has_forgotten_a_caller_is_greeted_anew(tmp_path: Path) -> None:
+    """As after its restart, when the caller's connection has not broken yet."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, signed(), [None, None]) as (first, second):
+            await second.directory.bootstrap(first.addresses)
+            assert await second.publish()
+            first.admission.gate.forget(second.id)
+            assert not first.admission.is_greeted(second.id)
+            assert await second.publish() and first.admission.is_greeted(second.id)
+
+    run(main)
+
+
 def test_a_claim_without_a_ticket_is_in_no_view_whoever_brings_it(tmp_path: Path) -> None:
     async def main() -> None:
         manifest = signed()
