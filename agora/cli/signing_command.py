@@ -73,7 +73,7 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
         raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/admission.md")
     elif mode == LISTED and request.peer is not None and not signed.manifest.admits(PeerId(request.peer)):
         raise Failure(f"the run has mode listed, and its manifest does not list {request.peer}; see docs/admission.md")
-    invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, ticket)
+    invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, str(ticket or ""))
     if as_json:
         about = {"role": request.role, "peer": request.peer, "not_after": until_unix, "ban_by": revoke_by}
         console.print_json({"schema": 1, "invite": str(invite)} | (about if ticket is not None else {}))
@@ -100,7 +100,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     told = _tell_daemons(found, sealed)
     _keep(found, sealed, told)
     if not told:
-        told = _tell_peer(run, found, sealed, signer)
+        told = tell_peer(run, found, sealed, signer)
     if as_json:
         console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": told})
     else:
@@ -186,7 +186,7 @@ def _keep(found: FoundRun, sealed: bytes, told: list[str]) -> None:
             admission_files.write_revocations(home, run, [*admission_files.read_revocations(home, run), sealed])
 
 
-def _tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
+def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
     """Hands a revocation to any peer of the run over the network; returns ["a peer of the run"]. Raises Failure."""
     from agora.net import light
 

@@ -10,15 +10,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agora_protocol.errors import AgoraError, NotAdmitted
-from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 
 from agora.cli import console
 from agora.node import admission_files, control_client, paths, runs
 from agora.terminal_text import printable
+
+if TYPE_CHECKING:
+    from agora_protocol.identity import Identity
 
 WATCH_SECONDS = 2.0
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
@@ -100,7 +102,10 @@ def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identi
     A bearer ticket of an invite is used with a new key. Else it is this machine's key, with its ticket; but not that of
     a daemon that runs, whose connections would suffer.
     """
-    ticket, run = reference.ticket, RunId(reference.run)
+    from agora_protocol.identity import Identity
+    from agora_protocol.tickets import InviteTicket
+
+    run, ticket = RunId(reference.run), InviteTicket.parse(reference.ticket) if reference.ticket else None
     if ticket is not None and ticket.secret:
         fresh = Identity.generate()
         return fresh, ticket.used_by(fresh.peer, run)

@@ -15,10 +15,12 @@ from agora_protocol.ids import PeerId
 from agora_protocol.packing import pack
 from agora_protocol.records import Record
 
-from agora.net.hive import dht_pb2
+from agora.net.hive import P2PHandlerError, dht_pb2
 
 GREET_S: Final = 2.0
 """Seconds that exchanging HELLOs may take before a call of the DHT."""
+SAY_HELLO: Final = "say HELLO first"
+"""What a node answers to whom it does not know, for example since it has been started again."""
 
 
 class DhtGuard(Protocol):
@@ -30,8 +32,11 @@ class DhtGuard(Protocol):
     def is_greeted(self, peer: PeerId) -> bool:
         """Returns whether HELLO was exchanged with `peer`, which is a member of the run."""
 
-    async def greet(self, peer: PeerId) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection; returns whether it is a member of the run."""
+    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
+        """Exchanges HELLOs with `peer` if there is no connection; returns whether it is a member of the run.
+
+        anew: gives up a connection that there is, of which the peer does not know any more.
+        """
 
     def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
         """Returns whether `caller` may store a record of `publisher` here."""
@@ -51,7 +56,7 @@ class OpenGuard:
         """Returns True."""
         return True
 
-    async def greet(self, peer: PeerId) -> bool:
+    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
         """Returns True."""
         return True
 
@@ -111,7 +116,7 @@ class DhtDoor:
         """Returns the caller. Raises NotAdmitted unless HELLO was exchanged with it."""
         caller = PeerId(str(context.remote_id))
         if not self._guard.is_greeted(caller):
-            raise NotAdmitted("say HELLO first")
+            raise NotAdmitted(SAY_HELLO)
         return caller
 
     def _may_store(self, caller: PeerId, packed_subkey: bytes) -> bool:
@@ -119,11 +124,11 @@ class DhtDoor:
         own = packed_subkey == pack(str(caller))
         return self._guard.may_store(caller, caller) if own else self._guard.may_store(caller, PeerId(""))
 
-    async def _greet(self, peer: PeerId) -> None:
+    async def _greet(self, peer: PeerId, anew: bool) -> None:
         """Exchanges HELLOs with a node before it is called. Raises NotAdmitted when it is no member of the run."""
         try:
             async with asyncio.timeout(GREET_S):
-                is_member = await self._guard.greet(peer)
+                is_member = await self._guard.greet(peer, anew=anew)
         except TimeoutError:
             is_member = False
         if not is_member:
@@ -131,24 +136,35 @@ class DhtDoor:
 
 
 class _GuardedStub:
-    """hivemind's stub for one other node, whose calls wait until HELLO was exchanged with that node."""
+    """hivemind's stub for one other node, whose calls wait until HELLO was exchanged with that node.
 
-    def __init__(self, greet: Callable[[PeerId], Awaitable[None]], stub: Any, peer: PeerId) -> None:
+    A node that answers SAY_HELLO does not know this peer's connection any more: then HELLO is said anew, once.
+    """
+
+    def __init__(self, greet: Callable[[PeerId, bool], Awaitable[None]], stub: Any, peer: PeerId) -> None:
         self._greet = greet
         self._stub = stub
         self._peer = peer
 
     async def rpc_ping(self, request: Any, timeout: float | None = None) -> Any:
         """Pings the node. Raises NotAdmitted, or hivemind's errors."""
-        await self._greet(self._peer)
-        return await self._stub.rpc_ping(request, timeout=timeout)
+        return await self._call(self._stub.rpc_ping, request, timeout)
 
     async def rpc_store(self, request: Any, timeout: float | None = None) -> Any:
         """Asks the node to store values. Raises NotAdmitted, or hivemind's errors."""
-        await self._greet(self._peer)
-        return await self._stub.rpc_store(request, timeout=timeout)
+        return await self._call(self._stub.rpc_store, request, timeout)
 
     async def rpc_find(self, request: Any, timeout: float | None = None) -> Any:
         """Asks the node for values. Raises NotAdmitted, or hivemind's errors."""
-        await self._greet(self._peer)
-        return await self._stub.rpc_find(request, timeout=timeout)
+        return await self._call(self._stub.rpc_find, request, timeout)
+
+    async def _call(self, call: Callable[..., Awaitable[Any]], request: Any, timeout: float | None) -> Any:
+        """Makes a call of the stub, after HELLO."""
+        await self._greet(self._peer, False)
+        try:
+            return await call(request, timeout=timeout)
+        except P2PHandlerError as error:
+            if SAY_HELLO not in str(error):
+                raise
+            await self._greet(self._peer, True)
+            return await call(request, timeout=timeout)

@@ -29,6 +29,7 @@ try:
     from hivemind.p2p import P2PContext as P2PContext
     from hivemind.p2p import PeerID as PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError as P2PDaemonError
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError as P2PHandlerError
     from hivemind.proto import dht_pb2 as dht_pb2
     from hivemind.proto import p2pd_pb2 as p2pd_pb2
     from hivemind.utils import timed_storage

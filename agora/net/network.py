@@ -409,8 +409,13 @@ class Network:
         elif self.shut_out_s(connection.peer) > 0:
             connection.break_off("the peer is shut out")
 
-    async def greet(self, peer: PeerId) -> bool:
-        """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is a member now."""
+    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
+        """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is a member now.
+
+        anew: breaks off the connections that there are, of which the peer does not know any more.
+        """
+        for connection in list(self._connections.get(peer, ())) if anew else ():
+            connection.break_off("the peer does not know of the connection")
         with contextlib.suppress(AgoraError):
             self._refuse_to_call(peer)
             return (self.connection_to(peer) or await self._dial(peer)).is_usable

@@ -22,6 +22,7 @@ from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import GetManifest, ManifestAnswer
+from agora_protocol.tickets import InviteTicket
 
 from agora.calls import Reply
 from agora.clock import loop_time
@@ -165,8 +166,9 @@ def own_proof(startup: Startup, run: RunId) -> bytes:
 
     Raises InputError for a ticket that is not for this machine, LocalError or DiskError for the file.
     """
-    ticket = startup.reference.ticket
-    return ticket.used_by(startup.me, run) if ticket is not None else admission_files.read_proof(startup.home, run)
+    if ticket := startup.reference.ticket:
+        return InviteTicket.parse(ticket).used_by(startup.me, run)
+    return admission_files.read_proof(startup.home, run)
 
 
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:

@@ -75,7 +75,7 @@ class LocalPeer:
         take_node_report: Callable[[], NodeReport],
     ) -> None:
         """addresses: where others can dial this peer."""
-        self.startup, self.signed, self.host = startup, signed, host
+        self.startup, self.signed, self.host, self.admission = startup, signed, host, admission
         self.manifest = manifest = signed.manifest
         self.seats = seats_of(manifest, _allowed_memory(startup.settings.memory_gib))
         self.sent = SentTensors()
@@ -84,41 +84,49 @@ class LocalPeer:
         self.ledger = WorkLedger(startup.me, self.seats, startup.report_event)
         report_offence = self.offences.report_offence
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
-        self.admission = admission
         self.network = self._make_network()
-        config = MembershipConfig(
-            signed.run_id, manifest.stage_count, startup.incarnation, addresses, proof=admission.proof
-        )
-        self.membership = Membership(
-            config,
-            directory,
-            startup.identity,
-            startup.report_event,
-            progress=lambda: progress_record(take_node_report()),
-            on_change=lambda: self.router.view_changed(),
-            unix=startup.clock.unix,
-            is_admitted=admission.is_member,
-            is_met=self.network.has_met,
-            meet=self._meet,
-        )
-        self.network.on_met = lambda _peer: self.membership.count_members()
-        directory.bounds.is_member = self.network.has_met
-        directory.bounds.report_violation = self.offences.report_violation
-        self.router = Router(
-            self.network,
-            lambda: self.membership.view,
-            me=startup.me,
-            stage_count=manifest.stage_count,
-            shapes=wire_shapes(manifest),
-            report=startup.report_event,
-            offences=self.offences,
-            round_trip_s=self.network.round_trip_s,
-        )
+        self.membership = self._make_membership(addresses, directory, lambda: progress_record(take_node_report()))
+        self.router = self._make_router()
         self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.membership.view, report_offence)
         self.tasks, self._closing = BackgroundTasks(), ExitStack()
         self._directory = directory
         self._redialling = Redialling(startup.me, random.Random())
         self._uplink = UplinkMeter()
+
+    def _make_membership(
+        self, addresses: tuple[str, ...], directory: Directory, progress: Callable[[], Progress | None]
+    ) -> Membership:
+        """Returns the membership. It and the directory ask whom this peer has met; who misuses the directory pays."""
+        startup, admission, count = self.startup, self.admission, self.manifest.stage_count
+        run, incarnation = self.signed.run_id, startup.incarnation
+        membership = Membership(
+            MembershipConfig(run, count, incarnation, addresses, admission.proof, admission.is_member),
+            directory,
+            startup.identity,
+            startup.report_event,
+            progress=progress,
+            on_change=lambda: self.router.view_changed(),
+            unix=startup.clock.unix,
+            is_met=self.network.has_met,
+            meet=self._meet,
+        )
+        self.network.on_met = lambda _peer: membership.count_members()
+        directory.bounds.is_member = self.network.has_met
+        directory.bounds.report_violation = self.offences.report_violation
+        return membership
+
+    def _make_router(self) -> Router:
+        """Returns the router, which chooses among the peers of the membership's view."""
+        return Router(
+            self.network,
+            lambda: self.membership.view,
+            me=self.startup.me,
+            stage_count=self.manifest.stage_count,
+            shapes=wire_shapes(self.manifest),
+            report=self.startup.report_event,
+            offences=self.offences,
+            round_trip_s=self.network.round_trip_s,
+        )
 
     def _make_network(self) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""

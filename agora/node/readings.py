@@ -29,14 +29,17 @@ import psutil
 from agora_protocol.errors import AgoraError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.tickets import InviteTicket
 from packaging.requirements import Requirement
 
-from agora.node import control_client, doctor, paths, runs, settings
+from agora.node import admission_files, control_client, doctor, paths, runs, settings
 from agora.node.disk_guard import stored_bytes
 from agora.node.machine_checks import PackageReading, PeerReading, Readings
+from agora.swarm.admission import AdmissionPolicy
+from agora.swarm.admission_book import AdmissionBook
 
 if TYPE_CHECKING:
-    from agora_protocol.manifest import Manifest
+    from agora_protocol.manifest import Manifest, SignedManifest
 
 PRODUCT: Final = "agora-swarm"
 CONNECT_S: Final = 3.0
@@ -295,6 +298,17 @@ def _unit_state() -> str:
 # --- the run
 
 
+def _admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me: PeerId) -> str:
+    """Returns why the run does not admit this machine as a member, "" if it does. ticket: that of an invite, or ""."""
+    run, policy = signed.run_id, AdmissionPolicy.of(signed.manifest)
+    try:
+        proof = InviteTicket.parse(ticket).used_by(me, run) if ticket else admission_files.read_proof(home, run)
+        is_member = AdmissionBook(run, policy).judge(me, proof, time.time()).is_member
+    except AgoraError as error:
+        return str(error)
+    return "" if is_member else "the run lets this machine only read its status: ask its founder for a ticket"
+
+
 def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
     """Returns the fields of Readings about the run, by name, and its `manifest` if that is on this machine."""
     try:
@@ -302,9 +316,9 @@ def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
     except AgoraError as error:
         return {"run": run, "run_problem": str(error)}
     manifest = reference.signed.manifest if reference.signed is not None else reference.draft
-    problem = ""
-    if manifest is not None and me and reference.signed is not None and not manifest.admits(PeerId(me)):
-        problem = f"the run admits only listed peers, and {me} is none of them: ask its founder"
+    problem = (
+        _admission_problem(reference.signed, reference.ticket, home, PeerId(me)) if reference.signed and me else ""
+    )
     peers = read_peers(reference.addresses[:MAX_ADDRESSES_TRIED])
     found: dict[str, Any] = {
         "run": f"{reference.name or 'unnamed'} ({reference.run[:12] or 'unsigned'})",

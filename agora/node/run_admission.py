@@ -107,9 +107,9 @@ class RunAdmission:
         """Returns whether HELLO was exchanged with `peer`, which is a member of the run."""
         return self.gate.is_greeted(peer)
 
-    async def greet(self, peer: PeerId) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection; returns whether it is a member of the run."""
-        return self._network is not None and await self._network.greet(peer)
+    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
+        """Exchanges HELLOs with `peer` if there is no connection, or in any case `anew`; returns if it is a member."""
+        return self._network is not None and await self._network.greet(peer, anew=anew)
 
     def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
         """Returns whether `caller` may store a record of `publisher` here: only its own."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from agora_protocol.errors import DiskError, InputError, ManifestError
 from agora_protocol.ids import RunId, is_run_id
 from agora_protocol.invite import SCHEME, Invite
-from agora_protocol.tickets import InviteTicket
 
 from agora.node import paths
 
@@ -39,7 +38,7 @@ class RunReference:
     signed: SignedManifest | None = None
     draft: Manifest | None = None
     file: Path | None = None
-    ticket: InviteTicket | None = None  # that the invite carries
+    ticket: str = ""  # that the invite carries, see agora_protocol.tickets.InviteTicket
 
     @property
     def base(self) -> Path:

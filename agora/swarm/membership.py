@@ -54,13 +54,17 @@ MOST_CAPACITY, MOST_BANDWIDTH = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The run, and this peer in it. incarnation: number of its first claim; each new claim of a span has the next."""
+    """The run, and this peer in it. incarnation: number of its first claim; each new claim of a span has the next.
+
+    is_member: returns whether a peer is admitted to the run; others are not in the view.
+    """
 
     run: RunId
     stage_count: int
     incarnation: int
     addresses: tuple[str, ...] = ()
     proof: bytes = b""  # this peer's tickets, which its claims carry
+    is_member: Callable[[PeerId], bool] = lambda _: True
 
 
 class Membership:
@@ -77,7 +81,6 @@ class Membership:
         on_change: Callable[[], None] = lambda: None,
         is_met: Callable[[PeerId], bool] = lambda peer: True,
         meet: Callable[[Sequence[PeerView]], Awaitable[None]] | None = None,
-        is_admitted: Callable[[PeerId], bool] = lambda peer: True,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
@@ -85,7 +88,7 @@ class Membership:
 
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         is_met: whether HELLO was exchanged with a peer, without which it is in no view. meet: dials strangers, and
-        returns within a few seconds. is_admitted: whether a peer may take part in the run; others count as gone.
+        returns within a few seconds.
         """
         self._me = identity.peer
         self._config = config
@@ -95,7 +98,6 @@ class Membership:
         self._on_change = on_change
         self._is_met = is_met
         self._meet = meet
-        self._is_admitted = is_admitted
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
@@ -299,7 +301,7 @@ class Membership:
         lost = {
             peer
             for peer, seen in everybody
-            if peer != self._me and (self.lost_peers.is_lost(seen) or not self._is_admitted(peer))
+            if peer != self._me and (self.lost_peers.is_lost(seen) or not self._config.is_member(peer))
         }
         view = view.without(*lost)
         view = view if samples is None else replace(view, samples=samples)

@@ -19,10 +19,10 @@ from agora_protocol.addresses import address_problem
 from agora_protocol.errors import InputError
 from agora_protocol.ids import RunId, is_run_id
 from agora_protocol.limits import MAX_ADDRESSES, MAX_INVITE_BYTES, MAX_NAME_BYTES
-from agora_protocol.tickets import InviteTicket
 
 SCHEME: Final = "agora://"
 _FORM: Final = re.compile(r"([^/@]*)/([^/@]*)(?:/([^/@]*))?@(.*)\Z")
+_TICKET: Final = re.compile(r"[A-Za-z0-9_-]*\Z")
 _ADVICE: Final = "copy the whole line that `agora-node join` printed."
 
 
@@ -30,16 +30,17 @@ _ADVICE: Final = "copy the whole line that `agora-node join` printed."
 class Invite:
     """A run's id, its name for people, 1 to MAX_ADDRESSES addresses of peers that were in it, and perhaps a ticket.
 
-    An invite with a bearer ticket is a secret: whoever has it may take part.
+    ticket: the text of a tickets.InviteTicket, which reads it; "" for none. An invite with a bearer ticket is a secret:
+    whoever has it may take part.
     """
 
     run: RunId
     addresses: tuple[str, ...]
     name: str = ""
-    ticket: InviteTicket | None = None
+    ticket: str = ""
 
     def __post_init__(self) -> None:
-        """Raises InputError for a run id, an address or a name that is not valid."""
+        """Raises InputError for a run id, an address, a name or a ticket that is not valid."""
         if not is_run_id(self.run):
             raise InputError(f"The invite's run id is not 64 hex characters; {_ADVICE}")
         if not 1 <= len(self.addresses) <= MAX_ADDRESSES:
@@ -47,12 +48,14 @@ class Invite:
         for address in self.addresses:
             if problem := address_problem(address):
                 raise InputError(f"The invite's address {address[:60]!r} {problem}; {_ADVICE}")
+        if _TICKET.match(self.ticket) is None:
+            raise InputError(f"The invite's ticket is damaged; {_ADVICE}")
         if len(self.name.encode(errors="replace")) > MAX_NAME_BYTES or not self.name.isprintable():
             raise InputError(f"The invite's name is longer than {MAX_NAME_BYTES} bytes or unprintable; {_ADVICE}")
 
     def __str__(self) -> str:
         """Returns the text that a person sends: agora://RUN/NAME[/TICKET]@ADDRESS,ADDRESS."""
-        ticket = f"/{self.ticket}" if self.ticket is not None else ""
+        ticket = f"/{self.ticket}" if self.ticket else ""
         return f"{SCHEME}{self.run}/{quote(self.name, safe='')}{ticket}@{','.join(self.addresses)}"
 
     @classmethod
@@ -64,5 +67,4 @@ class Invite:
         match = _FORM.match(text[len(SCHEME) :])
         if match is None:
             raise InputError(f"The invite is not of the form {SCHEME}RUN/NAME@ADDRESS; {_ADVICE}")
-        ticket = InviteTicket.parse(match[3]) if match[3] is not None else None
-        return cls(RunId(match[1].lower()), tuple(match[4].split(",")), unquote(match[2]), ticket)
+        return cls(RunId(match[1].lower()), tuple(match[4].split(",")), unquote(match[2]), match[3] or "")

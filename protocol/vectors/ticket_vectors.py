@@ -60,13 +60,10 @@ def invite_vectors(run: RunId, proof: bytes, addresses: tuple[str, str]) -> list
         Invite(run, addresses[:1], "tiny"),
         Invite(run, addresses, "two words"),
         Invite(run, addresses[:1]),
-        Invite(run, addresses[:1], "tiny", InviteTicket(proof, BEARER_SECRET)),
+        Invite(run, addresses[:1], "tiny", str(InviteTicket(proof, BEARER_SECRET))),
     ]
-    keys = ("run", "name", "addresses")
-    return [
-        {key: getattr(invite, key) for key in keys} | {"ticket": str(invite.ticket or ""), "text": str(invite)}
-        for invite in made
-    ]
+    keys = ("run", "name", "addresses", "ticket")
+    return [{key: getattr(invite, key) for key in keys} | {"text": str(invite)} for invite in made]
 
 
 def admission_frames(run: RunId, founder: Identity, other: Identity, now_unix: int, address: str) -> list[Any]:

@@ -7,6 +7,7 @@ input, {"address": "/ip4/.../p2p/...", "run": hex, "tasks": [...]}, and writes {
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import struct
@@ -68,9 +69,19 @@ class Wire:
         return kind, call, msgpack.unpackb(head) if head else None, await self.exactly(payload_bytes)
 
 
-def hello(run: bytes, version: int = 1) -> bytes:
-    """The first frame."""
-    fields = {"version": version, "run": run, "software": "outsider 1", "addresses": []}
+def hello(me: Outsider, run: bytes | None = None, version: int = 1, role: str = "member", cut: int = 32) -> bytes:
+    """The first frame. run: the run's id, default that of the order. cut: bytes of the salted hash that are sent."""
+    salt, to = os.urandom(16), me.peer.to_base58()
+    said = b"agora hello 1\0" + salt + (me.run if run is None else run) + me.me.encode() + to.encode()
+    fields = {
+        "version": version,
+        "salt": salt,
+        "run": hashlib.sha256(said).digest()[:cut],
+        "role": role,
+        "proof": b"",
+        "software": "outsider 1",
+        "addresses": [],
+    }
     return frame(HELLO, 0, header(KIND_HELLO, fields))
 
 
@@ -95,11 +106,11 @@ class Outsider:
     def __init__(self, host: Any, peer: Any, run: bytes) -> None:
         self.host, self.peer, self.run, self.me = host, peer, run, host.get_id().to_base58()
 
-    async def open(self, greet: bool = True, run: bytes | None = None) -> Wire:
+    async def open(self, greet: bool = True, role: str = "member") -> Wire:
         """A stream, greeted by both sides unless told otherwise."""
         wire = Wire(await self.host.new_stream(self.peer, [TProtocol("/agora/1")]))
         if greet:
-            await wire.send(hello(self.run if run is None else run))
+            await wire.send(hello(self, role=role))
             kind, call, head, _ = await wire.frame()
             if kind == GOODBYE:
                 raise Refused(head[1]["code"])
@@ -108,16 +119,18 @@ class Outsider:
         return wire
 
     async def handshake(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Says hello, as an observer where asked, and tells what the node said."""
+        """Says hello, as a reader where asked, and tells what the node said, and whether it named the run."""
         wire = Wire(await self.host.new_stream(self.peer, [TProtocol("/agora/1")]))
-        await wire.send(hello(b"" if task.get("observer") else self.run))
+        await wire.send(hello(self, role="reader" if task.get("reader") else "member"))
         _, _, head, _ = await wire.frame()
         said = dict(head[1])
-        return {"version": said["version"], "run": said["run"].hex(), "software": said["software"]}
+        named = b"agora hello 1\0" + said["salt"] + self.run + self.peer.to_base58().encode() + self.me.encode()
+        is_of_run = said["run"] == hashlib.sha256(named).digest()
+        return {"version": said["version"], "is_of_run": is_of_run, "software": said["software"]}
 
     async def ask(self, task: dict[str, Any]) -> dict[str, Any]:
-        """GetStatus or GetManifest, as an observer."""
-        wire = await self.open(run=b"")
+        """GetStatus or GetManifest, as a reader."""
+        wire = await self.open(role="reader")
         kind = {"status": KIND_GET_STATUS, "manifest": KIND_GET_MANIFEST}[task["what"]]
         await wire.send(frame(REQUEST, 1, header(kind, {"deadline_ms": 5_000})))
         answer = await self.answer(wire, 1)
@@ -226,10 +239,10 @@ def specs(task: dict[str, Any], index: int, **changes: Any) -> list[Any]:
 
 PING = header(KIND_PING, {"deadline_ms": 1000})
 greeting("request_before_hello", lambda me: frame(REQUEST, 1, PING))
-greeting("hello_of_another_run", lambda me: hello(b"\x11" * 32))
-greeting("hello_of_another_version", lambda me: hello(me.run, version=2))
-greeting("run_of_a_wrong_length", lambda me: hello(b"\x11" * 31))
-raw("second_hello", lambda me, task: hello(me.run))
+greeting("hello_of_another_run", lambda me: hello(me, b"\x11" * 32))
+greeting("hello_of_another_version", lambda me: hello(me, version=2))
+greeting("run_of_a_wrong_length", lambda me: hello(me, cut=31))
+raw("second_hello", lambda me, task: hello(me))
 raw("bad_magic", lambda me, task: frame(REQUEST, 1, PING, magic=0x47))
 raw("unknown_frame_type", lambda me, task: frame(99, 1, PING))
 raw("reserved_bits", lambda me, task: frame(REQUEST, 1, PING, reserved=1))
@@ -269,9 +282,9 @@ raw(
 
 
 @violation
-async def observer_trains(me: Outsider, task: dict[str, Any]) -> str:
-    """An observer, who named no run, asks for work."""
-    wire = await me.open(run=b"")
+async def reader_trains(me: Outsider, task: dict[str, Any]) -> str:
+    """A reader asks for work."""
+    wire = await me.open(role="reader")
     await wire.send(request(me, task))
     return await me.refusal(wire)
 

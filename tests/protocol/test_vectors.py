@@ -60,8 +60,7 @@ def test_manifests(vectors: Vectors) -> None:
 
 def test_invites(vectors: Vectors) -> None:
     for vector in vectors("invites"):
-        ticket = InviteTicket.parse(vector["ticket"]) if vector["ticket"] else None
-        invite = Invite(vector["run"], vector["addresses"], vector["name"], ticket)
+        invite = Invite(vector["run"], vector["addresses"], vector["name"], vector["ticket"])
         assert Invite.parse(vector["text"]) == invite and str(invite) == vector["text"]
 
 
