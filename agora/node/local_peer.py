@@ -207,7 +207,7 @@ class LocalPeer:
 
 def _allowed_memory(limit_gib: float) -> int:
     """Returns the bytes that this machine has free and its owner allows; 0 for no limit."""
-    return doctor.allowed_bytes(available_bytes(torch.device("cpu")), limit_gib)
+    return doctor.allowed_bytes(available_bytes(torch.device("cpu"), within_limit=False), limit_gib)
 
 
 def seats_of(manifest: Manifest, free_bytes: int) -> int:
