@@ -42,12 +42,14 @@ def check_disk(directory: Path) -> str:
     return f"{_in_mib(free)} of disk free"
 
 
-def check_memory(manifest: Manifest, span: Span, free_bytes: int, limit_gib: float) -> str:
+def check_memory(
+    manifest: Manifest, span: Span, free_bytes: int, limit_gib: float, base_bytes: int = BASE_BYTES
+) -> str:
     """Returns a note with the memory that daemon and span need at least. Raises MemoryError_ if that is not allowed.
 
-    free_bytes, limit_gib: see `allowed_bytes`.
+    free_bytes, limit_gib: see `allowed_bytes`. base_bytes: what the daemon takes without stages.
     """
-    allowed, need = allowed_bytes(free_bytes, limit_gib), needed_memory(manifest, span)
+    allowed, need = allowed_bytes(free_bytes, limit_gib), needed_memory(manifest, span, base_bytes)
     if need > allowed:
         raise MemoryError_(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
@@ -61,11 +63,11 @@ def allowed_bytes(free_bytes: int, limit_gib: float) -> int:
     return min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
 
 
-def needed_memory(manifest: Manifest, span: Span) -> int:
-    """Returns the bytes that a daemon which trains `span` takes at least. Imports torch."""
+def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES) -> int:
+    """Returns the bytes that a daemon which trains `span` takes at least, `base_bytes` without it. Imports torch."""
     from agora.model import family_of
 
-    return BASE_BYTES + int(family_of(manifest.model).memory_bytes(manifest, span))
+    return base_bytes + int(family_of(manifest.model).memory_bytes(manifest, span))
 
 
 def _in_mib(size: int) -> str:

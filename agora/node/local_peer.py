@@ -16,6 +16,7 @@ import torch
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.records import Progress
 
 from agora.clock import loop_time
 from agora.net.address_book import addresses_by_peer
@@ -247,7 +248,7 @@ class LocalPeer:
 
 def _allowed_memory(limit_gib: float) -> int:
     """Returns the bytes that this machine has free and its owner allows; 0 for no limit."""
-    return doctor.allowed_bytes(available_bytes(torch.device("cpu")), limit_gib)
+    return doctor.allowed_bytes(available_bytes(torch.device("cpu"), within_limit=False), limit_gib)
 
 
 def seats_of(manifest: Manifest, free_bytes: int) -> int:

@@ -20,17 +20,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-import psutil
 import torch
 from agora_protocol.errors import MemoryError_
 
 from agora.observe import events
 from agora.train.device import choose_device
-from agora.train.memory import give_back_freed_memory
+from agora.train.memory import give_back_freed_memory, limit_memory, resident_bytes
 
-LOOK_S: Final = 2.0
+LOOK_S: Final = 0.5
+"""Seconds between two looks: what is allocated in between may go beyond the limit."""
 EASE_SHARE, SHRINK_SHARE, REFUSE_SHARE = 0.8, 0.85, 0.95
-PATIENCE_LOOKS: Final = 15
+PATIENCE_LOOKS: Final = 60
 SHORT: Final = "short of memory"
 
 
@@ -108,20 +108,12 @@ class MemoryGuard:
         return f"{used / 2**20:,.0f} MiB of the {self._limit / 2**20:,.0f} MiB allowed are in use"
 
 
-def resident_bytes() -> int:
-    """Returns the resident memory of this process and its children (p2pd), what they share with others included."""
-    own = psutil.Process()
-    total = int(own.memory_info().rss)
-    for child in own.children():
-        try:
-            total += int(child.memory_info().rss)
-        except psutil.Error:
-            continue
-    return total
-
-
 def limit_device(name: str, limit_bytes: int) -> None:
-    """Lets torch take at most so many bytes of the GPU that `name` means; nothing for a CPU. Raises DeviceError."""
+    """Lets what is planned for the device that `name` means keep to the limit, and torch take no more of a GPU.
+
+    Raises DeviceError when there is no such device.
+    """
+    limit_memory(limit_bytes)
     device = choose_device(name)
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]

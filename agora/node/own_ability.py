@@ -21,7 +21,7 @@ from agora.plan.profile import find_profile
 from agora.swarm.placement import Ability, StageDemands
 from agora.threads import run_in_thread
 from agora.train.device import choose_device
-from agora.train.memory import available_bytes
+from agora.train.memory import available_bytes, resident_bytes
 
 
 class OwnAbility:
@@ -33,6 +33,8 @@ class OwnAbility:
         self._settings = settings
         self._folder = folder
         self._cost = run_cost(manifest)
+        # With a limit, what this process has taken by now counts against it; else only what is free matters.
+        self.base_bytes = max(doctor.BASE_BYTES, resident_bytes() if settings.memory_bytes else 0)
         self._longest: tuple[int, ...] = ()
         self._speed = 0.0
         self._bandwidth = 0.0
@@ -49,8 +51,8 @@ class OwnAbility:
 
     def _longest_spans(self) -> tuple[int, ...]:
         """Returns the longest span from each stage on that fits, see longest_spans."""
-        free, settings = available_bytes(torch.device("cpu")), self._settings
-        allowed = doctor.allowed_bytes(free, settings.memory_gib) - doctor.BASE_BYTES
+        free, settings = available_bytes(torch.device("cpu"), within_limit=False), self._settings
+        allowed = doctor.allowed_bytes(free, settings.memory_gib) - self.base_bytes
         return longest_spans(run_cost(self._manifest, in_flight=1), allowed, settings.most_stages)
 
     def _profiled_speed(self) -> float:

@@ -168,7 +168,7 @@ def _free_memory(chosen: settings.Settings) -> float:
 
         from agora.train.memory import available_bytes
 
-        free = float(available_bytes(torch.device("cpu")))
+        free = float(available_bytes(torch.device("cpu"), within_limit=False))
     return min(free, chosen.memory_gib * 2**30) if chosen.memory_gib else free
 
 

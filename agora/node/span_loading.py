@@ -181,9 +181,9 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    """Raises MemoryError_ without the memory that the span needs; returns a note: the span, the reason, the memory."""
-    free, limit_gib = available_bytes(torch.device("cpu")), local_peer.startup.settings.memory_gib
-    need = doctor.check_memory(local_peer.manifest, span, free, limit_gib)
+    """Raises MemoryError_ without the memory that the span needs; else returns why it was chosen and what it needs."""
+    free, limit_gib = available_bytes(torch.device("cpu"), within_limit=False), local_peer.startup.settings.memory_gib
+    need = doctor.check_memory(local_peer.manifest, span, free, limit_gib, local_peer.ability.base_bytes)
     return f"stages {span}: {reason}; {need}"
 
 

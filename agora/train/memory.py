@@ -5,6 +5,7 @@ Knows: bytes, the C library. Must not know: models, microbatches, peers.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -31,15 +32,38 @@ def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, a
     return activation_bytes * graphs_to_come + version_bytes <= GRAPHS_FRACTION * available_bytes
 
 
-def available_bytes(device: torch.device) -> int:
+_limit_bytes = 0
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Makes `available_bytes` keep to this limit of the owner's from now on, on each device; 0: no limit."""
+    global _limit_bytes
+    _limit_bytes = limit_bytes
+
+
+def available_bytes(device: torch.device, *, within_limit: bool = True) -> int:
     """Returns the bytes that this process can still allocate on the device.
 
     That is what the GPU, or the host and its container limit, has left, plus freed memory that torch or malloc caches.
+    within_limit: what the owner's limit leaves, if there is one; False for what the machine has.
     """
+    limit = (within_limit and _limit_bytes) or UNLIMITED
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return min(int(psutil.virtual_memory().available), _cgroup_available_bytes()) + freed_bytes()
+        used = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - used
+        return min(int(torch.cuda.mem_get_info(device)[0]) + cached, max(0, limit - used))
+    left = max(0, limit - resident_bytes()) if limit < UNLIMITED else UNLIMITED
+    return min(int(psutil.virtual_memory().available), _cgroup_available_bytes(), left) + freed_bytes()
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process and its children (p2pd), what they share with others included."""
+    own = psutil.Process()
+    total = int(own.memory_info().rss)
+    for child in own.children():
+        with contextlib.suppress(psutil.Error):
+            total += int(child.memory_info().rss)
+    return total
 
 
 def _cgroup_available_bytes() -> int:

@@ -21,6 +21,7 @@ from hivemind.dht.routing import DHTID
 
 from agora.net import directory, stored_records
 from agora.net.directory import Directory
+from agora.net.hive import set_dht_time
 from agora.net.key_holders import HOLDERS
 from agora.net.stored_records import BoundedStorage, SignedRecords
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
@@ -53,6 +54,46 @@ def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wi
                 assert {it.incarnation for it in found[Shard(stage)] if it.peer == made[1].identity.peer} == {2}  # type: ignore[attr-defined]
             assert found[Shard(2)] == []
             assert not any(node.directory.refused for node in made)
+
+    run(main)
+
+
+def test_a_peer_whose_clock_was_ahead_before_its_restart_is_heard_at_once() -> None:
+    """Its old record expires later than the new one would; nodes keep the later one."""
+
+    async def main() -> None:
+        with TemporaryDirectory(prefix="agora-test-") as folder:
+            async with nodes(1) as (seed,):
+                for incarnation, lifetime_s in ((1, 300.0), (2, 20.0)):
+                    host, identity = await make_host(Path(folder), "peer")
+                    place = await Directory.create(host, RUN_ID, await seed.host.addresses(), stages=2)
+                    peer = Node(host, identity, place)
+                    await read(place, Claim, 0)
+                    assert await peer.publish("0-0", incarnation, lifetime_s)
+                    (found,) = await read(seed.directory, Claim, 0)
+                    assert isinstance(found, Claim) and found.incarnation == incarnation
+                    await peer.close()
+
+    run(main)
+
+
+def test_records_are_published_and_judged_by_the_time_that_a_node_was_given() -> None:
+    """All nodes of this process are given one that is an hour behind the wall clock."""
+
+    async def main() -> None:
+        with TemporaryDirectory(prefix="agora-test-") as folder:
+            async with nodes(1) as (seed,):
+                host, identity = await make_host(Path(folder), "peer")
+                try:
+                    place = await Directory.create(host, RUN_ID, (), stages=2, unix=lambda: time.time() - 3600.0)
+                    peer = Node(host, identity, place)
+                    assert await peer.publish("0-0", lifetime_s=20.0)
+                    assert names(await read(place, Claim, 0)) == {identity.peer}
+                    await place.bootstrap(await seed.host.addresses())
+                    assert names(await read(seed.directory, Claim, 0)) == set(), "it lives by the wall clock"
+                finally:
+                    set_dht_time(time.time)
+                    await peer.close()
 
     run(main)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from agora_protocol.errors import DiskError, MemoryError_
 from agora_protocol.manifest import Manifest
 
@@ -16,11 +17,11 @@ from agora.node.memory_guard import (
     Reaction,
     judge_memory,
     limit_device,
-    resident_bytes,
 )
 from agora.node.paths import Home
 from agora.observe import events
 from agora.state.checkpoint import NAME_DIGITS, stage_folder
+from agora.train.memory import available_bytes, freed_bytes, limit_memory, resident_bytes
 
 GIB = 2**30
 
@@ -81,9 +82,16 @@ def test_above_the_limit_with_work_in_hand_it_stays_until_that_is_done() -> None
         guard.look(2 * GIB)
 
 
-def test_resident_memory_is_read_and_a_cpu_needs_no_other_limit() -> None:
-    assert 10 * 2**20 < resident_bytes() < 2**40
-    limit_device("cpu", GIB)
+def test_what_is_planned_for_a_device_keeps_to_the_limit() -> None:
+    cpu, used = torch.device("cpu"), resident_bytes()
+    assert 10 * 2**20 < used < 2**40
+    free = available_bytes(cpu)
+    try:
+        limit_device("cpu", used + 50 * 2**20)
+        assert available_bytes(cpu) < 50 * 2**20 + freed_bytes() + 20 * 2**20 < free
+        assert available_bytes(cpu, within_limit=False) > available_bytes(cpu)
+    finally:
+        limit_memory(0)
 
 
 def fill(folder: Path, size: int) -> Path:

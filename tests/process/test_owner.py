@@ -78,6 +78,28 @@ def test_an_upload_limit_holds_within_a_tenth_while_state_is_served(tmp_path: Pa
         assert seconds > 5 and 0.9e6 < rate < 1.1e6, (rate, seconds)
 
 
+@pytest.mark.slow
+def test_near_its_memory_limit_a_daemon_gives_up_seats_and_goes_on(tmp_path: Path) -> None:
+    """Graphs of 16 microbatches take 100 MiB more than the limit leaves; it holds within a tenth, nobody is killed."""
+    model = {"width": 256, "heads": 4, "key_value_heads": 4, "feed_forward": 1024, "subspace": 256, "context": 256}
+    schedule = {"microbatch": 8, "max_in_flight": 16, "activations": "keep"}
+    many = tiny(1, model=model | {"layers": 4}, schedule=schedule, optimizer={"target_tokens": 65_536})
+    with swarm(tmp_path, many) as made:
+        daemon = made.start("daemon", "0", flags=["--memory", "0.65"])
+        made.serving()
+        process, peaks = psutil.Process(daemon.process.pid), [0]
+
+        def is_short_and_works() -> bool:
+            """Notes the resident memory, whether seats were given up and microbatches came home."""
+            family = [process, *process.children()]
+            peaks.append(sum(each.memory_info().rss for each in family))
+            return bool(daemon.events("SeatsChanged")) and made.completed(daemon) >= 3
+
+        made.until(is_short_and_works, "seats to be given up, and work to go on")
+        print(f"{max(peaks) / 2**20:.0f} MiB of {0.65 * 1024:.0f} MiB at most")
+        assert max(peaks) < 1.1 * 0.65 * 2**30
+
+
 def test_a_pause_during_the_start_takes_hold_and_resume_serves(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(1)) as made:
         first = made.start("first", "0")
