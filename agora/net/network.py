@@ -58,14 +58,12 @@ class Network:
         shut_out_s: Callable[[PeerId], float] = lambda _peer: 0.0,
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
-        on_met: Callable[[PeerId], None] = lambda _peer: None,
     ) -> None:
         """hello: returns what this peer says first on every stream. handler: answers other peers' requests.
 
         report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
-        count_sent: takes each request that was sent or answered, and the tensors that were sent with it. on_met: is
-        called when HELLO was exchanged with a peer of the run.
+        count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
@@ -77,7 +75,7 @@ class Network:
         self.shut_out_s = shut_out_s
         self.report_failure = report_failure
         self.count_sent = count_sent
-        self.on_met = on_met
+        self.on_met: Callable[[PeerId], None] = lambda _peer: None  # called when HELLO was exchanged
         self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
         self._host = host
         self._book = AddressBook()

@@ -89,12 +89,8 @@ class LocalPeer:
             startup.report_event,
             progress=lambda: progress_record(take_node_report()),
             on_change=lambda: self.router.view_changed(),
-            is_met=self.network.has_met,
-            meet=self._meet,
         )
-        self.network.on_met = lambda _peer: self.membership.count_members()
-        directory.bounds.is_member = self.network.has_met
-        directory.bounds.report_violation = self.offences.report_violation
+        self._count_only_whom_it_has_met(directory)
         self.router = Router(
             self.network,
             lambda: self.membership.view,
@@ -175,7 +171,18 @@ class LocalPeer:
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
-    async def _meet(self, strangers: Sequence[PeerView]) -> None:
+    def _count_only_whom_it_has_met(self, directory: Directory) -> None:
+        """Has membership and directory ask whom this peer has met, and reports those who misuse the directory."""
+        self.membership.acquaintances = self
+        self.network.on_met = lambda _peer: self.membership.count_members()
+        directory.bounds.is_member = self.is_met
+        directory.bounds.report_violation = self.offences.report_violation
+
+    def is_met(self, peer: PeerId) -> bool:
+        """Returns whether HELLO was exchanged with a peer lately, and it is not shut out for its conduct."""
+        return self.network.has_met(peer) and self.offences.shut_out_s(peer) <= 0.0
+
+    async def meet(self, strangers: Sequence[PeerView]) -> None:
         """Exchanges HELLO with strangers whose claims were read; returns after MEET_S, while slower dials go on."""
         dials = [asyncio.create_task(self.network.meet(seen.peer, seen.addresses)) for seen in strangers]
         _, late = await asyncio.wait(dials, timeout=MEET_S)
