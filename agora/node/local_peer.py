@@ -16,6 +16,7 @@ import torch
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.records import Progress
 
 from agora.clock import loop_time
 from agora.net.address_book import addresses_by_peer
@@ -82,15 +83,8 @@ class LocalPeer:
         report_offence = self.offences.report_offence
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
         self.network = self._make_network(addresses)
-        self.membership = Membership(
-            MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses),
-            directory,
-            startup.identity,
-            startup.report_event,
-            progress=lambda: progress_record(take_node_report()),
-            on_change=lambda: self.router.view_changed(),
-        )
-        self._count_only_whom_it_has_met(directory)
+        config = MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses)
+        self.membership = self._make_membership(config, directory, lambda: progress_record(take_node_report()))
         self.router = Router(
             self.network,
             lambda: self.membership.view,
@@ -171,12 +165,24 @@ class LocalPeer:
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
-    def _count_only_whom_it_has_met(self, directory: Directory) -> None:
-        """Has membership and directory ask whom this peer has met, and reports those who misuse the directory."""
-        self.membership.acquaintances = self
-        self.network.on_met = lambda _peer: self.membership.count_members()
+    def _make_membership(
+        self, config: MembershipConfig, directory: Directory, progress: Callable[[], Progress | None]
+    ) -> Membership:
+        """Returns the membership. It and the directory ask whom this peer has met; who misuses the directory pays."""
+        startup = self.startup
+        membership = Membership(
+            config,
+            directory,
+            startup.identity,
+            startup.report_event,
+            progress=progress,
+            on_change=lambda: self.router.view_changed(),
+        )
+        membership.acquaintances = self
+        self.network.on_met = lambda _peer: membership.count_members()
         directory.bounds.is_member = self.is_met
         directory.bounds.report_violation = self.offences.report_violation
+        return membership
 
     def is_met(self, peer: PeerId) -> bool:
         """Returns whether HELLO was exchanged with a peer lately, and it is not shut out for its conduct."""
