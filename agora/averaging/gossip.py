@@ -60,11 +60,22 @@ class PlausibleSteps(Protocol):
         """Reports a replica that says to be at a step where nobody can be."""
 
 
+class AllSteps:
+    """Believes every step."""
+
+    def is_plausible(self, stage: int, step: int) -> bool:
+        """Returns True."""
+        return True
+
+    def report(self, stage: int, peer: PeerId, step: int) -> None:
+        """Is never called."""
+
+
 class StepGossip:
     """Exchanges progress with the other replicas of each stage of the span; `known` returns what it has heard.
 
     `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. When a call to a replica fails,
-    that replica is suspected, see replica_progress.
+    that replica is suspected, see replica_progress. bounds: says which steps of others are believed, by default all.
     """
 
     def __init__(
@@ -76,13 +87,11 @@ class StepGossip:
         counts: Callable[[], Mapping[int, ReplicaCounts]],
         on_change: Callable[[int], None],
         *,
-        bounds: PlausibleSteps | None = None,
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
         """counts: returns for each stage how far this peer is; never blocks.
-        on_change: is called with a stage, on the loop, at every tick and whenever something was heard. bounds: says
-        which steps of others are believed, None for all.
+        on_change: is called with a stage, on the loop, at every tick and whenever something was heard.
         """
         self._me = me
         self._span = span
@@ -90,7 +99,7 @@ class StepGossip:
         self._listing = listing
         self._counts = counts
         self._on_change = on_change
-        self._bounds = bounds
+        self.bounds: PlausibleSteps = AllSteps()
         self._interval_s = interval_s
         self._rng = rng or random.Random()
         self._stages = {stage: _StageGossip() for stage in span.stages}
@@ -175,22 +184,19 @@ class StepGossip:
         Of steps that are not plausible nothing is believed.
         """
         state, now = self._stages[stage], loop_time()
-        if self._bounds is not None:
-            entries = self._plausible(stage, entries, sender, self._bounds)
+        entries = self._plausible(stage, entries, sender)
         listed = self.listed_others(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
         known = replica_progress.merge_gossip(state.known, accepted, sender, self._me, now)
         state.known = replica_progress.record_view(known, listed, now)
         self._on_change(stage)
 
-    def _plausible(
-        self, stage: int, entries: Collection[GossipEntry], sender: PeerId, bounds: PlausibleSteps
-    ) -> list[GossipEntry]:
+    def _plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
         """Returns the entries whose steps are plausible; none if the sender's own are not, which is reported.
 
         For FORGIVE_S such a sender counts as no replica of the stage, and what was known of it is forgotten.
         """
-        state = self._stages[stage]
+        state, bounds = self._stages[stage], self.bounds
         step = max((max(entry[1], entry[2]) for entry in entries if entry[0] == sender), default=0)
         if bounds.is_plausible(stage, step):
             state.implausible.pop(sender, None)

@@ -98,12 +98,11 @@ class ReplicaGroup:
         self.reducer = PartReducer(RoundConfig.of(signed, me), caller, self)
         self._exact = ExactSteps(me, config.synchronous, stages, self.reducer, self, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
-        step_s, tokens = lambda stage: self._stage_states[stage].meter.step_s.value, config.target_tokens
-        self.bounds = StepBounds(stages, step_s, lambda stage: self.gossip.furthest(stage), tokens, report_offence)
-        told = self._counts, self._decide_and_start
-        self.gossip: StepGossip = StepGossip(
-            me, stages.span, caller, listing, *told, bounds=self.bounds, interval_s=interval_s
+        self.gossip = gossip = StepGossip(
+            me, stages.span, caller, listing, self._counts, self._decide_and_start, interval_s=interval_s
         )
+        step_s = lambda stage: self._stage_states[stage].meter.step_s.value  # noqa: E731
+        gossip.bounds = self.bounds = StepBounds(stages, step_s, gossip.furthest, config.target_tokens, report_offence)
         self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
         self._stage_states: dict[int, _StageState] = {}

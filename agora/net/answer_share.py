@@ -21,7 +21,7 @@ from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_STATUS_BYTES, PART_ELE
 from agora_protocol.message_base import Message
 from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, GetState, GetStatus, Recall
 
-from agora.net.fair_share import Holder, Places, TokenBuckets
+from agora.net.fair_share import Holder, Places, WorkBuckets
 
 INDEX_BYTES: Final = 1_048_576
 ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
@@ -47,8 +47,8 @@ class AnswerShare:
     def __init__(self, limit: int) -> None:
         """limit: bytes of all reserved answers that are not written yet."""
         self.places = Places(limit, MOST_EACH)
-        self._by_peer = TokenBuckets(STATUS_PER_S, STATUS_BURST)
-        self._by_prefix = TokenBuckets(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
+        self._by_peer = WorkBuckets(STATUS_PER_S, STATUS_BURST)
+        self._by_prefix = WorkBuckets(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
 
     def reserve(self, holder: Holder, request: Message | None, now: float) -> int:
         """Reserves the bytes of the answer to a request, and returns them, for `release`; 0 when none are needed.

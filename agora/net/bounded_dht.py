@@ -25,9 +25,10 @@ from agora_protocol.errors import Busy, ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_KEY_RECORDS, MAX_RECORD_BYTES
 from agora_protocol.packing import pack
+from google.protobuf.message import DecodeError
 
 from agora.clock import loop_time
-from agora.net.fair_share import TokenBuckets
+from agora.net.fair_share import WorkBuckets
 from agora.net.hive import DHTID, DHTRecord, P2PContext, dht_pb2
 from agora.net.stored_records import SignedRecords
 
@@ -81,8 +82,8 @@ class BoundedP2P:
         self._validator = validator
         self.max_keys = max(MIN_KEYS, stages)
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
-        self._work = TokenBuckets(rate, rate * BURST_S)
-        self._signatures = TokenBuckets(SIGNATURES_PER_S, SIGNATURES_BURST)
+        self._work = WorkBuckets(rate, rate * BURST_S)
+        self._signatures = WorkBuckets(SIGNATURES_PER_S, SIGNATURES_BURST)
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0  # of the values under a key
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
         self.report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
@@ -135,7 +136,7 @@ class BoundedP2P:
         self._charge(peer, 1.0 + len(raw) / 1024)
         try:
             request = message_type.FromString(raw)
-        except Exception as error:  # protobuf's own kind of error
+        except DecodeError as error:
             raise ProtocolError("bad-record", "A DHT request is malformed.") from error
         if kind == "rpc_find":
             self._check_find(request, peer)
@@ -273,7 +274,7 @@ def read_dictionary(value: bytes) -> list[ReplyEntry]:
             outer.data, ext_hook=msgpack.ExtType, max_array_len=MAX_KEY_RECORDS, max_map_len=0, raw=False
         )
         return list(_entries(items))
-    except Exception as error:  # msgpack raises many kinds for what it cannot read
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError("bad-record", f"A find's result is not up to {MAX_KEY_RECORDS} records.") from error
 
 

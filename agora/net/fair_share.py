@@ -6,7 +6,7 @@ but not as many networks.
 
 | shared | rule | function |
 |---|---|---|
-| work per second | each holder has a bucket that fills at a rate; a request takes its price out of it | TokenBuckets |
+| work per second | each holder has a bucket that fills at a rate; a request takes its price out of it | WorkBuckets |
 | places | half of them are free to all; beyond, each prefix has an equal part, each peer one of that | may_enter |
 | places, all taken | whoever has more than its part gives one up, the largest holder first | largest_holder |
 """
@@ -34,7 +34,7 @@ class Holder(NamedTuple):
 
 
 @dataclass(slots=True)
-class TokenBucket:
+class WorkBucket:
     """Holds at most `burst` tokens, and gains `rate` of them each second. level: tokens at time `at`."""
 
     rate: float
@@ -52,19 +52,19 @@ class TokenBucket:
         return True
 
 
-class TokenBuckets:
+class WorkBuckets:
     """One bucket for each holder, full when it asks first; at most MAX_HOLDERS of them."""
 
     def __init__(self, rate: float, burst: float) -> None:
         """rate: tokens a second. burst: the most that a bucket holds, and so the highest price that is ever paid."""
         self.rate, self.burst = rate, burst
-        self._buckets: OrderedDict[Hashable, TokenBucket] = OrderedDict()
+        self._buckets: OrderedDict[Hashable, WorkBucket] = OrderedDict()
 
     def take(self, holder: Hashable, now: float, price: float = 1.0) -> bool:
         """Takes `price` tokens out of the holder's bucket if there are that many, and returns whether there were."""
         bucket = self._buckets.get(holder)
         if bucket is None:
-            bucket = self._buckets[holder] = TokenBucket(self.rate, self.burst, self.burst, now)
+            bucket = self._buckets[holder] = WorkBucket(self.rate, self.burst, self.burst, now)
             if len(self._buckets) > MAX_HOLDERS:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(holder)

@@ -59,14 +59,12 @@ class Network:
         shut_out_s: Callable[[PeerId], float] = lambda _peer: 0.0,
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
-        on_met: Callable[[PeerId], None] = lambda _peer: None,
     ) -> None:
         """gate: says whom this peer calls and answers. handler: answers other peers' requests.
 
         report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
-        count_sent: takes each request that was sent or answered, and the tensors that were sent with it. on_met: is
-        called when HELLO was exchanged with a peer of the run.
+        count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
         `tell_time` may be set: it returns the swarm's time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()
@@ -80,7 +78,7 @@ class Network:
         self.report_failure = report_failure
         self.count_sent = count_sent
         self.tell_time: Callable[[], float] = lambda: 0.0
-        self.on_met = on_met
+        self.on_met: Callable[[PeerId], None] = lambda _peer: None  # called when HELLO was exchanged
         self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
         self._host = host
         self._book = AddressBook()

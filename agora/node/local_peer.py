@@ -108,11 +108,10 @@ class LocalPeer:
             progress=progress,
             on_change=lambda: self.router.view_changed(),
             unix=startup.clock.unix,
-            is_met=self.network.has_met,
-            meet=self._meet,
         )
+        membership.acquaintances = self
         self.network.on_met = lambda _peer: membership.count_members()
-        directory.bounds.is_member = self.network.has_met
+        directory.bounds.is_member = self.is_met
         directory.bounds.report_violation = self.offences.report_violation
         return membership
 
@@ -208,7 +207,11 @@ class LocalPeer:
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
-    async def _meet(self, strangers: Sequence[PeerView]) -> None:
+    def is_met(self, peer: PeerId) -> bool:
+        """Returns whether HELLO was exchanged with a peer lately, and it is not shut out for its conduct."""
+        return self.network.has_met(peer) and self.offences.shut_out_s(peer) <= 0.0
+
+    async def meet(self, strangers: Sequence[PeerView]) -> None:
         """Exchanges HELLO with strangers whose claims were read; returns after MEET_S, while slower dials go on."""
         dials = [asyncio.create_task(self.network.meet(seen.peer, seen.addresses)) for seen in strangers]
         _, late = await asyncio.wait(dials, timeout=MEET_S)

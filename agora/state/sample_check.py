@@ -45,14 +45,14 @@ Verdict = Literal["believed", "false", "undecided"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ChunkSample:
     """One source's weights of a chunk, and the step of the snapshot that they are from."""
 
     weights: Flat
     step: int
 
 
-ReadSample = Callable[[PeerId, int], Awaitable[Sample | None]]
+ReadSample = Callable[[PeerId, int], Awaitable[ChunkSample | None]]
 """Returns a source's weights of a chunk; None when it cannot give them."""
 
 
@@ -66,7 +66,7 @@ def distance(a: Flat, b: Flat) -> float:
     return apart / largest if largest else 0.0
 
 
-def judge(own: Sample, others: Sequence[Sample]) -> Verdict:
+def judge(own: ChunkSample, others: Sequence[ChunkSample]) -> Verdict:
     """Judges a source's chunk by those of others, see the module's table."""
     apart = [distance(own.weights, other.weights) for other in others]
     if not others:
@@ -91,7 +91,7 @@ async def find_false(
     found: dict[PeerId, Verdict] = {}
     for source, chunks in chunks_of.items():
         for chunk in rng.sample(list(chunks), min(SAMPLES, len(chunks))):
-            own, others = await read(source, chunk), list[Sample]()
+            own, others = await read(source, chunk), list[ChunkSample]()
             for witness in witnesses:
                 if witness != source and len(others) < WITNESSES and (sample := await read(witness, chunk)) is not None:
                     others.append(sample)
@@ -102,6 +102,6 @@ async def find_false(
     return found
 
 
-def _is_later(own: Sample, other: Sample) -> bool:
+def _is_later(own: ChunkSample, other: ChunkSample) -> bool:
     """Returns whether of two that disagree, this one's step is later, or the same."""
     return own.step >= other.step

@@ -33,7 +33,7 @@ from agora.state.chunk_source import (
 )
 from agora.state.layout import Layout, StageState
 from agora.state.offers import FalseStateError, Offer, check_chunk, check_offer, milliseconds_until, mixing_key
-from agora.state.sample_check import Sample, find_false
+from agora.state.sample_check import ChunkSample, find_false
 from agora.swarm.conduct import Offence, ReportOffence
 
 OFFER_S: Final = 30.0  # seconds a source may take to make its snapshot
@@ -309,11 +309,11 @@ class StateFetch:
                     self._give_up(source, reason)
             self._drop_chunks(chunks_of[peer])
 
-    async def _read_sample(self, peer: PeerId, chunk: int) -> Sample | None:
+    async def _read_sample(self, peer: PeerId, chunk: int) -> ChunkSample | None:
         """Returns a source's weights of a chunk: as they arrived, if from it, else asked for; None if it has none."""
         place = self._layout.chunk_places(chunk)[0]
         if self._chunk_peers.get(chunk) == peer:
-            return Sample(self._weights[place], self._chunk_snapshots[chunk].step)
+            return ChunkSample(self._weights[place], self._chunk_snapshots[chunk].step)
         source = next(source for source in self._sources if source.peer == peer)
         call_deadline = min(self._deadline, loop_time() + CHUNK_S)
         try:
@@ -322,11 +322,11 @@ class StateFetch:
             if (offer := source.offer) is None:
                 return None
             if offer.hash_of(chunk) == self._chunk_hashes[chunk]:
-                return Sample(self._weights[place], offer.index.step)
+                return ChunkSample(self._weights[place], offer.index.step)
             request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
             reply = await self._caller.call(peer, request, deadline=call_deadline)
             weights, *_ = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), self._layout, chunk)
-            return Sample(weights, offer.index.step)
+            return ChunkSample(weights, offer.index.step)
         except AgoraError as error:
             self._handle_failure(source, error, source.offer)
             return None

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from agora_protocol.addresses import address_prefix
 from agora_protocol.ids import PeerId
@@ -34,6 +34,27 @@ class _Dialled:
 
     again_at: float
     wait_s: float = FIRST_WAIT_S
+
+
+class Acquaintances(Protocol):
+    """Says who was met, and meets others (the local peer does, by its network)."""
+
+    def is_met(self, peer: PeerId) -> bool:
+        """Returns whether HELLO was exchanged with a peer; without that it is in no view."""
+
+    async def meet(self, strangers: Sequence[PeerView]) -> None:
+        """Dials strangers, and returns within a few seconds."""
+
+
+class EverybodyIsMet:
+    """Believes every claim."""
+
+    def is_met(self, peer: PeerId) -> bool:
+        """Returns True."""
+        return True
+
+    async def meet(self, strangers: Sequence[PeerView]) -> None:
+        """Is never called."""
 
 
 class Meetings:

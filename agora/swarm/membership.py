@@ -22,7 +22,7 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
 from agora.swarm.lost_peers import LostPeers
-from agora.swarm.meetings import Meetings
+from agora.swarm.meetings import Acquaintances, EverybodyIsMet, Meetings
 from agora.swarm.placement import (
     Ability,
     Placement,
@@ -34,7 +34,7 @@ from agora.swarm.placement import (
     pinned_span,
 )
 from agora.swarm.stage_supply import equal_demands
-from agora.swarm.view import PeerView, StageSample, View, merge
+from agora.swarm.view import StageSample, View, merge
 
 MEET_ALL_S = 15.0
 """For so long a newcomer dials those whose claims it has read, before it chooses a span."""
@@ -68,7 +68,10 @@ class MembershipConfig:
 
 
 class Membership:
-    """Chooses and publishes which span this peer holds, and keeps its view of all peers fresh while `run` runs."""
+    """Chooses and publishes which span this peer holds, and keeps its view of all peers fresh while `run` runs.
+
+    acquaintances: says who was met; only they are in the view. Everybody is, until whoever made this sets others.
+    """
 
     def __init__(
         self,
@@ -79,16 +82,12 @@ class Membership:
         *,
         progress: Callable[[], Progress | None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
-        is_met: Callable[[PeerId], bool] = lambda peer: True,
-        meet: Callable[[Sequence[PeerView]], Awaitable[None]] | None = None,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
-        is_met: whether HELLO was exchanged with a peer, without which it is in no view. meet: dials strangers, and
-        returns within a few seconds.
         """
         self._me = identity.peer
         self._config = config
@@ -96,8 +95,7 @@ class Membership:
         self._report = report
         self._progress = progress
         self._on_change = on_change
-        self._is_met = is_met
-        self._meet = meet
+        self.acquaintances: Acquaintances = EverybodyIsMet()
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
@@ -251,9 +249,9 @@ class Membership:
 
     async def _meet_some(self) -> bool:
         """Dials the strangers who are due, and counts those that were met. Returns whether there were any due."""
-        due = self._meetings.choose(loop_time(), self.view.strangers) if self._meet is not None else []
-        if self._meet is not None and due:
-            await self._meet(due)
+        due = self._meetings.choose(loop_time(), self.view.strangers)
+        if due:
+            await self.acquaintances.meet(due)
             self.count_members()
             in_vain = sum(seen.peer in self.view.strangers for seen in due)
             if in_vain >= MANY_INVENTED and 2 * in_vain > len(due):
@@ -271,7 +269,7 @@ class Membership:
 
     def count_members(self) -> None:
         """Moves strangers that were met into the view; called when a HELLO was exchanged."""
-        if any(self._is_met(peer) for peer in self.view.strangers):
+        if any(self.acquaintances.is_met(peer) for peer in self.view.strangers):
             self._merge([])
 
     def forget_lost(self) -> None:
@@ -305,7 +303,7 @@ class Membership:
         }
         view = view.without(*lost)
         view = view if samples is None else replace(view, samples=samples)
-        self.view = view.of_members(lambda peer: peer == self._me or self._is_met(peer))
+        self.view = view.of_members(lambda peer: peer == self._me or self.acquaintances.is_met(peer))
         changed = changes(former, self.view, lost)
         for event in changed:
             self._report(event)

@@ -7,7 +7,7 @@ from agora_protocol.addresses import address_prefix
 from agora_protocol.ids import PeerId
 
 from agora.net import fair_share
-from agora.net.fair_share import Holder, Places, TokenBuckets, largest_holder
+from agora.net.fair_share import Holder, Places, WorkBuckets, largest_holder
 
 
 def holder(peer: str, prefix: str = "203.0.113.0/24") -> Holder:
@@ -15,7 +15,7 @@ def holder(peer: str, prefix: str = "203.0.113.0/24") -> Holder:
 
 
 def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
-    buckets = TokenBuckets(rate=10.0, burst=20.0)
+    buckets = WorkBuckets(rate=10.0, burst=20.0)
     assert all(buckets.take("a", 0.0) for _ in range(20)) and not buckets.take("a", 0.0)
     assert buckets.take("b", 0.0, 20.0), "others have buckets of their own"
     assert buckets.take("a", 0.5, 5.0) and not buckets.take("a", 0.5)
@@ -26,7 +26,7 @@ def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
 
 def test_buckets_of_the_longest_idle_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_share, "MAX_HOLDERS", 2)
-    buckets = TokenBuckets(rate=1.0, burst=1.0)
+    buckets = WorkBuckets(rate=1.0, burst=1.0)
     for name in ("a", "b", "a", "c"):
         buckets.take(name, 0.0)
     assert not buckets.take("a", 0.0) and buckets.take("b", 0.0), "b was forgotten, a was not"

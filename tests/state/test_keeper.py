@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import StageHolders, StateKeeper
+from agora.state.keeper import AskSteps, StageHolders, StateKeeper, ask_nobody
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
@@ -23,10 +23,12 @@ ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
 MANIFEST = small_manifest(checkpoint={"every": 10})
 
 
-def keeper_of(stages: Any, folder: Path, claims: dict[PeerId, int], world: World | None = None) -> StateKeeper:
+def keeper_of(
+    stages: Any, folder: Path, claims: dict[PeerId, int], world: World | None = None, ask: AskSteps = ask_nobody
+) -> StateKeeper:
     """A keeper of stage 0 where the peers in `claims` serve it and claim to be at these steps."""
     world = world or World()
-    holders = StageHolders(ME, lambda _: claims, lambda _: claims)
+    holders = StageHolders(ME, lambda _: claims, lambda _: claims, ask)
     return StateKeeper(MANIFEST, folder, stages, holders, world, Events(), world.report_offence)
 
 
@@ -106,8 +108,7 @@ def test_a_joiner_asks_whether_a_step_was_taken_and_does_not_begin_from_the_seed
                 asked.extend(peers)
                 return {peer: answers[peer] for peer in peers}
 
-            keeper = keeper_of(compute, tmp_path, dict.fromkeys(answers, 0), world)
-            keeper._holders = keeper._holders._replace(ask=ask)
+            keeper = keeper_of(compute, tmp_path, dict.fromkeys(answers, 0), world, ask)
             assert "fetched step 40" in await keeper.fill_stages()
             assert asked == list(answers) and compute.step_of(0) == 40
 
@@ -127,8 +128,7 @@ def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
             async def ask(stage: int, peers: Collection[PeerId]) -> dict[PeerId, int]:
                 return {}
 
-            keeper = keeper_of(compute, tmp_path, serving)
-            keeper._holders = keeper._holders._replace(ask=ask)
+            keeper = keeper_of(compute, tmp_path, serving, ask=ask)
             with pytest.raises(Unavailable, match="do not say whether a step was taken"):
                 await keeper.fill_stages()
             serving.clear()

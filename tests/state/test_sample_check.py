@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agora.sim.virtual_time import run
-from agora.state.sample_check import FAR, Sample, distance, judge
+from agora.state.sample_check import FAR, ChunkSample, distance, judge
 from agora.state.transfer import StateFetch
 from tests.state.world import World, chunks, layout_of, state
 
@@ -58,15 +58,15 @@ def test_distances_are_relative_to_the_larger_of_the_two() -> None:
 def test_a_chunk_is_believed_when_it_is_near_another_ones(
     own: np.ndarray, others: list[np.ndarray], verdict: str
 ) -> None:
-    assert judge(Sample(own, 10), [Sample(other, 10) for other in others]) == verdict
+    assert judge(ChunkSample(own, 10), [ChunkSample(other, 10) for other in others]) == verdict
 
 
 def test_replicas_of_different_steps_may_differ_more_but_not_without_bound() -> None:
     apart = drifted(0.3)
-    assert judge(Sample(apart, 10), [Sample(TRUE, 10), Sample(TRUE, 10)]) == "false"
-    assert judge(Sample(apart, 18), [Sample(TRUE, 10), Sample(TRUE, 10)]) == "believed"
+    assert judge(ChunkSample(apart, 10), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "false"
+    assert judge(ChunkSample(apart, 18), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "believed"
     assert distance(GARBAGE, TRUE) > FAR
-    assert judge(Sample(GARBAGE, 10_000), [Sample(TRUE, 10), Sample(TRUE, 10)]) == "false"
+    assert judge(ChunkSample(GARBAGE, 10_000), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "false"
 
 
 async def fetched(world: World, **options: object):

@@ -81,11 +81,13 @@ class Member(Peer):
             self.directory,
             self.identity,
             self.events.append,
-            is_met=self.met.__contains__,
-            meet=self.meet,
             rng=random.Random(seed),
             unix=unix,
         )
+        self.membership.acquaintances = self
+
+    def is_met(self, peer: PeerId) -> bool:
+        return peer in self.met
 
     async def meet(self, strangers: Sequence[PeerView]) -> None:
         await asyncio.sleep(0.2)
