@@ -111,6 +111,7 @@ def _records() -> list[tuple[Record, Identity, int, int]]:
         (counted, SECOND, 3, 0),
         (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 25e6), SECOND, 3, 0),
         (Claim(SECOND.peer, Span(3, 4), 0, (), "serving", 0.0), SECOND, 4, 1),
+        (Claim(FIRST.peer, Span(0, 1), 0, (ADDRESS,), "serving", 0.0, 0.0, "public", 16), FIRST, 0, 0),
         (counted, SECOND, 3, MAX_SHARD_BITS),
     ]
 
@@ -212,6 +213,11 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         ),
         *_averaging_frames(),
         *_state_frames(),
+        (FrameType.REQUEST, 3, messages.DialBack((31000, 4001), 8_000), []),
+        (FrameType.ANSWER, 3, messages.DialedBack("/ip6/2001:db8::7/tcp/31000", (31000,)), []),
+        (FrameType.REQUEST, 5, messages.Introduce(SECOND.peer, 6_000), []),
+        (FrameType.REQUEST, 2, messages.Meet(FIRST.peer, "/ip4/203.0.113.7/tcp/31000", 5_000), []),
+        (FrameType.ANSWER, 2, messages.Meeting(""), []),
         (kind.PROGRESS, 5, messages.Advance(1, SECOND.peer, "accepted", 4), []),
         (kind.PROGRESS, 5, messages.Advance(1, SECOND.peer, "finished", 0), []),
         (kind.PROGRESS, 5, messages.Advance(2, FIRST.peer, "finished", 65_536), []),
