@@ -30,6 +30,7 @@ from agora.net.connection import Connection
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
+from agora.net.reaching import Ways, reach_by_any_way, relays_of
 from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
@@ -70,6 +71,7 @@ class Network:
         self.shut_out_s = shut_out_s
         self.report_failure = report_failure
         self.count_sent = count_sent
+        self._ways = Ways()
         self._host = host
         self._book = AddressBook()
         self._connections: dict[PeerId, list[Connection]] = {}
@@ -107,6 +109,24 @@ class Network:
         """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
         self._book.learn(peer, addresses)
 
+    def reach_by(self, ways: Ways) -> None:
+        """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
+        self._ways = ways
+
+    def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Remembers where a peer says that it, or its relays, can be dialled: only addresses that may be."""
+        usable = [address for address in addresses if self._ways.may_dial(address)]
+        self.learn(peer, usable)
+        for relay, its_addresses in relays_of(usable).items():
+            if not self._book.addresses(relay):
+                self.learn(relay, its_addresses)
+
+    async def connect(self, peer: PeerId) -> None:
+        """Opens a connection to `peer` unless there is one. Raises as `call` does."""
+        self._refuse_shut_out(peer)
+        if self.connection_to(peer) is None:
+            await self._dial(peer)
+
     @property
     def carried_bytes(self) -> tuple[int, int]:
         """The bytes that all streams together have read, and have written, since the start."""
@@ -126,7 +146,7 @@ class Network:
 
     @property
     def paths(self) -> dict[PeerId, str]:
-        """By connected peer, the path of its newest connection: "direct" or "relayed"."""
+        """By connected peer, the path of its newest connection: "direct", "punched" or "relayed"."""
         return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
     def round_trip_s(self, peer: PeerId) -> float | None:
@@ -247,7 +267,7 @@ class Network:
         tried = ""
         if addresses:
             try:
-                await self._host.reach(peer, addresses, self.limits.dial_s)
+                await reach_by_any_way(self._host, peer, addresses, self._ways.punch_hole, self.limits.dial_s)
             except ConnectionBroken as error:
                 tried = f" ({error})"
         try:
@@ -305,7 +325,7 @@ class Network:
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping."""
-        self.learn(connection.peer, addresses)
+        self.learn_announced(connection.peer, addresses)
         if connection.peer in self._awaited:
             self._awaited[connection.peer].set()
         self.spawn(connection.ping())
