@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 ROUNDS_PER_OWNER: Final = 16
 """Rounds of gradients, or of one slice, for which a part keeps its owner, which keeps the residual of its means."""
+RELAYED_SHARE: Final = 0.25
+"""The part of its bandwidth that counts of a replica that others reach only through a relay."""
 MAX_RUNNING_SLICE_ROUNDS: Final = 4
 """Rounds of slices that a replica may have begun and not ended."""
 
@@ -79,6 +81,20 @@ def ownership_epoch(what: str, number: int, slices: int) -> str:
 
 Members = Mapping[PeerId, float | None]
 """The members of a round with their bandwidths in bytes per second, 0 when unknown; None of those that own no part."""
+
+
+def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
+    """Returns the bandwidths that count when owners are chosen, in bytes per second; 0 for unknown.
+
+    claimed: bandwidth and reachability of each replica's claim. A replica that others reach only through a relay counts
+    a quarter of its bandwidth, or of the median where its own is unknown, so that parts go to directly reached ones.
+    """
+    known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
+    median = statistics.median(known) if known else 1.0
+    return {
+        peer: (bandwidth or median) * RELAYED_SHARE if reachability in ("relayed", "unreachable") else bandwidth
+        for peer, (bandwidth, reachability) in claimed.items()
+    }
 
 
 def choose_owners(

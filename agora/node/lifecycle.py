@@ -123,7 +123,9 @@ class Node:
         known = self.local_peer.membership.view.peers.values() if self.local_peer is not None else ()
         serving = (seen for seen in known if seen.peer != self.startup.me and seen.state == "serving")
         others = [address for seen in serving for address in seen.addresses[:1]]
-        addresses = (*self._addresses[:MORE_ADDRESSES], *others[:MORE_ADDRESSES])
+        announced = self.local_peer.reachability.announcement().addresses if self.local_peer is not None else ()
+        own = list(dict.fromkeys((*announced, *self._addresses)))
+        addresses = (*own[:MORE_ADDRESSES], *others[:MORE_ADDRESSES])
         return Invite(self.signed.run_id, addresses, self.signed.manifest.name)
 
     def take_node_report(self) -> NodeReport:
@@ -210,7 +212,7 @@ class Node:
             stages = self.signed.manifest.stage_count
             directory = await Directory.create(host, self.signed.run_id, others, stages=stages)
             closing.push_async_callback(directory.close)
-        local_peer = LocalPeer(startup, self.signed, host, directory, self._addresses, self.take_node_report)
+        local_peer = LocalPeer(startup, self.signed, host, directory, self.take_node_report)
         closing.push_async_callback(local_peer.close)
         await local_peer.start(others)
         self.local_peer = local_peer

@@ -15,21 +15,27 @@ from contextlib import ExitStack
 import torch
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
 
+from agora.averaging.partition import owning_bandwidths
 from agora.clock import loop_time
 from agora.net.address_book import addresses_by_peer
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
+from agora.net.own_addresses import public_only
+from agora.net.reaching import Ways
+from agora.net.relay import RelayService
 from agora.net.uplink import SAMPLE_S, UplinkMeter
 from agora.node import joining, runs
 from agora.node.background import BackgroundTasks
 from agora.node.base_supply import BaseSupply
 from agora.node.node_report import NodeReport, progress_record, status_json
 from agora.node.own_ability import OwnAbility
-from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors
+from agora.node.reachability_keeper import ReachabilityKeeper
+from agora.node.requests import BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.pipeline.interfaces import WireShapes
@@ -63,30 +69,27 @@ class LocalPeer:
         signed: SignedManifest,
         host: Host,
         directory: Directory,
-        addresses: tuple[str, ...],
         take_node_report: Callable[[], NodeReport],
     ) -> None:
-        """addresses: where others can dial this peer."""
         self.startup = startup
         self.signed = signed
         self.manifest = manifest = signed.manifest
         self.host = host
         self.seats = seats_of(manifest, available_bytes(torch.device("cpu")))
         self.sent = SentTensors()
+        settings = startup.settings
         self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
         self.offences = OffenceLog(startup.report_event)
         self.ledger = WorkLedger(startup.me, self.seats, startup.report_event)
         report_offence = self.offences.report_offence
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
-        self.network = self._make_network(addresses)
-        self.membership = Membership(
-            MembershipConfig(signed.run_id, manifest.stage_count, startup.incarnation, addresses),
-            directory,
-            startup.identity,
-            startup.report_event,
-            progress=lambda: progress_record(take_node_report()),
-            on_change=lambda: self.router.view_changed(),
+        self.network = self._make_network()
+        self.membership = self._make_membership(directory, take_node_report)
+        self.reachability = ReachabilityKeeper(
+            host, self.network, self.membership, settings.allow_private, settings.upnp, settings.relay_peers
         )
+        self.network.reach_by(Ways(self.reachability.may_dial, self.reachability.punch_hole))
+        self._relay = RelayService(host, settings.relay_peers, self._is_member, settings.relay_mbit * 125e3)
         self.router = Router(
             self.network,
             lambda: self.membership.view,
@@ -104,9 +107,8 @@ class LocalPeer:
         self._redialling = Redialling(startup.me, random.Random())
         self._uplink = UplinkMeter()
 
-    def _make_network(self, addresses: tuple[str, ...]) -> Network:
+    def _make_network(self) -> Network:
         """Returns the network, with limits that fit the run's microbatches and this peer's seats."""
-        hello = joining.hello(self.signed.run_id, addresses)
         payload = self.manifest.max_payload_bytes
 
         def report_failure(caller: PeerId, error: Exception) -> None:
@@ -115,7 +117,7 @@ class LocalPeer:
 
         return Network(
             self.host,
-            lambda: hello,
+            lambda: joining.hello(self.signed.run_id, self.reachability.announcement().addresses),
             self.requests.answer,
             NetLimits(max_payload_bytes=payload, max_held_bytes=max(LEAST_HELD_BYTES, 2 * self.seats * payload)),
             report_violation=self.offences.report_violation,
@@ -124,10 +126,39 @@ class LocalPeer:
             count_sent=self.sent.add,
         )
 
+    def _make_membership(self, directory: Directory, take_node_report: Callable[[], NodeReport]) -> Membership:
+        """Returns the membership, which publishes this peer's records and tells when the view has changed."""
+        startup, signed = self.startup, self.signed
+        own = self.host.own if startup.settings.allow_private else public_only(self.host.own)
+        addresses = tuple(f"{address}/p2p/{self.host.peer}" for address in own)[:MAX_ADDRESSES]
+        return Membership(
+            MembershipConfig(signed.run_id, signed.manifest.stage_count, startup.incarnation, addresses),
+            directory,
+            startup.identity,
+            startup.report_event,
+            progress=lambda: progress_record(take_node_report()),
+            on_change=self._on_view_change,
+        )
+
+    def _is_member(self, peer: PeerId) -> bool:
+        """Returns whether a peer is connected here as one of the run: only those may use this peer as their relay."""
+        connection = self.network.connection_to(peer)
+        return connection is not None and not connection.is_observer and self.offences.shut_out_s(peer) == 0
+
+    def _on_view_change(self) -> None:
+        """Called when the view has changed: learns where peers can be dialled, and wakes the router."""
+        for peer, seen in self.membership.view.peers.items():
+            if peer != self.startup.me:
+                self.network.learn_announced(peer, seen.addresses)
+        self.router.view_changed()
+
     async def start(self, others: tuple[str, ...]) -> None:
         """Begins to answer other peers, and to keep membership up to date. others: addresses of peers of the run."""
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
+        self._closing.enter_context(self.requests.answering(REACH_REQUESTS, self.reachability.answer))
         await self.network.start()
+        await self._relay.start()
+        self.tasks.start("reachability", self.reachability.run())
         self.tasks.start("membership", self.membership.run())
         for peer, known in addresses_by_peer(others).items():
             self._redialling.learn(loop_time(), peer, known)
@@ -143,8 +174,9 @@ class LocalPeer:
         await self.network.close()
 
     def listed(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns a stage's replicas, with their bandwidths in bytes per second."""
-        return {seen.peer: seen.bandwidth for seen in self.membership.view.replicas(stage)}
+        """Returns a stage's replicas, with the bandwidths that count for owning parts, in bytes per second."""
+        replicas = self.membership.view.replicas(stage)
+        return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
         """Returns a stage's replicas, with the steps that they have taken."""
@@ -178,7 +210,7 @@ class LocalPeer:
         while True:
             await asyncio.sleep(REDIAL_S)
             now, view = loop_time(), self.membership.view
-            self._redialling.saw(now, view)
+            self._redialling.saw(now, view, self.reachability.may_dial)
             due = self._redialling.due(now, view)
             if addresses := [address for peer in due for address in self._redialling.addresses_of(peer)]:
                 await self._directory.bootstrap(addresses, timeout_s=DIAL_SECONDS)

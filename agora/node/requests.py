@@ -9,6 +9,7 @@ Knows: every request, and who may make it. Must not know: how anything of it is 
 | GossipSteps, GossipEpochs, Contribute, Recall | members of the run | the span |
 | GetState, GetChunk | peers of the run | the span |
 | GetBase, GetPiece | members of the run | the local peer's files of the base model, also while no span is held |
+| DialBack, Introduce, Meet | members of the run | the local peer's reachability keeper, also while no span is held |
 
 While no span is held, what only the span can answer is refused Busy.
 """
@@ -28,12 +29,15 @@ from agora_protocol.manifest import SignedManifest
 from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     Contribute,
+    DialBack,
     GetBase,
     GetChunk,
     GetPiece,
     GetState,
     GossipEpochs,
     GossipSteps,
+    Introduce,
+    Meet,
     Process,
     Recall,
 )
@@ -52,6 +56,10 @@ STATE_REQUESTS: Final = (GetState, GetChunk)
 """Requests that the span answers to peers of the run."""
 BASE_REQUESTS: Final = (GetBase, GetPiece)
 """Requests that the local peer answers to members of the run, whichever stages it holds."""
+REACH_REQUESTS: Final = (DialBack, Introduce, Meet)
+"""Requests by which members of the run find out how they can be reached, and meet; the local peer answers them."""
+LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS
+"""Requests that the local peer answers, whichever stages it holds."""
 
 
 @dataclass
@@ -119,7 +127,7 @@ class RequestHandler:
                 return Reply(messages.ManifestAnswer(self._manifest_bytes))
             case messages.Ping():
                 return Reply(messages.Pong())
-            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS):
+            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + LOCAL_REQUESTS):
                 return await self._pass_on(call, request)
             case other:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
@@ -149,15 +157,15 @@ class RequestHandler:
         | caller                       | may not ask for                        | error       |
         |------------------------------|----------------------------------------|-------------|
         | of another run               | anything but Ping                      | WrongRun    |
-        | without a run: an observer   | WORK_, STATE_ and BASE_REQUESTS        | NotAdmitted |
-        | that the manifest bars       | WORK_REQUESTS and BASE_REQUESTS        | NotAdmitted |
+        | without a run: an observer   | WORK_, STATE_, BASE_, REACH_REQUESTS   | NotAdmitted |
+        | that the manifest bars       | WORK_, BASE_ and REACH_REQUESTS        | NotAdmitted |
         """
         request = call.message
         if call.run and call.run.hex() != self._run and not isinstance(request, messages.Ping):
             raise WrongRun(f"this peer takes part in run {self._run}; use an invite of that run")
-        if not call.run and isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS):
+        if not call.run and isinstance(request, WORK_REQUESTS + STATE_REQUESTS + LOCAL_REQUESTS):
             raise NotAdmitted("an observer may ask but not train; say the run in HELLO")
-        if isinstance(request, WORK_REQUESTS + BASE_REQUESTS) and not self._manifest.admits(call.peer):
+        if isinstance(request, WORK_REQUESTS + LOCAL_REQUESTS) and not self._manifest.admits(call.peer):
             raise NotAdmitted(f"the run's manifest does not list {call.peer}; ask its founder")
 
 
