@@ -84,15 +84,15 @@ Members = Mapping[PeerId, float | None]
 
 
 def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
-    """Returns the bandwidths that count when owners are chosen, in bytes per second; 0 for unknown.
+    """Returns the bandwidths that count when owners are chosen, in bytes per second; an unknown one is the median.
 
-    claimed: bandwidth and reachability of each replica's claim. A replica that others reach only through a relay counts
-    a quarter of its bandwidth, or of the median where its own is unknown, so that parts go to directly reached ones.
+    claimed: bandwidth, 0 for unknown, and reachability of each replica's claim. A replica that others reach only through
+    a relay counts a quarter of its bandwidth, so that parts go to those that are reached directly.
     """
     known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0
     return {
-        peer: (bandwidth or median) * RELAYED_SHARE if reachability in ("relayed", "unreachable") else bandwidth
+        peer: (bandwidth or median) * (RELAYED_SHARE if reachability in ("relayed", "unreachable") else 1.0)
         for peer, (bandwidth, reachability) in claimed.items()
     }
 

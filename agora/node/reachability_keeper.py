@@ -7,6 +7,7 @@ Knows: whom to ask and when, places at relays, introductions. Must not know: wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeti
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.net import relay
-from agora.net.hole_punching import HolePuncher
+from agora.net.hole_punching import PUNCH_S, HolePuncher
 from agora.net.host import Host
 from agora.net.incoming import IncomingCall
 from agora.net.network import Network
@@ -40,6 +41,8 @@ ANSWER_S: Final = 6.0
 """Seconds that a neighbour has to answer."""
 NO_HOLE_S: Final = 600.0
 """Seconds for which no hole is tried to a peer to which none could be opened."""
+POLL_S: Final = 0.1
+"""Seconds from one look whether a peer has dialled to the next."""
 MAX_HELPED: Final = 16
 """Peers that are dialled back or introduced at once, at most."""
 
@@ -153,6 +156,9 @@ class ReachabilityKeeper:
         if peer in self._no_hole_until or not self._holes.has_room():
             raise ConnectionBroken("none could be opened a short time ago")
         reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
+        if self.findings.reached:
+            await self._await_dial(peer)
+            return
         if not isinstance(reply.message, Meeting) or not self._may_be_used(reply.message.seen):
             raise ConnectionBroken("the relay gave no address that may be dialled")
         try:
@@ -160,6 +166,14 @@ class ReachabilityKeeper:
         except ConnectionBroken:
             self._no_hole_until[peer] = loop_time() + NO_HOLE_S
             raise
+
+    async def _await_dial(self, peer: PeerId) -> None:
+        """Waits until a peer that was told to dial this one has. Raises ConnectionBroken after PUNCH_S."""
+        until = loop_time() + PUNCH_S
+        while not await self._host.is_connected(peer):
+            if loop_time() > until:
+                raise ConnectionBroken(f"the peer did not dial back within {PUNCH_S:.0f} s")
+            await asyncio.sleep(POLL_S)
 
     # --- helping others
 
@@ -191,6 +205,11 @@ class ReachabilityKeeper:
         reached = tuple(port for port, is_open in zip(ports, are_open, strict=True) if is_open)
         return DialedBack(f"/{parts[0]}/{parts[1]}/tcp/{parts[2]}", reached)
 
+    async def _dial(self, peer: PeerId) -> None:
+        """Connects to a peer that can be dialled; a failure is the caller's to notice."""
+        with contextlib.suppress(AgoraError):
+            await self._network.connect(peer)
+
     async def _introduce(self, call: IncomingCall, peer: PeerId) -> Meeting:
         """Has `peer` dial the caller. Returns where this one sees `peer`. Raises Refused unless both are connected."""
         caller_seen, peer_seen = self._host.remote_address(call.peer), self._host.remote_address(peer)
@@ -201,7 +220,14 @@ class ReachabilityKeeper:
         return Meeting(peer_seen)
 
     def _meet(self, request: Meet) -> Meeting:
-        """Begins to open a hole to the peer that asked for the introduction. Raises Refused, or Busy."""
+        """Begins to open a hole to the peer that asked for the introduction, or to dial it, where it can be dialled.
+
+        Raises Refused, or Busy.
+        """
+        seen = self._membership.view.peers.get(request.peer)
+        if seen is not None and seen.reachability == "public":
+            self._network.spawn(self._dial(request.peer))
+            return Meeting("")
         if not self._may_be_used(request.seen):
             raise Refused("this peer dials no private addresses; its owner can say allow_private = true")
         if not self._holes.has_room():

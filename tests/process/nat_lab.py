@@ -23,7 +23,7 @@ RESTRICTED: Final = "restricted"
 SYMMETRIC: Final = "symmetric"
 """As restricted, but a random port outside for each address that the machine dials."""
 
-_UNASKED: Final = 'iifname "wan" ct state new drop'
+_UNASKED: Final = 'iifname "wan" ct state new drop;'
 _RULES: Final = """
 table ip nat {{
   chain leaving {{ type nat hook postrouting priority srcnat; oifname "wan" masquerade {how}; }}
@@ -83,7 +83,7 @@ class NatLab(Namespaces):
         rules = _RULES.format(
             how="fully-random" if kind == SYMMETRIC else "",
             forward='iifname "wan" dnat to 192.168.1.2;' if kind == FULL_CONE else "",
-            shield="" if kind == FULL_CONE else f"{_UNASKED};",
+            shield="" if kind == FULL_CONE else _UNASKED,
         )
         self.run_in(router, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
         self.run_in(router, "nft", "-f", "-", text=rules)
@@ -92,7 +92,8 @@ class NatLab(Namespaces):
         """Starts `agora-node ARGUMENTS` on the machine that has the name of the log's directory, on all addresses."""
         listen = "/ip4/0.0.0.0/tcp/0"
         changed = [listen if argument.startswith("/ip4/127.0.0.1/") else argument for argument in arguments]
-        return start_interpreter(changed, environment, log, within=self.within(log.parent.name))
+        changed_environment = {**environment, "AGORA_ALLOW_PRIVATE": "false"}
+        return start_interpreter(changed, changed_environment, log, within=self.within(log.parent.name))
 
     def public_address(self, name: str) -> str:
         """The address under which the internet sees a machine."""
