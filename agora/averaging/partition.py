@@ -86,8 +86,8 @@ Members = Mapping[PeerId, float | None]
 def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
     """Returns the bandwidths that count when owners are chosen, in bytes per second; an unknown one is the median.
 
-    claimed: bandwidth, 0 for unknown, and reachability of each replica's claim. A replica that others reach only through
-    a relay counts a quarter of its bandwidth, so that parts go to those that are reached directly.
+    claimed: bandwidth, 0 for unknown, and reachability of each replica's claim. A replica that others reach only by a
+    relay counts a quarter of its bandwidth, so that parts go to those that are reached directly.
     """
     known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0

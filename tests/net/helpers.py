@@ -89,9 +89,10 @@ async def make_peer(
     version: int = 1,
     link: LinkSpec | None = None,
     offences: OffenceLog | None = None,
+    allow_private: bool = True,
 ) -> Peer:
     """offences: judges who is shut out; without one nobody is."""
-    host, identity = await make_host(folder, name, link=link)
+    host, identity = await make_host(folder, name, link=link, allow_private=allow_private)
     try:
         addresses = await host.addresses()
         violations: list[ProtocolError] = []

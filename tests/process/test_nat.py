@@ -94,6 +94,18 @@ def test_one_public_peer_and_four_behind_nats_train_together(tmp_path: Path, lab
             lab.kill_all_in(name)
 
 
+def kill_and_replace(swarm: LocalSwarm, name: str, survivor: LocalDaemon) -> None:
+    """Kills a relay, waits until the other origin's microbatches come back, and starts the relay again."""
+    swarm.take_invite(survivor)
+    swarm.until(lambda: completed(survivor) >= 20, "microbatches of the survivor", 120)
+    swarm.daemons[name].kill()
+    before = completed(survivor)
+    swarm.until(lambda: completed(survivor) >= before + 40, "40 more microbatches", 120)
+    again = swarm.start(name, flags=["--stages", "0"], environment={"AGORA_SLOWDOWN": "4"})
+    swarm.until(lambda: again.is_serving, "the relay to be back", 120)
+    swarm.until(lambda: rows(survivor).get(again.peer, {}).get("reachability") == "public", "its claim", 60)
+
+
 def test_a_relay_that_dies_costs_retries_and_no_microbatch(tmp_path: Path, lab: NatLab) -> None:
     """Two peers behind symmetric NATs are the only ones of their stages: all boundaries go through one of two relays."""
     manifest = tiny(3, optimizer=LONG)
@@ -103,21 +115,12 @@ def test_a_relay_that_dies_costs_retries_and_no_microbatch(tmp_path: Path, lab: 
         start(lab, swarm, "other", "0")
         middle = start(lab, swarm, "middle", "1", SYMMETRIC)
         last = start(lab, swarm, "last", "2", SYMMETRIC)
-        relays = [swarm.daemons[name] for name in ("relay", "other")]
         swarm.until(lambda: all(daemon.is_serving for daemon in swarm.daemons.values()), "all to serve", 120)
         swarm.until(lambda: path(middle, last) == "relayed", "a circuit", 60)
-        swarm.until(lambda: min(map(completed, relays)) >= 20, "microbatches of both origins", 120)
-        for relay, survivor in (relays, relays[::-1]):
-            relay.kill()
-            relay.end_is_intended = True
-            before = completed(survivor)
-            swarm.until(lambda: completed(survivor) >= before + 40, "40 more microbatches", 120)  # noqa: B023
+        for dies, survives in (("relay", "other"), ("other", "relay")):
+            kill_and_replace(swarm, dies, swarm.daemons[survives])
             assert path(middle, last) == "relayed"
             assert dropped(swarm) == 0
-            swarm.start(relay.name, flags=["--stages", "0"], environment={"AGORA_SLOWDOWN": "4"})
-            relays = [swarm.daemons[name] for name in ("relay", "other")]
-            swarm.until(lambda: all(daemon.is_serving for daemon in relays), "the relay to be back", 120)  # noqa: B023
-            swarm.until(lambda: rows(middle).get(relays[0].peer, {}).get("reachability") == "public", "a claim", 60)
         assert set(swarm.stop().values()) == {0}
     finally:
         swarm.kill_all()
