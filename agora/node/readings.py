@@ -52,7 +52,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
     """Returns what can be read for a daemon in `home` with these settings, and for the run that `run` names, if any."""
     chosen, settings_problem = _settings(home, flags)
     identity, identity_problem = _identity(home)
-    pid, in_sight = _daemon(home)
+    pid, in_sight, reachability = _daemon(home)
     device, device_problem = _try_device(chosen.device)
     listen = [] if pid is not None else [(address, problem_of_listening(address)) for address in chosen.listen]
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
@@ -81,6 +81,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         announces=bool(chosen.announce),
         daemon_pid=pid,
         peers_in_sight=in_sight,
+        reachability=reachability,
         unit_state=_unit_state(),
         **of_run,
     )
@@ -254,16 +255,20 @@ def _is_public(address: str) -> bool:
     return False
 
 
-def _daemon(home: paths.Home) -> tuple[int | None, int | None]:
-    """Returns the pid of the daemon in this data directory, and how many other peers it sees; None for neither."""
+def _daemon(home: paths.Home) -> tuple[int | None, int | None, str]:
+    """Returns the pid of the daemon in this data directory, how many other peers it sees, and its reachability.
+
+    None, None and "" for what is not there.
+    """
     root = str(home.root.resolve())
     entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
-        return None, None
+        return None, None, ""
     with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
         seen = control_client.ask(Path(entry.socket), "status")["peers"]
-        return entry.pid, sum(peer["peer"] != entry.peer for peer in seen)
-    return entry.pid, None
+        own = [str(peer["reachability"]) for peer in seen if peer["peer"] == entry.peer]
+        return entry.pid, len(seen) - len(own), own[0] if own else ""
+    return entry.pid, None, ""
 
 
 def _unit_state() -> str:
