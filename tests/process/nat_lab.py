@@ -99,9 +99,11 @@ class NatLab(Namespaces):
         """The address under which the internet sees a machine."""
         return f"44.77.0.{self._numbers[name]}"
 
-    def shape(self, name: str, rate: str, delay: str) -> None:
-        """Limits what a machine sends to `rate`, such as 200mbit, and delays it by `delay`, such as 20ms."""
-        self.run_in(name, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", "rate", rate, "delay", delay)
+    def limit(self, name: str, rate: str) -> None:
+        """Limits what a machine sends, and what is sent to it, to `rate`, such as 200mbit."""
+        bucket = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+        self.run_in(name, "tc", "qdisc", "add", "dev", "eth0", *bucket)
+        self.run_in("internet", "tc", "qdisc", "add", "dev", f"port{self._numbers[name]}", *bucket)
 
     def _attach(self, name: str, namespace: str, interface: str) -> None:
         """Connects a namespace to the internet, with the public address of machine `name`."""
