@@ -28,7 +28,7 @@ from agora.net.network import Network
 from agora.net.network_errors import ConnectionBroken
 from agora.net.own_addresses import host_and_port, is_private, public_only
 from agora.swarm.membership import Membership
-from agora.swarm.reachability import ASKED, Announcement, Findings, RelayRefusals, announce, choose_relays
+from agora.swarm.reachability import ASKED, Announcement, Findings, RelayRefusals, announce, choose_relays, needs_relays
 from agora.swarm.view import View
 
 LOOK_S: Final = 2.0
@@ -92,13 +92,14 @@ class ReachabilityKeeper:
             await self._holes.close()
 
     async def _look(self) -> None:
-        """Asks neighbours if that is due, holds places at relays unless others can dial this peer, announces."""
+        """Asks neighbours if that is due, holds places at relays if any are needed, announces."""
         if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
             listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
             self._own = tuple(dict.fromkeys((*self._host.own, *listed)))
         if self.findings.is_due(loop_time()):
             await self._ask_neighbours()
-        relays = () if self.findings.reached else await self._hold_relays(self._membership.view)
+        is_needed = needs_relays(self.findings, self._own)
+        relays = await self._hold_relays(self._membership.view) if is_needed else ()
         was_punched = self.findings.was_punched or "punched" in self._network.paths.values()
         self.findings = replace(self.findings, relays=relays, was_punched=was_punched)
         await self._membership.announce_addresses(self.announcement())

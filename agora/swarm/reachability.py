@@ -87,6 +87,14 @@ def judge_reachability(findings: Findings) -> str:
     return "punched" if findings.was_punched else "relayed"
 
 
+def needs_relays(findings: Findings, own: Collection[str]) -> bool:
+    """Returns whether this peer should have places at relays: unless others reached it at one of its own addresses.
+
+    own: those of its interfaces, and announced ones. A NAT may have let in only the peer that dialled back.
+    """
+    return not any(address in own for address in findings.reached)
+
+
 def choose_relays(
     me: PeerId, view: View, held: Collection[PeerId], refused: Collection[PeerId], count: int = RELAYS_HELD
 ) -> list[PeerId]:
@@ -114,15 +122,14 @@ def announce(
     """
     reachability = judge_reachability(findings)
     direct = tuple(f"{address}/p2p/{me}" for address in dict.fromkeys((*findings.reached, *own)))
-    if reachability == "public":
-        return Announcement(reachability, direct[:MAX_ADDRESSES], relays_for)
     through = [
         f"{address}/p2p-circuit/p2p/{me}"
         for relay in findings.relays
         for address in relay_addresses.get(relay, ())
         if "/p2p-circuit" not in address
     ]
-    return Announcement(reachability, (*direct[: MAX_ADDRESSES // 2], *through)[:MAX_ADDRESSES], 0)
+    addresses = (*direct[: MAX_ADDRESSES // 2], *through)[:MAX_ADDRESSES]
+    return Announcement(reachability, addresses, relays_for if reachability == "public" else 0)
 
 
 def _hash(me: PeerId, relay: PeerId) -> bytes:

@@ -15,6 +15,7 @@ from agora.swarm.reachability import (
     announce,
     choose_relays,
     judge_reachability,
+    needs_relays,
 )
 from agora.swarm.view import PeerView, View
 
@@ -88,6 +89,13 @@ def test_a_public_peer_announces_where_it_was_reached_and_what_it_offers() -> No
     told = announce(ME, (INSIDE,), Findings(1.0, reached=(OUTSIDE,)), {}, 16)
     assert told.addresses == (f"{OUTSIDE}/p2p/{ME}", f"{INSIDE}/p2p/{ME}")
     assert (told.reachability, told.relays_for) == ("public", 16)
+
+
+def test_a_peer_that_was_reached_only_behind_its_nat_has_relays_as_well() -> None:
+    findings = Findings(1.0, reached=(OUTSIDE,), relays=(RELAYS[0],))
+    assert needs_relays(findings, (INSIDE,)) and not needs_relays(findings, (INSIDE, OUTSIDE))
+    told = announce(ME, (), findings, {RELAYS[0]: (f"/ip4/44.77.0.9/tcp/1/p2p/{RELAYS[0]}",)}, 16)
+    assert told.addresses == (f"{OUTSIDE}/p2p/{ME}", f"/ip4/44.77.0.9/tcp/1/p2p/{RELAYS[0]}/p2p-circuit/p2p/{ME}")
 
 
 def test_another_announces_its_relays_and_offers_nothing() -> None:
