@@ -29,7 +29,7 @@ RESERVED_S: Final = 120.0
 ANSWER_S: Final = 10.0
 """Seconds that a message of a circuit's beginning may take."""
 CIRCUITS_PER_PEER: Final = 8
-"""Circuits that one peer may have opened through this relay at once, at most."""
+"""Circuits that one peer may have opened through this relay at once; all together, so many for each place."""
 MAX_OPENING: Final = 32
 """Streams that have not said yet what they want, at most."""
 
@@ -110,7 +110,8 @@ class RelayService:
             return Status.MALFORMED_MESSAGE
         if message.peer not in peers:
             return Status.NO_RESERVATION
-        has_room = self._circuits[stream.peer] < CIRCUITS_PER_PEER
+        is_crowded = self._circuits.total() >= CIRCUITS_PER_PEER * self.most_peers
+        has_room = self._circuits[stream.peer] < CIRCUITS_PER_PEER and not is_crowded
         return Status.OK if has_room else Status.RESOURCE_LIMIT_EXCEEDED
 
     async def _reach(self, caller: PeerId, peer: PeerId) -> RawStream | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
 import torch
+from agora_protocol.addresses import peer_of_address
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
@@ -25,7 +26,7 @@ from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
-from agora.net.own_addresses import public_only
+from agora.net.own_addresses import is_circuit, public_only
 from agora.net.reaching import Ways
 from agora.net.relay import RelayService
 from agora.net.uplink import SAMPLE_S, UplinkMeter
@@ -212,7 +213,10 @@ class LocalPeer:
             now, view = loop_time(), self.membership.view
             self._redialling.saw(now, view, self.reachability.may_dial)
             due = self._redialling.due(now, view)
-            if addresses := [address for peer in due for address in self._redialling.addresses_of(peer)]:
+            addresses = [address for peer in due for address in self._redialling.addresses_of(peer)]
+            behind_relays = {peer_of_address(address) for address in addresses if is_circuit(address)}
+            await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
+            if addresses:
                 await self._directory.bootstrap(addresses, timeout_s=DIAL_SECONDS)
 
     async def _remember_addresses(self) -> None:

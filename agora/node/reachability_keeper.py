@@ -206,8 +206,8 @@ class ReachabilityKeeper:
         reached = tuple(port for port, is_open in zip(ports, are_open, strict=True) if is_open)
         return DialedBack(f"/{parts[0]}/{parts[1]}/tcp/{parts[2]}", reached)
 
-    async def _dial(self, peer: PeerId) -> None:
-        """Connects to a peer that can be dialled; a failure is the caller's to notice."""
+    async def try_to_connect(self, peer: PeerId) -> None:
+        """Connects to a peer unless it is connected; a failure is nobody's to handle: whoever needs it dials again."""
         with contextlib.suppress(AgoraError):
             await self._network.connect(peer)
 
@@ -227,7 +227,7 @@ class ReachabilityKeeper:
         """
         seen = self._membership.view.peers.get(request.peer)
         if seen is not None and seen.reachability == "public":
-            self._network.spawn(self._dial(request.peer))
+            self._network.spawn(self.try_to_connect(request.peer))
             return Meeting("")
         if not self._may_be_used(request.seen):
             raise Refused("this peer dials no private addresses; its owner can say allow_private = true")
