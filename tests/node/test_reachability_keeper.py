@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -30,12 +30,20 @@ class AnsweringNetwork:
     def __init__(self, answers: dict[type[Message], Message], paths: dict[PeerId, str]) -> None:
         self.answers, self.paths = answers, paths
         self.sent: list[tuple[PeerId, Message]] = []
+        self.dialled: list[PeerId] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def call(self, peer: PeerId, request: Message, *, deadline: float) -> Reply:
         self.sent.append((peer, request))
         if type(request) not in self.answers:
             raise ConnectionBroken("no answer")
         return Reply(self.answers[type(request)])
+
+    async def connect(self, peer: PeerId) -> None:
+        self.dialled.append(peer)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.create_task(work))
 
 
 class KnownHost:
@@ -46,6 +54,9 @@ class KnownHost:
     def __init__(self, own: tuple[str, ...], remote: dict[PeerId, str]) -> None:
         self.own, self.remote = own, remote
         self.listens = {"ip4": ("127.0.0.1", 4001)}
+
+    async def is_connected(self, peer: PeerId) -> bool:
+        return peer in self.remote
 
     def remote_address(self, peer: PeerId) -> str:
         return self.remote.get(peer, "")
@@ -155,9 +166,39 @@ def test_nobody_is_met_at_a_private_address_unless_that_is_allowed() -> None:
         asked(Meet(CALLER, "/ip4/10.0.0.1/tcp/22"), made.answer)
 
 
+def test_a_peer_that_can_be_dialled_is_dialled_by_the_one_behind_a_nat_that_it_wants_to_meet() -> None:
+    made, network, membership = keeper()
+    membership.view = View({CALLER: PeerView(CALLER, Span(0, 0), 1, reachability="public")})
+
+    async def meet() -> Message:
+        answer = (await made.answer(IncomingCall(CALLER, b"r" * 32, Meet(CALLER, f"{OUTSIDE}/tcp/1"), [], 1e9))).message
+        await asyncio.gather(*network.tasks)
+        return answer
+
+    assert asyncio.run(meet()) == Meeting("") and network.dialled == [CALLER]
+
+
+def test_a_peer_that_can_be_dialled_punches_no_hole_but_waits_for_the_other_to_dial() -> None:
+    answers: dict[type[Message], Message] = {
+        DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,)),
+        Introduce: Meeting(f"{OUTSIDE}/tcp/1"),
+    }
+    made, network, membership = keeper(answers, {CALLER: "direct"}, remote={OTHER: f"{OUTSIDE}/tcp/1"})
+    look(made, lambda: membership.announced.reachability == "public")
+    asyncio.run(made.punch_hole(OTHER, CALLER))
+    assert network.sent[-1] == (CALLER, Introduce(OTHER))
+
+
+def test_a_hole_that_could_not_be_opened_is_not_tried_again_for_a_while() -> None:
+    made, network, _ = keeper({Introduce: Meeting("/ip6/2a00:1450::1/tcp/1")})  # this host has no IPv6
+    for reason in ("no hole can be punched", "a short time ago"):
+        with pytest.raises(ConnectionBroken, match=reason):
+            asyncio.run(made.punch_hole(OTHER, CALLER))
+    assert network.sent == [(CALLER, Introduce(OTHER))]
+
+
 def test_only_so_many_are_helped_at_once() -> None:
     async def main() -> None:
-        made, network, _ = keeper({Meet: Meeting("")}, {CALLER: "direct", OTHER: "direct"})
         host_knows = {CALLER: f"{OUTSIDE}/tcp/1", OTHER: f"{OUTSIDE}/tcp/2"}
         made, network, _ = keeper({}, {CALLER: "direct", OTHER: "direct"}, remote=host_knows)
         release = asyncio.Event()
