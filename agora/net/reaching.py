@@ -5,12 +5,13 @@ Knows: the order, and how long each way may take. Must not know: how holes are p
 | way | tried when | for at most |
 |---|---|---|
 | directly | the peer has direct addresses | DIRECT_S, or all of the time when there is no other way |
-| through a hole | it has addresses at relays, and one of these relays introduces the two | what that takes |
-| through a relay | it has addresses at relays | what is left |
+| through a hole | it has addresses at relays, and one of these relays introduces the two | what is left, less RELAY_S |
+| through a relay | it has addresses at relays | what is left: RELAY_S at least |
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,10 +24,10 @@ from agora.net.host import Host
 from agora.net.network_errors import ConnectionBroken
 from agora.net.own_addresses import is_circuit
 
-DIRECT_S: Final = 2.0
+DIRECT_S: Final = 3.0
 """Seconds for a direct dial when there are other ways."""
-LEAST_S: Final = 1.0
-"""Seconds that the way through a relay has at least."""
+RELAY_S: Final = 3.0
+"""Seconds that are kept for the way through a relay."""
 
 PunchHole = Callable[[PeerId, PeerId], Awaitable[None]]
 """Has p2pd connect to the peer given first through a hole, introduced by the second. Raises an AgoraError."""
@@ -74,11 +75,12 @@ async def reach_by_any_way(
     if punch_hole is not None:
         for relay in relays_of(circuits):
             try:
-                await punch_hole(peer, relay)
+                async with asyncio.timeout_at(until - RELAY_S):
+                    await punch_hole(peer, relay)
                 return
-            except AgoraError as error:
-                tried += f"; through a hole: {error}"
+            except (AgoraError, TimeoutError) as error:
+                tried += f"; through a hole: {str(error) or 'too late'}"
     try:
-        await host.reach(peer, circuits, max(LEAST_S, until - loop_time()))
+        await host.reach(peer, circuits, max(RELAY_S / 2, until - loop_time()))
     except ConnectionBroken as error:
         raise ConnectionBroken(f"{error}{tried}") from None

@@ -39,7 +39,7 @@ DIAL_S: Final = 3.0
 """Seconds that dialling one port back may take."""
 ANSWER_S: Final = 6.0
 """Seconds that a neighbour has to answer."""
-NO_HOLE_S: Final = 600.0
+NO_HOLE_S: Final = 300.0
 """Seconds for which no hole is tried to a peer to which none could be opened."""
 POLL_S: Final = 0.1
 """Seconds from one look whether a peer has dialled to the next."""
@@ -156,17 +156,21 @@ class ReachabilityKeeper:
         self._no_hole_until = {known: until for known, until in self._no_hole_until.items() if until > now}
         if peer in self._no_hole_until or not self._holes.has_room():
             raise ConnectionBroken("none could be opened a short time ago")
+        with contextlib.ExitStack() as undo:  # also when the caller gives it up
+            undo.callback(self._no_hole_until.__setitem__, peer, now + NO_HOLE_S)
+            await self._punch(peer, relay_peer)
+            undo.pop_all()
+
+    async def _punch(self, peer: PeerId, relay_peer: PeerId) -> None:
+        """Asks for an introduction, then opens a hole or waits to be dialled. Raises an AgoraError when that fails."""
+        now = loop_time()
         reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
         if self.findings.reached:
             await self._await_dial(peer)
             return
         if not isinstance(reply.message, Meeting) or not self._may_be_used(reply.message.seen):
             raise ConnectionBroken("the relay gave no address that may be dialled")
-        try:
-            await self._holes.connect(peer, reply.message.seen)
-        except ConnectionBroken:
-            self._no_hole_until[peer] = loop_time() + NO_HOLE_S
-            raise
+        await self._holes.connect(peer, reply.message.seen)
 
     async def _await_dial(self, peer: PeerId) -> None:
         """Waits until a peer that was told to dial this one has. Raises ConnectionBroken after PUNCH_S."""

@@ -102,7 +102,10 @@ def kill_and_replace(swarm: LocalSwarm, name: str, survivor: LocalDaemon) -> Non
     swarm.until(lambda: completed(survivor) >= before + 40, "40 more microbatches", 120)
     again = swarm.start(name, flags=["--stages", "0"], environment={"AGORA_SLOWDOWN": "4"})
     swarm.until(lambda: again.is_serving, "the relay to be back", 120)
-    swarm.until(lambda: reachability(survivor, again) == "public", "its claim", 60)
+    others = [daemon for daemon in swarm.daemons.values() if daemon is not again]
+    swarm.until(lambda: all(reachability(other, again) == "public" for other in others), "its claim, at all", 120)
+    after = completed(survivor)
+    swarm.until(lambda: completed(survivor) >= after + 40, "microbatches while all have places at it", 120)
 
 
 def test_a_relay_that_dies_costs_retries_and_no_microbatch(tmp_path: Path, lab: NatLab) -> None:
