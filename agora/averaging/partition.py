@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 ROUNDS_PER_OWNER: Final = 16
 """Number of successive rounds, of gradients or of one slice, in which a part has the same owner: an owner keeps the
 residual of its means for the next round."""
+RELAYED_SHARE: Final = 0.25
+"""The part of its bandwidth that counts of a replica that others reach only through a relay."""
 MAX_RUNNING_SLICE_ROUNDS: Final = 4
 """Most slice rounds that one replica may be running at once."""
 
@@ -82,6 +84,20 @@ def ownership_epoch(what: str, number: int, slices: int) -> str:
 
 Members = Mapping[PeerId, float | None]
 """The members of a round by id, with bandwidths in bytes per second: 0 if unknown, None if the member owns no part."""
+
+
+def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
+    """Returns the bandwidths that count when owners are chosen, in bytes per second; an unknown one is the median.
+
+    claimed: bandwidth, 0 for unknown, and reachability of each replica's claim. A replica that others reach only by a
+    relay counts a quarter of its bandwidth, so that parts go to those that are reached directly.
+    """
+    known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
+    median = statistics.median(known) if known else 1.0
+    return {
+        peer: (bandwidth or median) * (RELAYED_SHARE if reachability in ("relayed", "unreachable") else 1.0)
+        for peer, (bandwidth, reachability) in claimed.items()
+    }
 
 
 def choose_owners(

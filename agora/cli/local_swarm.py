@@ -170,6 +170,7 @@ class LocalSwarm:
         arguments += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", str(self._threads)]
         arguments += ["--corpus-cache", str(self.corpus), *self._flags, *flags]
         needed = {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
+        needed["AGORA_ALLOW_PRIVATE"] = "true"  # its daemons have no other addresses than those of loopback
         needed["AGORA_MOST_STAGES"] = "1"  # a pipeline is wanted, although one machine could hold all of a small model
         process = self._launch(arguments, {**os.environ, **needed, **(environment or {})}, root / "log.txt")
         daemon = self.daemons[name] = LocalDaemon(name, root, process)

@@ -78,7 +78,7 @@ class Connection:
     """
 
     def __init__(self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> None:
-        """opened: whether this side opened the stream. path: "direct" or "relayed"."""
+        """opened: this side opened the stream. path: "direct", "punched" or "relayed"."""
         self.peer = peer
         self.opened = opened
         self.path = path

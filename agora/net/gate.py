@@ -60,7 +60,7 @@ class Gate:
         self._me = me
         self._run = run
         self._software = software
-        self._addresses = tuple(addresses)
+        self.addresses: Callable[[], Sequence[str]] = lambda: addresses  # where this peer can be dialled
         self._proof = proof
         self._judge = judge
         self._why_not = why_not
@@ -70,7 +70,7 @@ class Gate:
         """Returns what this peer says first on a stream to `peer`."""
         salt = os.urandom(SALT_BYTES)
         token = run_token(self._run, salt, self._me, peer)
-        return Hello(self.version, salt, token, self.role, self._proof, self._software, self._addresses)
+        return Hello(self.version, salt, token, self.role, self._proof, self._software, tuple(self.addresses()))
 
     def admit(self, peer: PeerId, hello: Hello) -> str:
         """Returns the role in which `peer` is admitted by its HELLO.

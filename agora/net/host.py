@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import errno
-import fcntl
 import logging
-import os
 import random
-import shutil
-import socket
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,81 +22,36 @@ from agora_protocol.frames import FrameLimits
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
+from agora.net import own_addresses
 from agora.net.address_book import addresses_by_peer
-from agora.net.hive import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
+from agora.net.circuit_wire import address_bytes, address_text, varint
+from agora.net.hive import Multiaddr, MultiaddrError, PeerID, p2pd_pb2
 from agora.net.line_brake import LineBrake
 from agora.net.link import LinkSpec
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
+from agora.net.p2pd_process import SocketDirectory, one_line, start_p2pd
 from agora.net.rate_limits import UNLIMITED, RateLimits
+from agora.net.raw_streams import READ_BYTES, RawStream
 from agora.net.shaping import AccessLink, ShapedTransport
-from agora.net.streams import FrameStream
+from agora.net.streams import MAX_PREAMBLE_BYTES, FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
-"""Takes a stream that a peer has opened, to attach a sink or close it; that peer; and "direct" or "relayed"."""
+"""Takes a stream that a peer has opened, to attach a sink or close it; that peer; and how it goes, see `_path`."""
 
-STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine; longer when many share two cores
 ANSWER_S: Final = 5.0  # seconds for p2pd to answer what needs no network
 MORE_PEERS_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
 TERMINATE_S: Final = 3.0  # seconds between SIGTERM and SIGKILL
+NOWHERE: Final = "/p2p-circuit"  # what p2pd announces in place of private addresses: leads nowhere
+MAX_REMOTE_ADDRESSES: Final = 4096  # peers whose address, as seen here, is remembered
 CROSSED: Final = "noise: message is too short"  # a dialler's first handshake message where an answer belongs
-
-SOCKET_PREFIX: Final = "agora-net-"  # begins the names of the folders that hold p2pd's Unix sockets
-MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
-
-_GUARD: Final = (
-    "import ctypes,os,sys\n"
-    "ctypes.CDLL(None).prctl(1,9)\n"  # PR_SET_PDEATHSIG, SIGKILL; kept across execv
-    "if os.getppid()!=int(sys.argv[1]): sys.exit('the parent is gone')\n"
-    "os.execv(sys.argv[2],sys.argv[2:])\n"
-)
-
-
-class _GuardedP2P(P2P):  # type: ignore[misc]
-    """A p2pd that the kernel kills when this process ends, however that happens.
-
-    By itself p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a daemon that is not there.
-    """
-
-    @staticmethod
-    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        """Returns p2pd's command line; on Linux with a guard that lets the kernel kill it when this process ends."""
-        command: list[str] = P2P._make_process_args(*args, **kwargs)
-        if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
-            return command
-        return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
-
-
-class SocketDirectory:
-    """A private, locked directory for p2pd's Unix sockets. Making one removes those that dead daemons left behind.
-
-    A lock in it shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
-    """
-
-    def __init__(self) -> None:
-        base = Path(tempfile.gettempdir())
-        if len(str(base)) > MAX_BASE_CHARACTERS:
-            base = Path("/tmp")
-        for left in base.glob(SOCKET_PREFIX + "*"):
-            # An OSError says: not ours, in use, or just removed by another daemon.
-            with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
-        self._lock = (made / "lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = made.rename(base / made.name[1:])  # only now may another daemon find it
-
-    def remove(self) -> None:
-        """Removes the directory and gives up its lock. May be called twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
 
 
 class Host:
     """Runs a p2pd process, reaches other peers through it, and opens and accepts streams, from `create` to `close`.
 
-    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`. link: the imitated access
-    link, or None.
+    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`. link: the imitated one, or
+    None. own: all addresses that it listens on or announces, without /p2p/PEER. listens: by "ip4" and "ip6", host and
+    port at which this machine itself reaches p2pd. tunnel_ports: those at which connections through holes begin here.
     """
 
     def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None, limits: RateLimits) -> None:
@@ -112,7 +60,12 @@ class Host:
         self.died = asyncio.Event()
         self.link = AccessLink(link, random.Random(self.peer)) if link is not None else None
         self.brake = LineBrake(p2p._child.pid, limits, self.link) if limits.is_limited else None
+        self.own: tuple[str, ...] = ()
+        self.listens: dict[str, tuple[str, int]] = {}
+        self.tunnel_ports: set[int] = set()
         self._sockets = sockets
+        self._ports = own_addresses.HeldPorts()
+        self._remote_addresses: OrderedDict[PeerId, str] = OrderedDict()
         self._closing = False
         self._servers: list[asyncio.Server] = []
         self._watcher = asyncio.create_task(self._watch(), name="p2pd watcher")
@@ -126,13 +79,16 @@ class Host:
         announce: Sequence[str] = (),
         link: LinkSpec | None = None,
         limits: RateLimits = UNLIMITED,
+        allow_private: bool = True,
+        upnp: bool = False,
     ) -> Host:
         """Starts p2pd with the key in `identity_path`, and returns the host, which listens.
 
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
         those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not.
-        limits: for all traffic, p2pd's own included. Raises IdentityError for the key file, LocalError for a taken port
-        or a p2pd that does not start.
+        allow_private: whether p2pd tells others this machine's private addresses. upnp: whether it asks the router to
+        forward its ports; it then tells all addresses. Raises IdentityError for the key file, LocalError for a taken
+        port or a p2pd that does not start. limits: for all traffic, p2pd's own included.
         """
         identity = Identity.load(identity_path)
         for address in listen:
@@ -141,8 +97,18 @@ class Host:
         async with contextlib.AsyncExitStack() as undo:
             sockets = SocketDirectory()
             undo.callback(sockets.remove)
-            host = cls(await _start(identity_path, listen, announce, sockets.path), sockets, link, limits)
+            ports = own_addresses.HeldPorts()
+            undo.callback(ports.close)
+            if not allow_private:
+                listen = [ports.fix(address) for address in listen]
+            told = announce if allow_private or upnp else _public_addresses(listen, announce)
+            host = cls(await start_p2pd(identity_path, listen, told, sockets.path, upnp), sockets, link, limits)
+            host._ports = ports
             undo.push_async_callback(host.close)
+            if allow_private:
+                listen = [address.removesuffix(f"/p2p/{host.peer}") for address in await host.addresses()]
+            host.own = (*announce, *own_addresses.interface_addresses(listen))
+            host.listens = own_addresses.listening_places(listen)
             if host.peer != identity.peer:
                 raise LocalError(f"p2pd runs as {host.peer} with the key of {identity.peer}; install hivemind again.")
             undo.pop_all()
@@ -154,8 +120,12 @@ class Host:
         Raises ConnectionBroken when p2pd is gone or does not answer.
         """
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
-        found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _parse_multiaddr(raw))]
-        return tuple(address for address in found if address_problem(address) is None)
+        found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _address_text(raw))]
+        return tuple(a for a in found if address_problem(a) is None and not a.startswith(NOWHERE))
+
+    def remote_address(self, peer: PeerId) -> str:
+        """Returns the direct multiaddr from which `peer` was last seen here, without /p2p/PEER; "" when unknown."""
+        return self._remote_addresses.get(peer, "")
 
     async def connected_peers(self) -> frozenset[PeerId]:
         """Returns the peers to which p2pd has any connection now. Raises ConnectionBroken when p2pd is gone."""
@@ -194,24 +164,69 @@ class Host:
         Raises ConnectionBroken when that fails or takes longer than `timeout_s`, DialsCrossed when both peers dialled
         each other at once.
         """
-        parsed = [_parse_multiaddr(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
-        raw = [address.to_bytes() for address in parsed if address is not None]
+        encoded = [_address_bytes(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
+        raw = [address for address in encoded if address]
         request = p2pd_pb2.ConnectRequest(
             peer=PeerID.from_base58(peer).to_bytes(), addrs=raw, timeout=max(1, int(timeout_s))
         )
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request), timeout_s)
 
+    async def is_connected(self, peer: PeerId) -> bool:
+        """Returns whether p2pd has a connection to `peer`. Raises ConnectionBroken when p2pd is gone."""
+        answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), ANSWER_S)
+        return PeerID.from_base58(peer).to_bytes() in {info.id for info in answer.peers}
+
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
     ) -> tuple[FrameStream, str]:
-        """Returns a new stream to `peer`, and its path ("direct" or "relayed"). Raises as `reach` does."""
+        """Returns a new stream to `peer`, and how it goes, see `_path`. Raises as `reach` does."""
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
         )
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
         )
-        return self._shape(stream), _path(response.streamInfo.addr)
+        return self._shape(stream), self._path(peer, response.streamInfo.addr)
+
+    async def open_raw(self, peer: PeerId, protocol: str, timeout_s: float) -> RawStream:
+        """Returns a new stream of plain bytes to `peer`. Raises ConnectionBroken when there is none in time."""
+        request = p2pd_pb2.StreamOpenRequest(
+            peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
+        )
+        body = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request).SerializeToString()
+        with contextlib.ExitStack() as undo:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    pair = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"], limit=READ_BYTES)
+                    undo.callback((stream := RawStream(*pair, peer)).abort)
+                    await stream.write(varint(len(body)) + body)
+                    response = p2pd_pb2.Response.FromString(await stream.read_message(MAX_PREAMBLE_BYTES))
+            except (TimeoutError, OSError, ValueError) as error:
+                raise ConnectionBroken(f"{peer} gives no stream ({error or 'late'})") from None
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise ConnectionBroken(one_line(response.error.msg))
+            undo.pop_all()
+        return stream
+
+    async def serve_raw(self, protocol: str, on_stream: Callable[[RawStream], Awaitable[None]]) -> None:
+        """From now on, has each stream of plain bytes that a peer opens for `protocol` served by `on_stream` in a task.
+
+        The stream ends when `on_stream` does. Raises ConnectionBroken when p2pd is gone or refuses.
+        """
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Reads p2pd's preamble, then serves the stream to its end."""
+            stream = RawStream(reader, writer)
+            with contextlib.suppress(ConnectionBroken, ValueError, asyncio.CancelledError):
+                info = p2pd_pb2.StreamInfo.FromString(await stream.read_message(MAX_PREAMBLE_BYTES))
+                stream.peer = PeerId(str(PeerID(info.peer)))
+                stream.is_relayed = own_addresses.is_circuit(_address_text(info.addr))
+                await on_stream(stream)
+            stream.abort()
+
+        path = self._sockets.path / f"serve{len(self._servers)}.sock"
+        self._servers.append(await asyncio.start_unix_server(accept, str(path), limit=READ_BYTES))
+        await self._set_handler(protocol, path)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
         """Begins to pass each stream that a peer opens for `protocol` to `on_stream`.
@@ -227,6 +242,10 @@ class Host:
 
         path = self._sockets.path / f"serve{len(self._servers)}.sock"
         self._servers.append(await asyncio.get_running_loop().create_unix_server(accept_stream, str(path)))
+        await self._set_handler(protocol, path)
+
+    async def _set_handler(self, protocol: str, path: Path) -> None:
+        """Has p2pd connect the streams that peers open for `protocol` to the Unix socket at `path`."""
         address = Multiaddr(f"/unix{path}").to_bytes()
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
@@ -235,8 +254,23 @@ class Host:
         """Called when a stream's preamble was read: passes the stream to `on_stream`, unless reading it failed."""
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
-            stream.prefix = address_prefix(str(_parse_multiaddr(info.addr)))
-            on_stream(self._shape(stream), PeerId(str(PeerID(info.peer))), _path(info.addr))
+            peer = PeerId(str(PeerID(info.peer)))
+            stream.prefix = address_prefix(_address_text(info.addr))
+            on_stream(self._shape(stream), peer, self._path(peer, info.addr))
+
+    def _path(self, peer: PeerId, raw: bytes) -> str:
+        """Returns how a stream to `peer` goes by its multiaddr from p2pd: "direct", "punched" or "relayed"."""
+        address = _address_text(raw)
+        if own_addresses.is_circuit(address):
+            return "relayed"
+        direct = own_addresses.host_and_port(address)
+        if direct is not None and direct[2] in self.tunnel_ports and "/127." in address:
+            return "punched"
+        self._remote_addresses[peer] = address
+        self._remote_addresses.move_to_end(peer)
+        if len(self._remote_addresses) > MAX_REMOTE_ADDRESSES:
+            self._remote_addresses.popitem(last=False)
+        return "direct"
 
     def _shape(self, stream: FrameStream) -> FrameStream:
         """Returns the stream, delayed and slowed down if a link is imitated or the owner has set limits."""
@@ -266,6 +300,7 @@ class Host:
         for task in alive:
             task.cancel()
         await asyncio.gather(self._watcher, *alive, return_exceptions=True)
+        self._ports.close()
         self._sockets.remove()
 
     async def _watch(self) -> None:
@@ -295,7 +330,7 @@ class Host:
                 async with asyncio.timeout(timeout_s):
                     transport, stream = await loop.create_unix_connection(lambda: FrameStream(limits), control)
                     undo.callback(stream.abort)
-                    transport.write(_varint(len(body)) + body)
+                    transport.write(varint(len(body)) + body)
                     answer = await stream.preamble
             except TimeoutError:
                 raise ConnectionBroken(f"no answer from the network within {timeout_s:.0f} s") from None
@@ -303,54 +338,19 @@ class Host:
                 raise ConnectionBroken("this machine's p2pd is gone; restart the daemon") from error
             response = p2pd_pb2.Response.FromString(answer)
             if response.type == p2pd_pb2.Response.ERROR:
-                raise _failure(_one_line(response.error.msg))
+                raise _failure(one_line(response.error.msg))
             undo.pop_all()
         return stream, response
 
 
-async def _start(identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path) -> Any:
-    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError if it does not start.
-
-    Unless all addresses are loopback, p2pd detects NAT and maps ports in the router (UPnP).
-    """
-    is_loopback = all("/127." in address or "/::1/" in address for address in listen)
-    kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
-    try:
-        return await kind.create(  # type: ignore[attr-defined]
-            host_maddrs=tuple(listen),
-            announce_maddrs=tuple(announce) or None,
-            identity_path=str(identity_path),
-            startup_timeout=STARTUP_S,
-            check_if_identity_free=False,
-            auto_nat=not is_loopback,
-            nat_port_map=not is_loopback,
-        )
-    except P2PDaemonError as error:
-        why = _one_line(str(error))
-        raise LocalError(f"p2pd did not start ({why}); look whether {', '.join(listen)} can be listened on.") from error
-
-
 def _check_listen(address: str) -> None:
-    """Raises LocalError for a malformed address, or a TCP port that this machine cannot listen on now, by trying it."""
+    """Raises LocalError for a malformed address, or a TCP port that this machine cannot listen on now."""
     parsed = _parse_multiaddr(address)
     if parsed is None:
         raise LocalError(f"{address!r} is no address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
-    parts = {protocol.name: value for protocol, value in parsed.items()}
-    host, port = parts.get("ip4") or parts.get("ip6"), parts.get("tcp")
-    if host is None or port is None or int(port) == 0:
-        return
-    # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and get some of the first's callers.
-    with socket.socket(socket.AF_INET6 if "ip6" in parts else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-            probe.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                why = f"port {port} is taken; choose another with --listen, or stop the program that listens there"
-            else:
-                why = f"{error.strerror}; choose an address of this machine, such as /ip4/0.0.0.0/tcp/{port}"
-            raise LocalError(f"Cannot listen on {address}: {why}.") from error
+    direct = own_addresses.host_and_port(address)
+    if direct is not None and direct[2] != 0:
+        own_addresses.check_port(address, *direct)
 
 
 def _parse_multiaddr(address: str | bytes) -> Any:
@@ -362,22 +362,29 @@ def _parse_multiaddr(address: str | bytes) -> Any:
         return None
 
 
-def _path(raw: bytes) -> str:
-    """Returns "relayed" for the address of a relay circuit, "direct" for any other."""
-    return "relayed" if "p2p-circuit" in str(_parse_multiaddr(raw)) else "direct"
+def _address_text(raw: bytes) -> str:
+    """Returns the text of a multiaddr from p2pd; "" for one of a kind that is not known here."""
+    try:
+        return address_text(raw)
+    except (ValueError, UnicodeDecodeError):
+        return str(_parse_multiaddr(raw) or "")
+
+
+def _address_bytes(text: str) -> bytes:
+    """Returns a multiaddr as p2pd takes it; b"" for one that is malformed or of a kind that is not known here."""
+    try:
+        return address_bytes(text)
+    except (ValueError, OverflowError):
+        parsed = _parse_multiaddr(text)
+        return parsed.to_bytes() if parsed is not None else b""
+
+
+def _public_addresses(listen: Sequence[str], announce: Sequence[str]) -> tuple[str, ...]:
+    """Returns what p2pd may tell others of its addresses if they must not hear private ones; NOWHERE if nothing."""
+    public = own_addresses.public_only(own_addresses.interface_addresses(listen))
+    return (*announce, *public) or (NOWHERE,)
 
 
 def _failure(text: str) -> AgoraError:
     """Returns p2pd's error as an exception: DialsCrossed when both peers dialled each other at once."""
     return DialsCrossed(text) if CROSSED in text else ConnectionBroken(text)
-
-
-def _one_line(text: str) -> str:
-    """Returns `text` with every run of whitespace made one space, cut to 300 characters."""
-    return " ".join(text.split())[:300]
-
-
-def _varint(number: int) -> bytes:
-    """Returns a number as protobuf's variable-length integer."""
-    low = number & 0x7F
-    return bytes([low]) if number == low else bytes([low | 0x80]) + _varint(number >> 7)

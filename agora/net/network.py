@@ -33,6 +33,7 @@ from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
+from agora.net.reaching import Ways, reach_by_any_way, relays_of
 from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
@@ -80,6 +81,7 @@ class Network:
         self.tell_time: Callable[[], float] = lambda: 0.0
         self.on_met: Callable[[PeerId], None] = lambda _peer: None  # called when HELLO was exchanged
         self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
+        self._ways = Ways()
         self._host = host
         self._book = AddressBook()
         self._connections: dict[PeerId, list[Connection]] = {}
@@ -117,6 +119,24 @@ class Network:
         """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
         self._book.learn(peer, addresses)
 
+    def reach_by(self, ways: Ways) -> None:
+        """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
+        self._ways = ways
+
+    def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Remembers where a peer says that it, or its relays, can be dialled: only addresses that may be."""
+        usable = [address for address in addresses if self._ways.may_dial(address)]
+        self.learn(peer, usable)
+        for relay, its_addresses in relays_of(usable).items():
+            if not self._book.addresses(relay):
+                self.learn(relay, its_addresses)
+
+    async def connect(self, peer: PeerId) -> None:
+        """Opens a connection to `peer` unless there is one. Raises as `call` does."""
+        self._refuse_shut_out(peer)
+        if self.connection_to(peer) is None:
+            await self._dial(peer)
+
     @property
     def carried_bytes(self) -> tuple[int, int]:
         """The bytes that all streams together have read, and have written, since the start."""
@@ -136,7 +156,7 @@ class Network:
 
     @property
     def paths(self) -> dict[PeerId, str]:
-        """By connected peer, the path of its newest connection: "direct" or "relayed"."""
+        """By connected peer, the path of its newest connection: "direct", "punched" or "relayed"."""
         return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
     def round_trip_s(self, peer: PeerId) -> float | None:
@@ -283,7 +303,7 @@ class Network:
         tried = ""
         if addresses:
             try:
-                await self._host.reach(peer, addresses, self.limits.dial_s)
+                await reach_by_any_way(self._host, peer, addresses, self._ways.punch_hole, self.limits.dial_s)
             except ConnectionBroken as error:
                 tried = f" ({error})"
         try:

@@ -184,8 +184,11 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
             announce=settings.announce,
             link=settings.link_spec,
             limits=settings.rate_limits,
+            allow_private=settings.allow_private,
+            upnp=settings.upnp,
         )
-        loopback_last = sorted(await host.addresses(), key=lambda text: "/127." in text or "/ip6/::1/" in text)
+        every = (*await host.addresses(), *(f"{address}/p2p/{host.peer}" for address in host.own))
+        loopback_last = sorted(dict.fromkeys(every), key=lambda text: "/127." in text or "/ip6/::1/" in text)
         addresses = tuple(loopback_last[:MAX_ADDRESSES])
         note.text = addresses[0] if addresses else "listens nowhere"
         note.text += f", behind a link of {settings.link}" if settings.link else ""

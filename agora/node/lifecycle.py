@@ -132,7 +132,9 @@ class Node:
             missing = "know its run" if self.signed is None else "have an address"
             raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
         known = self.local_peer.membership.view if self.local_peer is not None else View()
-        return joining.make_invite(self.signed, self.startup.me, self._addresses, known)
+        announced = self.local_peer.reachability.announcement().addresses if self.local_peer is not None else ()
+        own = tuple(dict.fromkeys((*announced, *self._addresses)))
+        return joining.make_invite(self.signed, self.startup.me, own, known)
 
     def take_node_report(self) -> NodeReport:
         """Returns a snapshot of this daemon (state, health, counters, traffic, span ...); updates the token rate."""
@@ -238,9 +240,7 @@ class Node:
             unix = startup.clock.unix
             directory = await Directory.create(host, self.signed.run_id, (), stages=stages, guard=admission, unix=unix)
             closing.push_async_callback(directory.close)
-            local_peer = LocalPeer(
-                startup, self.signed, host, directory, admission, self._addresses, self.take_node_report
-            )
+            local_peer = LocalPeer(startup, self.signed, host, directory, admission, self.take_node_report)
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
         self.local_peer, self._since_unix = local_peer, startup.clock.unix()

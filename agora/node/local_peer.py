@@ -13,17 +13,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
+from agora_protocol.addresses import peer_of_address
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.records import Progress
 
+from agora.averaging.partition import owning_bandwidths
 from agora.clock import loop_time
 from agora.net.address_book import addresses_by_peer
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
+from agora.net.own_addresses import is_circuit, public_only
+from agora.net.reaching import Ways
+from agora.net.relay import RelayService
 from agora.net.uplink import SAMPLE_S, UplinkMeter
 from agora.node import doctor, runs
 from agora.node.background import BackgroundTasks
@@ -33,7 +39,8 @@ from agora.node.connection_watch import watch_connections
 from agora.node.memory_guard import MemoryGuard
 from agora.node.node_report import NodeReport, progress_record, status_json
 from agora.node.own_ability import OwnAbility
-from agora.node.requests import ADMISSION_REQUESTS, BASE_REQUESTS, RequestHandler, SentTensors
+from agora.node.reachability_keeper import ReachabilityKeeper
+from agora.node.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
 from agora.node.run_admission import RunAdmission
 from agora.node.startup import Startup
 from agora.observe import events
@@ -72,10 +79,8 @@ class LocalPeer:
         host: Host,
         directory: Directory,
         admission: RunAdmission,
-        addresses: tuple[str, ...],
         take_node_report: Callable[[], NodeReport],
     ) -> None:
-        """addresses: where others can dial this peer."""
         self.startup, self.signed, self.host, self.admission = startup, signed, host, admission
         self.manifest = manifest = signed.manifest
         self.seats = seats_of(manifest, _allowed_memory(startup.settings.memory_gib))
@@ -86,7 +91,14 @@ class LocalPeer:
         report_offence = self.offences.report_offence
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_offence, self.ledger)
         self.network = self._make_network()
-        self.membership = self._make_membership(addresses, directory, lambda: progress_record(take_node_report()))
+        self.membership = self._make_membership(directory, lambda: progress_record(take_node_report()))
+        settings = startup.settings
+        self.reachability = ReachabilityKeeper(
+            host, self.network, self.membership, settings.allow_private, settings.upnp, settings.relay_peers
+        )
+        self.network.reach_by(Ways(self.reachability.may_dial, self.reachability.punch_hole))
+        admission.gate.addresses = lambda: self.reachability.announcement().addresses
+        self._relay = RelayService(host, settings.relay_peers, self._is_member, settings.relay_mbit * 125e3)
         self.router = self._make_router()
         self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.membership.view, report_offence)
         self.tasks, self._closing = BackgroundTasks(), ExitStack()
@@ -94,11 +106,11 @@ class LocalPeer:
         self._redialling = Redialling(startup.me, random.Random())
         self._uplink = UplinkMeter()
 
-    def _make_membership(
-        self, addresses: tuple[str, ...], directory: Directory, progress: Callable[[], Progress | None]
-    ) -> Membership:
+    def _make_membership(self, directory: Directory, progress: Callable[[], Progress | None]) -> Membership:
         """Returns the membership. It and the directory ask whom this peer has met; who misuses the directory pays."""
         startup, admission, count = self.startup, self.admission, self.manifest.stage_count
+        own = self.host.own if startup.settings.allow_private else public_only(self.host.own)
+        addresses = tuple(f"{address}/p2p/{self.host.peer}" for address in own)[:MAX_ADDRESSES]
         run, incarnation = self.signed.run_id, startup.incarnation
         membership = Membership(
             MembershipConfig(run, count, incarnation, addresses, admission.proof, admission.is_member),
@@ -106,7 +118,7 @@ class LocalPeer:
             startup.identity,
             startup.report_event,
             progress=progress,
-            on_change=lambda: self.router.view_changed(),
+            on_change=self._on_view_change,
             unix=startup.clock.unix,
         )
         membership.acquaintances = self
@@ -149,12 +161,27 @@ class LocalPeer:
         network.tell_time = self.startup.clock.told_unix
         return network
 
+    def _is_member(self, peer: PeerId) -> bool:
+        """Returns whether a peer is connected here as one of the run: only those may use this peer as their relay."""
+        connection = self.network.connection_to(peer)
+        return connection is not None and not connection.is_observer and self.offences.shut_out_s(peer) == 0
+
+    def _on_view_change(self) -> None:
+        """Called when the view has changed: learns where peers can be dialled, and wakes the router."""
+        for peer, seen in self.membership.view.peers.items():
+            if peer != self.startup.me:
+                self.network.learn_announced(peer, seen.addresses)
+        self.router.view_changed()
+
     async def start(self, others: tuple[str, ...]) -> None:
         """Starts serving requests, and the tasks membership, redial, addresses, uplink. others: addresses to redial."""
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
+        self._closing.enter_context(self.requests.answering(REACH_REQUESTS, self.reachability.answer))
         self.admission.attach(self.network, self.membership, self._directory)
         await self.network.start()
+        await self._relay.start()
+        self.tasks.start("reachability", self.reachability.run())
         clock, by_peer = ClockKeeper(self.startup, self.network), addresses_by_peer(others)
         for peer, known in by_peer.items():
             self.network.learn(peer, known)
@@ -183,8 +210,9 @@ class LocalPeer:
         await self.network.close()
 
     def listed(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns a stage's replicas by id, with their bandwidths in bytes per second, 0 when unknown."""
-        return {seen.peer: seen.bandwidth for seen in self.membership.view.replicas(stage)}
+        """Returns a stage's replicas by id, with the bytes per second that count for owning parts, 0 when unknown."""
+        replicas = self.membership.view.replicas(stage)
+        return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
         """Returns a stage's replicas by id, with the number of steps that each has taken."""
@@ -230,9 +258,12 @@ class LocalPeer:
         while True:
             await asyncio.sleep(REDIAL_S)
             now, view = loop_time(), self.membership.view
-            self._redialling.saw(now, view)
+            self._redialling.saw(now, view, self.reachability.may_dial)
             due = self._redialling.due(now, view)
-            if addresses := [address for peer in due for address in self._redialling.addresses_of(peer)]:
+            addresses = [address for peer in due for address in self._redialling.addresses_of(peer)]
+            behind_relays = {peer_of_address(address) for address in addresses if is_circuit(address)}
+            await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
+            if addresses:
                 await self._directory.bootstrap(addresses, timeout_s=DIAL_SECONDS)
 
     async def _remember_addresses(self) -> None:

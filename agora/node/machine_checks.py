@@ -60,7 +60,8 @@ class Readings:
     memory_needed: bytes that the daemon and the smallest stage take at least. clock_offset_s: of the swarm's clocks
     minus this one's, None when no peer told. names: host names in the run's addresses, and whether each was resolved.
     daemon_pid: of the daemon in this data directory, None without one; peers_in_sight: others that it sees, None
-    when it does not answer; resting: why that daemon rests, "" when it works. unit_state: see readings.py.
+    when it does not answer; resting: why that daemon rests, "" when it works; reachability: as that daemon has found
+    out, "" when unknown. unit_state: see readings.py.
     """
 
     python: tuple[int, int, int] = (3, 11, 0)
@@ -92,6 +93,7 @@ class Readings:
     daemon_pid: int | None = None
     peers_in_sight: int | None = None
     resting: str = ""
+    reachability: str = ""
     unit_state: str = ""
 
 
@@ -202,7 +204,7 @@ def _clock(readings: Readings) -> list[Check]:
 
 
 def _network(readings: Readings) -> list[Check]:
-    """Judges addresses and ports: whether this machine has any, whether others can dial it, whether it can listen."""
+    """Judges addresses and ports: whether this machine has any, whether it can listen."""
     families = [name for name, has in (("IPv4", readings.has_ipv4), ("IPv6", readings.has_ipv6)) if has]
     checks = [Check("addresses", "pass", " and ".join(families), "IPv4")]
     if not readings.has_ipv4:
@@ -214,13 +216,31 @@ def _network(readings: Readings) -> list[Check]:
         checks.append(Check("port", "fail", f"{address}: {problem}", "free", remedy))
     if not readings.listen_problems:
         checks.append(Check("port", "pass", "can be listened on", "free"))
-    if readings.has_public_address or readings.announces:
-        return [*checks, Check("reachable", "pass", "it has or announces an address of its own", "a public address")]
+    return checks
+
+
+_REACHED: Final[dict[str, tuple[State, str]]] = {
+    "public": ("pass", "another peer has dialled it back"),
+    "punched": ("pass", "behind a NAT; others meet it through punched holes"),
+    "relayed": ("warn", "behind a NAT; others reach it through other peers' relays"),
+    "unreachable": ("warn", "behind a NAT, and no peer relays for it"),
+}
+"""Of a daemon's reachability: the state of the check, and the value."""
+
+
+def _reachable(readings: Readings) -> list[Check]:
+    """Judges whether others can connect to this machine: as its daemon has found out, else by its addresses."""
     remedy = (
-        "forward the port of --listen in the router and say AGORA_ANNOUNCE=/ip4/ADDRESS/tcp/PORT; on one LAN or VPN "
-        "nothing needs to be done"
+        "forward the port of --listen in the router and say AGORA_ANNOUNCE=/ip4/ADDRESS/tcp/PORT, or AGORA_UPNP=true; "
+        "on one LAN or VPN say AGORA_ALLOW_PRIVATE=true"
     )
-    return [*checks, Check("reachable", "warn", "only private addresses: behind a NAT", "a public address", remedy)]
+    if readings.reachability in _REACHED:
+        state, value = _REACHED[readings.reachability]
+    elif readings.has_public_address or readings.announces:
+        state, value = "pass", "it has or announces an address of its own"
+    else:
+        state, value = "warn", "only private addresses: behind a NAT; public peers of the run will relay"
+    return [Check("reachable", state, value, "a public address", remedy if state != "pass" else "")]
 
 
 def _service(readings: Readings) -> list[Check]:
@@ -293,6 +313,7 @@ _MACHINE: Final[tuple[Callable[[Readings], list[Check]], ...]] = (
     _open_files,
     _clock,
     _network,
+    _reachable,
     _service,
 )
 _RUN: Final[tuple[Callable[[Readings], list[Check]], ...]] = (_run, _names, _peers)

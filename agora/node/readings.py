@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
 from agora_protocol.errors import AgoraError
@@ -56,9 +56,9 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
     """Returns the facts for a daemon in `home` with the settings `flags`, and for the run that `run` names, if any."""
     chosen, settings_problem = _settings(home, flags)
     identity, identity_problem = _identity(home)
-    pid, in_sight, resting = _daemon(home)
+    daemon = _daemon(home)
     device, device_problem = _try_device(chosen.device)
-    listen = [] if pid is not None else [(address, problem_of_listening(address)) for address in chosen.listen]
+    listen = [] if daemon.pid is not None else [(address, problem_of_listening(address)) for address in chosen.listen]
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
     of_run = _read_run(run, home, identity) if run else {}
     manifest = of_run.pop("manifest", None)
@@ -83,9 +83,10 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         has_ipv6=any(_is_outer(a.address) for a in addresses if a.family == socket.AF_INET6),
         has_public_address=any(_is_public(a.address) for a in addresses),
         announces=bool(chosen.announce),
-        daemon_pid=pid,
-        peers_in_sight=in_sight,
-        resting=resting,
+        daemon_pid=daemon.pid,
+        peers_in_sight=daemon.in_sight,
+        resting=daemon.resting,
+        reachability=daemon.reachability,
         unit_state=_unit_state(),
         **of_run,
     )
@@ -262,20 +263,30 @@ def _is_public(address: str) -> bool:
     return False
 
 
-def _daemon(home: paths.Home) -> tuple[int | None, int | None, str]:
-    """Returns the pid of the daemon in this data directory, how many other peers it sees, and why it rests.
+class _DaemonReading(NamedTuple):
+    """The daemon in a data directory: its pid, the other peers that it sees, why it rests, and its reachability.
 
-    None, None and "" for neither.
+    None and "" for what is not known.
     """
+
+    pid: int | None = None
+    in_sight: int | None = None
+    resting: str = ""
+    reachability: str = ""
+
+
+def _daemon(home: paths.Home) -> _DaemonReading:
+    """Returns what is known of the daemon in this data directory."""
     root = str(home.root.resolve())
     entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
-        return None, None, ""
+        return _DaemonReading()
     with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
         status = control_client.ask(Path(entry.socket), "status")
-        others, health = sum(peer["peer"] != entry.peer for peer in status["peers"]), status["health"]
-        return entry.pid, others, health["why"] if health["state"] == "PAUSED" else ""
-    return entry.pid, None, ""
+        own = [str(peer["reachability"]) for peer in status["peers"] if peer["peer"] == entry.peer]
+        resting = status["health"]["why"] if status["health"]["state"] == "PAUSED" else ""
+        return _DaemonReading(entry.pid, len(status["peers"]) - len(own), resting, own[0] if own else "")
+    return _DaemonReading(entry.pid)
 
 
 def _unit_state() -> str:

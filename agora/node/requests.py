@@ -9,6 +9,7 @@ Knows: every request, and what answers it. Must not know: who may make it (net/g
 | Process | the work ledger for a repeat, else the span |
 | GossipSteps, GossipEpochs, Contribute, Recall, GetState, GetChunk | the span |
 | GetBase, GetPiece | the local peer's files of the base model, also while no span is held |
+| DialBack, Introduce, Meet | the local peer's reachability keeper, also while no span is held |
 
 While no span is held, what only the span can answer is refused Busy.
 """
@@ -29,12 +30,15 @@ from agora_protocol.manifest import SignedManifest
 from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     Contribute,
+    DialBack,
     GetBase,
     GetChunk,
     GetPiece,
     GetState,
     GossipEpochs,
     GossipSteps,
+    Introduce,
+    Meet,
     Process,
     Recall,
     ShareRevocations,
@@ -56,9 +60,13 @@ WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
 STATE_REQUESTS: Final = (GetState, GetChunk)
 """Requests that the span answers about its state."""
 BASE_REQUESTS: Final = (GetBase, GetPiece)
-"""Requests that the local peer answers, whichever stages it holds."""
+"""Requests for tensors of the base model."""
 ADMISSION_REQUESTS: Final = (ShareRevocations,)
 """Requests that the local peer's admission answers."""
+REACH_REQUESTS: Final = (DialBack, Introduce, Meet)
+"""Requests by which members of the run find out how they can be reached, and meet; the local peer answers them."""
+LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS + ADMISSION_REQUESTS
+"""Requests that the local peer answers, whichever stages it holds."""
 
 
 @dataclass
@@ -124,7 +132,7 @@ class RequestHandler:
                 return Reply(messages.ManifestAnswer(self._manifest_bytes))
             case messages.Ping():
                 return Reply(messages.Pong())
-            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + BASE_REQUESTS + ADMISSION_REQUESTS):
+            case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + LOCAL_REQUESTS):
                 return await self._pass_on(call, request)
             case other:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import Span
+from agora_protocol.limits import MAX_RELAYED_PEERS
 from pydantic import AfterValidator
 
 from agora.net.link import LinkSpec
@@ -52,8 +53,13 @@ class Settings(pydantic.BaseModel):
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddrs or HOST:PORT; port 0 lets the system choose
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
+    """Multiaddrs or HOST:PORT; port 0 lets the system choose."""
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
+    allow_private: bool = False  # whether addresses of a LAN, a VPN or loopback are announced to peers and dialled
+    upnp: bool = False  # whether the router is asked to forward the ports
+    relay_peers: int = pydantic.Field(16, ge=0, le=MAX_RELAYED_PEERS)  # for how many it relays, if it can be dialled
+    relay_mbit: float = pydantic.Field(0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
     """RATE,RTT[,JITTER[,LOSS]] that this peer's streams shall behave like; "" is the network as it is."""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores

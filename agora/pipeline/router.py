@@ -110,6 +110,7 @@ class Router:
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
     ) -> None:
         self.table = RoutingTable(me, stage_count)
+        self._me = me
         self._caller = caller
         self._view_of = view_of
         self.stage_count = stage_count
@@ -158,9 +159,10 @@ class Router:
         Reports RouteChanged when the last peer of the stage is gone, and when there is one again.
         """
         stage = routed.process.stage
-        replicas = self._view_of().replicas(stage)
-        shut_out = {view.peer: s for view in replicas if (s := self._offences.shut_out_s(view.peer)) > 0.0}
-        self.table.update(stage, replicas, shut_out.keys())
+        view = self._view_of()
+        replicas, me = view.replicas(stage), view.peers.get(self._me)
+        shut_out = {seen.peer: s for seen in replicas if (s := self._offences.shut_out_s(seen.peer)) > 0.0}
+        self.table.update(stage, replicas, shut_out.keys(), me.reachability if me is not None else "unknown")
         choice = self.table.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
         if shut_out:  # the end of a shut-out brings a candidate, as a change of the view does
             choice = replace(choice, look_again_at=min(choice.look_again_at, now + min(shut_out.values())))

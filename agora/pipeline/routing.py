@@ -45,6 +45,8 @@ NEWCOMER_CALLS = 2
 """Most open calls to a peer that has never answered, once another peer of its stage has."""
 USUAL_CALLS = 4.0
 """No attempt gets less than the time of this many usual calls, if as much is left: a full queue is no failure."""
+RELAYED_FACTOR = 1.5
+"""How many times as long a microbatch counts at a peer that is reached through a relay: others share that link."""
 MAX_OWN_FRACTION = 0.25
 """Largest part of its remaining time that a caller keeps for itself, so that a wrong estimate leaves others enough."""
 
@@ -69,6 +71,7 @@ class PeerCost:
     failed_at: float = 0.0  # when the last counted failure happened
     wasted_s: float = 0.0  # the longest time that one of these failures took
     busy_until: float = 0.0  # before this time it is not called, because it said BUSY
+    is_relayed: bool = False  # whether it is reached through a relay, see `goes_through_relay`
     incarnation: int = 0  # of its claim; a higher one means that its daemon was restarted or has moved
     seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))  # from sending to a seat
 
@@ -187,6 +190,7 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
         ready_at, obstacle = _ready_at(cost, healthy, measured)
         lead = cost.virtual_s - least if cost.virtual_s > floor else floor - least
         finish = cost.queue_now(now) * cost.service_s + idle
+        finish *= RELAYED_FACTOR if cost.is_relayed else 1.0
         ranked.append(Candidate(peer, ready_at, lead, finish, obstacle if ready_at > now else ""))
     return ranked
 
@@ -207,6 +211,14 @@ def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str
     if cost.open_calls and cost.open_calls + 1 > cost.call_limit:
         return math.inf, "busy"
     return cost.busy_until, "busy"
+
+
+def goes_through_relay(mine: str, theirs: str) -> bool:
+    """Returns whether two peers that claim these reachabilities meet only through a relay.
+
+    One of them that is public can be dialled by the other; two that others reach through holes can open one.
+    """
+    return "public" not in (mine, theirs) and not {mine, theirs}.isdisjoint({"relayed", "unreachable"})
 
 
 def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
@@ -256,8 +268,17 @@ class RoutingTable:
             return peers.costs
         return {peer: cost for peer, cost in peers.costs.items() if peer in peers.live}
 
-    def update(self, stage: int, replicas: Sequence[PeerView], shut_out: Collection[PeerId] = frozenset()) -> None:
-        """Sets which peers serve `stage`: adds new ones, drops those gone or shut out, forgives restarted ones."""
+    def update(
+        self,
+        stage: int,
+        replicas: Sequence[PeerView],
+        shut_out: Collection[PeerId] = frozenset(),
+        own_reachability: str = "unknown",
+    ) -> None:
+        """Sets which peers serve `stage`: adds new ones, drops those gone or shut out, forgives restarted ones.
+
+        own_reachability: of this peer, by its claim.
+        """
         known = self._stages[stage]
         if known.replicas is replicas and known.shut_out == shut_out:
             return  # the same view as at the last microbatch
@@ -273,6 +294,7 @@ class RoutingTable:
                 cost = costs[peer]  # its daemon was restarted: its speed is as before
                 cost.incarnation, cost.failures, cost.wasted_s = view.incarnation, 0, 0.0
                 cost.busy_until, cost.call_limit, cost.queue, cost.sent_since = 0.0, math.inf, 0, 0
+            costs[peer].is_relayed = goes_through_relay(own_reachability, view.reachability)
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses the peer of `stage` to ask for a microbatch, see choose_next; None if none can be asked now."""
@@ -286,6 +308,7 @@ class RoutingTable:
         costs = self.costs(stage)
         cost = costs[peer]
         charge_s = max(cost.service_s, payload_bytes / cost.bytes_per_s)  # it occupies the slower of device and link
+        charge_s *= RELAYED_FACTOR if cost.is_relayed else 1.0
         cost.virtual_s = max(cost.virtual_s, virtual_floor(costs.values(), payload_bytes)) + charge_s
         cost.open_calls += 1
         cost.sent_since += 1

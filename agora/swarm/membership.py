@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.identity import Identity
@@ -33,6 +33,7 @@ from agora.swarm.placement import (
     next_settling_step,
     pinned_span,
 )
+from agora.swarm.reachability import Announcement
 from agora.swarm.stage_supply import equal_demands
 from agora.swarm.view import StageSample, View, merge
 
@@ -112,6 +113,7 @@ class Membership:
         )
         self._demands = equal_demands(config.stage_count)
         self._changed_at = 0.0
+        self._announcement = Announcement(addresses=config.addresses)
         self.claim: Claim | None = None
         self.view = View()
         self.lost_peers = LostPeers()
@@ -179,13 +181,22 @@ class Membership:
             capacity, bandwidth = min(capacity, MOST_CAPACITY), min(bandwidth, MOST_BANDWIDTH)
             self.claim = replace(self.claim, capacity=capacity, bandwidth=bandwidth)
 
+    async def announce_addresses(self, announcement: Announcement) -> None:
+        """Sets what the claim says of how others can connect to this peer; publishes it at once if it has changed."""
+        if announcement == self._announcement:
+            return
+        self._announcement = announcement
+        if self.claim is not None:
+            await self._publish_changed(replace(self.claim, **asdict(announcement)))
+
     async def _publish_new_claim(self, placement: Placement) -> None:
         """Claims a span as joining, under the next incarnation: readers prefer it to this peer's older claims."""
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
-        claim = Claim(self._me, span, incarnation, self._config.addresses, "joining", 0.0, proof=self._config.proof)
-        await self._publish_changed(claim)
+        told = self._announcement
+        claim = Claim(self._me, span, incarnation, told.addresses, "joining", 0.0, proof=self._config.proof)
+        await self._publish_changed(replace(claim, reachability=told.reachability, relays_for=told.relays_for))
 
     async def _publish_changed(self, claim: Claim) -> None:
         """Sets this peer's claim, merges it into its view, and publishes it; errors are reported, not raised."""

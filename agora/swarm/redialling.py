@@ -11,7 +11,7 @@ bounds how long two halves stay apart after their link is back. Whoever has said
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,13 +57,16 @@ class Redialling:
         if peer != self._me and addresses:
             self._known.setdefault(peer, _KnownPeer(tuple(addresses), now, now))
 
-    def saw(self, now: float, view: View) -> None:
-        """Remembers the peers in the view; forgets those that leave, and those last seen REMEMBERED_S before others."""
+    def saw(self, now: float, view: View, may_dial: Callable[[str], bool] = lambda _: True) -> None:
+        """Remembers the peers in the view; forgets those that leave, and those last seen REMEMBERED_S before others.
+
+        may_dial: whether an address that a peer announces may be dialled; others are not remembered.
+        """
         for peer, seen in view.peers.items():
             if seen.state == "leaving":
                 self._known.pop(peer, None)
-            elif peer != self._me and seen.addresses:
-                self._known[peer] = _KnownPeer(seen.addresses, now, now + FIRST_S)
+            elif peer != self._me and (addresses := tuple(filter(may_dial, seen.addresses))):
+                self._known[peer] = _KnownPeer(addresses, now, now + FIRST_S)
         stay = sorted(self._known.items(), key=lambda known: known[1].seen_at, reverse=True)[:MAX_REMEMBERED]
         latest = stay[0][1].seen_at if stay else now
         self._known = {peer: known for peer, known in stay if latest - known.seen_at <= REMEMBERED_S}

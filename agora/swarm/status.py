@@ -63,9 +63,9 @@ def status(
 ) -> dict[str, Any]:
     """Returns what `swarm status --json` prints; `step` is stage 0's, `tokens_per_second` the slowest stage's.
 
-    paths: how the asked peer reaches others: "direct" (also where none is given), "relayed" or "self". The state
-    "serving" is shown as "training". samples: what the asked peer knows of them; None in runs on text, and where it
-    knows nothing, because it is no origin or has seen no step yet.
+    paths: how the asked peer reaches others: "direct", "punched", "relayed" or "self"; where none is given, as the
+    peer's claim lets expect. The state "serving" is shown as "training". samples: what the asked peer knows of them;
+    None in runs on text, and where it knows nothing, because it is no origin or has seen no step yet.
     """
     stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))
@@ -78,12 +78,17 @@ def status(
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.do},
         "stages": stages,
-        "peers": [_peer_status(seen, (paths or {}).get(seen.peer, "direct"), now_unix) for seen in known],
+        "peers": [_peer_status(seen, (paths or {}).get(seen.peer) or _expected_path(seen), now_unix) for seen in known],
         "objective": run.objective,
         "unix": round(now_unix, 3),
         "tuning": _mean_metrics(view, run.objective),
         "samples": asdict(samples) if samples is not None else None,
     }
+
+
+def _expected_path(seen: PeerView) -> str:
+    """Returns the path to a peer that is not connected, by what its claim says of its reachability."""
+    return seen.reachability if seen.reachability in ("punched", "relayed") else "direct"
 
 
 def _peer_status(seen: PeerView, path: str, now_unix: float) -> dict[str, Any]:
@@ -100,6 +105,7 @@ def _peer_status(seen: PeerView, path: str, now_unix: float) -> dict[str, Any]:
         "note": seen.note,
         "waits_for": seen.waits_for,
         "capacity": round(seen.capacity, 3),
+        "reachability": seen.reachability,
     }
 
 

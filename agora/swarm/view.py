@@ -47,6 +47,8 @@ class PeerView:
     metrics: tuple[float, ...] = ()
     waits_for: str = ""
     note: str = ""
+    reachability: str = "unknown"
+    relays_for: int = 0
 
     def step_of(self, stage: int) -> int:
         """Returns the optimizer steps taken at `stage`; 0 when unknown or outside the span."""
@@ -179,6 +181,8 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
         state=claim.state,
         capacity=claim.capacity,
         bandwidth=claim.bandwidth,
+        reachability=claim.reachability,
+        relays_for=claim.relays_for,
         expires_unix=now_unix + linger_s,
         seen_unix=now_unix,
     )

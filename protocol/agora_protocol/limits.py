@@ -32,6 +32,9 @@ MAX_NAME_BYTES: Final = 64
 MAX_ADDRESSES: Final = 16
 MAX_ADDRESS_BYTES: Final = 216
 MAX_INVITE_BYTES: Final = 8192
+MAX_PORTS: Final = 4  # in one DialBack
+MAX_SEEN_BYTES: Final = 64  # a direct TCP address, /ip4/... or /ip6/...
+MAX_RELAYED_PEERS: Final = 1024  # for which one peer offers to relay
 
 # Records in the DHT
 MAX_RECORD_BYTES: Final = 20_480

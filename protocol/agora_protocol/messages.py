@@ -43,6 +43,11 @@ from agora_protocol.limits import (
 from agora_protocol.message_base import KINDS as KINDS
 from agora_protocol.message_base import FrameType as FrameType
 from agora_protocol.message_base import Message as Message
+from agora_protocol.reach_messages import DialBack as DialBack
+from agora_protocol.reach_messages import DialedBack as DialedBack
+from agora_protocol.reach_messages import Introduce as Introduce
+from agora_protocol.reach_messages import Meet as Meet
+from agora_protocol.reach_messages import Meeting as Meeting
 
 _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
 
@@ -362,6 +367,9 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     GetBase: BaseIndex,
     GetPiece: TensorPiece,
     ShareRevocations: TookRevocations,
+    DialBack: DialedBack,
+    Introduce: Meeting,
+    Meet: Meeting,
 }
 
 

@@ -33,6 +33,7 @@ from agora_protocol.limits import (
     MAX_PROOF_BYTES,
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME_S,
+    MAX_RELAYED_PEERS,
     MAX_REVOCATION_BYTES,
     MAX_SHARED_REVOCATIONS,
     MAX_SPAN_STAGES,
@@ -91,6 +92,18 @@ class Claim(Record, kind=1, name="claim"):
     )
     bandwidth: float = float_field(
         0, 1e12, default=0.0, doc="bytes per second, the lesser of up and down; 0 when unknown: the others' median"
+    )
+    reachability: str = choice_field(
+        "unknown",
+        "public",
+        "punched",
+        "relayed",
+        "unreachable",
+        default="unknown",
+        doc="how others can open connections to it, as it found out by asking them (section 10)",
+    )
+    relays_for: int = int_field(
+        0, MAX_RELAYED_PEERS, default=0, doc="the most peers at once for which it relays connections; 0: for none"
     )
     proof: bytes = bytes_field(
         most=MAX_PROOF_BYTES, default=b"", doc="the peer's tickets, as in its HELLO; empty where it has none"

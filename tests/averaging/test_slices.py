@@ -14,6 +14,7 @@ from agora.averaging.partition import (
     choose_owners,
     cut_into_parts,
     ownership_epoch,
+    owning_bandwidths,
     slice_count,
 )
 from tests.averaging.world import RUN, identities
@@ -68,6 +69,22 @@ def test_a_peer_wins_parts_as_its_bandwidth_is() -> None:
     wins = Counter(choose_owners(RUN, 0, "slice", "1.0", part, members)[0] for part in range(4000))
     for peer, share in zip(peers, (1, 2, 2, 3), strict=True):
         assert wins[peer] == pytest.approx(4000 * share / 8, rel=0.1)
+
+
+def test_a_replica_behind_a_relay_owns_a_quarter_of_the_parts_that_it_would_own() -> None:
+    direct, relayed, unknown, unreachable = identities(4)
+    weights = owning_bandwidths(
+        {
+            direct: (20.0, "public"),
+            relayed: (40.0, "relayed"),
+            unknown: (0.0, "punched"),
+            unreachable: (0.0, "unreachable"),
+        }
+    )
+    assert weights == {direct: 20.0, relayed: 10.0, unknown: 30.0, unreachable: 30.0 / 4}
+    members = owning_bandwidths({direct: (0.0, "public"), relayed: (0.0, "relayed")})
+    wins = Counter(choose_owners(RUN, 0, "slice", "1.0", part, members)[0] for part in range(4000))
+    assert wins[relayed] == pytest.approx(4000 / 5, rel=0.1)
 
 
 def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:

@@ -93,11 +93,12 @@ async def make_peer(
     offences: OffenceLog | None = None,
     gate: dict[str, Any] | None = None,
     rates: RateLimits = UNLIMITED,
+    allow_private: bool = True,
 ) -> Peer:
     """offences: judges who is shut out; without one nobody is. gate: further arguments of the Gate. rates: the owner's
     limits on the line.
     """
-    host, identity = await make_host(folder, name, link=link, limits=rates)
+    host, identity = await make_host(folder, name, link=link, limits=rates, allow_private=allow_private)
     try:
         addresses = await host.addresses()
         violations: list[ProtocolError] = []

@@ -63,6 +63,8 @@ FAULTS: list[tuple[str, Readings, str, str]] = [
     ("addresses", replace(HEALTHY, has_ipv4=False, has_ipv6=True), "warn", "IPv4"),
     ("addresses", replace(HEALTHY, has_ipv4=False), "fail", "IPv4"),
     ("reachable", replace(HEALTHY, has_public_address=False), "warn", "AGORA_ANNOUNCE"),
+    ("reachable", replace(HEALTHY, reachability="relayed"), "warn", "AGORA_UPNP"),
+    ("reachable", replace(HEALTHY, reachability="unreachable"), "warn", "AGORA_ANNOUNCE"),
     ("run", replace(HEALTHY, run_problem="the run admits only listed peers"), "fail", "see"),
     ("names", replace(HEALTHY, names=(("seed.example.org", False),)), "fail", "resolv.conf"),
     (

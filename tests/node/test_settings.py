@@ -54,3 +54,12 @@ def test_the_folder_of_a_base_model_is_a_setting_like_any_other(tmp_path: Path) 
 def test_addresses_may_be_written_both_ways(tmp_path: Path) -> None:
     settings = load(tmp_path / "none", {}, {"AGORA_LISTEN": "0.0.0.0:31330, /ip4/127.0.0.1/tcp/0"})
     assert settings.listen == ("/ip4/0.0.0.0/tcp/31330", "/ip4/127.0.0.1/tcp/0")
+
+
+def test_private_addresses_and_upnp_are_off_and_relaying_is_bounded_by_the_owner(tmp_path: Path) -> None:
+    made = load(tmp_path / "agora.toml", {}, {})
+    assert (made.allow_private, made.upnp, made.relay_peers, made.relay_mbit) == (False, False, 16, 0.0)
+    chosen = load(tmp_path / "agora.toml", {}, {"AGORA_ALLOW_PRIVATE": "true", "AGORA_RELAY_PEERS": "0"})
+    assert chosen.allow_private and chosen.relay_peers == 0
+    with pytest.raises(SettingsError, match="relay_peers"):
+        load(tmp_path / "agora.toml", {}, {"AGORA_RELAY_PEERS": "2000"})

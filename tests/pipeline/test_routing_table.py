@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from agora_protocol.ids import Span, microbatch_id
 
-from agora.pipeline.routing import MAX_SPEED_RATIO, NEWCOMER_CALLS, Attempt, PathHint, RoutingTable
+from agora.pipeline.routing import (
+    MAX_SPEED_RATIO,
+    NEWCOMER_CALLS,
+    Attempt,
+    PathHint,
+    RoutingTable,
+    goes_through_relay,
+)
 from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
 
@@ -130,3 +138,36 @@ def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(siblings: int) -
         counts[peer] += 1
     assert counts[liar] <= 1.05 * MAX_SPEED_RATIO * min(counts[peer] for peer in honest)
     assert counts[liar] <= 1.02 * 2000 * MAX_SPEED_RATIO / (MAX_SPEED_RATIO + siblings)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        ("public", "relayed", False),
+        ("relayed", "public", False),
+        ("punched", "punched", False),
+        ("unknown", "unknown", False),
+        ("punched", "relayed", True),
+        ("relayed", "relayed", True),
+        ("unreachable", "punched", True),
+    ],
+)
+def test_two_peers_meet_through_a_relay_when_neither_can_be_dialled_and_one_opens_no_holes(
+    mine: str, theirs: str, expected: bool
+) -> None:
+    assert goes_through_relay(mine, theirs) is expected
+
+
+def test_a_peer_that_is_reached_directly_gets_more_than_one_behind_a_relay() -> None:
+    made = RoutingTable(ME, STAGES)
+    replicas = tuple(replace(view, reachability=r) for view, r in zip(views(A, B), ("punched", "relayed"), strict=True))
+    made.update(1, replicas, own_reachability="punched")
+    sent = Counter[str]()
+    for number in range(300):
+        now, peer = 100.0 + number, made.choose(100.0 + number, MB, 1, PAYLOAD, PathHint()).peer
+        assert peer is not None
+        sent[peer] += 1
+        attempt = send(made, peer, now, now + 60.0)
+        made.accepted(now, attempt, 0, 0.0)
+        made.answered(now + 0.25, attempt, 0.25, PAYLOAD, 1.0)
+    assert sent[A] / sent[B] == pytest.approx(1.5, rel=0.1)

@@ -1,0 +1,125 @@
+"""Finds this machine's own addresses and ports, and tells which addresses are private.
+
+Knows: interfaces, multiaddrs of TCP. Must not know: p2pd, other peers, who may see an address.
+
+Private is every address that not all of the internet can dial: of a LAN, of one cable, of loopback, behind a carrier's
+NAT, or reserved (RFC 6890).
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import psutil
+from agora_protocol.errors import LocalError
+
+ANY: Final = {"ip4": "0.0.0.0", "ip6": "::"}
+"""The addresses to listen on that stand for all of the machine's."""
+_FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
+
+
+def host_and_port(address: str) -> tuple[str, str, int] | None:
+    """Returns ("ip4" or "ip6", the IP address, the TCP port) of a direct multiaddr; None for any other."""
+    words = address.split("/")
+    if len(words) < 5 or words[1] not in ANY or words[3] != "tcp" or not words[4].isdecimal():
+        return None
+    return None if is_circuit(address) else (words[1], words[2], int(words[4]))
+
+
+def is_circuit(address: str) -> bool:
+    """Returns whether a multiaddr goes through a relay."""
+    return "/p2p-circuit" in address
+
+
+def is_private(address: str) -> bool:
+    """Returns whether a multiaddr begins with an IP address that not all of the internet can dial; False for names."""
+    words = address.split("/")
+    if len(words) < 3 or words[1] not in ANY:
+        return len(words) < 3 or not words[1].startswith("dns")
+    try:
+        return not ipaddress.ip_address(words[2]).is_global
+    except ValueError:
+        return True
+
+
+def public_only(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Returns the addresses that are not private, in their order."""
+    return tuple(address for address in addresses if not is_private(address))
+
+
+def interface_addresses(listen: Sequence[str]) -> list[str]:
+    """Returns the direct multiaddrs at which this machine listens, each of its interfaces' for 0.0.0.0 and ::."""
+    found = []
+    for address in listen:
+        parts = host_and_port(address)
+        if parts is None:
+            continue
+        kind, host, port = parts
+        hosts = _own_ips(_FAMILIES[kind]) if host == ANY[kind] else [host]
+        found += [f"/{kind}/{each}/tcp/{port}" for each in hosts]
+    return found
+
+
+def listening_places(listen: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Returns by "ip4" and "ip6" the host and port at which this machine itself reaches what listens at `listen`."""
+    places = {}
+    for kind, host, port in filter(None, map(host_and_port, listen)):
+        if kind not in places or host.startswith("127."):
+            places[kind] = ("127.0.0.1" if kind == "ip4" else "::1") if host == ANY[kind] else host, port
+    return places
+
+
+def _own_ips(family: socket.AddressFamily) -> list[str]:
+    """Returns the IP addresses of one family on this machine's interfaces, without those of one cable only."""
+    known = [each.address for listed in psutil.net_if_addrs().values() for each in listed if each.family == family]
+    return [each for each in known if "%" not in each]
+
+
+class HeldPorts:
+    """Chooses free TCP ports, and keeps other programs from getting them before p2pd listens there, until `close`.
+
+    p2pd can listen on a held port, because both set SO_REUSEPORT and belong to one user.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def fix(self, address: str) -> str:
+        """Returns the multiaddr with a free port in place of port 0; any other address as it is."""
+        parts = host_and_port(address)
+        if parts is None or parts[2] != 0:
+            return address
+        kind, host, _ = parts
+        held = socket.socket(_FAMILIES[kind])
+        self._sockets.append(held)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if kind == "ip6":
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        held.bind((host, 0))
+        return f"/{kind}/{host}/tcp/{held.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Gives the ports up. May be called twice."""
+        for held in self._sockets:
+            held.close()
+        self._sockets.clear()
+
+
+def check_port(address: str, family: str, host: str, port: int) -> None:
+    """Raises LocalError when this machine cannot listen on a TCP port now, by trying it."""
+    # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and share the callers of the first.
+    with socket.socket(_FAMILIES[family]) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                why = f"port {port} is taken; choose another with --listen, or stop the program that listens there"
+            else:
+                why = f"{error.strerror}; choose an address of this machine, such as /ip4/0.0.0.0/tcp/{port}"
+            raise LocalError(f"Cannot listen on {address}: {why}.") from error

@@ -1,0 +1,103 @@
+"""Starts hivemind's p2pd with its Unix sockets in a private directory, so that it ends together with this process.
+
+Knows: p2pd's command line and process. Must not know: what is asked of it afterwards (host.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.errors import LocalError
+
+from agora.net.hive import P2P, P2PDaemonError
+
+STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine; many on two cores take their turns
+SOCKET_PREFIX: Final = "agora-net-"  # how the names of the folders begin that hold p2pd's Unix sockets
+MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
+
+_GUARD: Final = (
+    "import ctypes,os,sys\n"
+    "ctypes.CDLL(None).prctl(1,9)\n"  # PR_SET_PDEATHSIG, SIGKILL; kept across execv
+    "if os.getppid()!=int(sys.argv[1]): sys.exit('the parent is gone')\n"
+    "os.execv(sys.argv[2],sys.argv[2:])\n"
+)
+
+
+class _GuardedP2P(P2P):  # type: ignore[misc]
+    """A p2pd that the kernel kills together with this process, however that ends.
+
+    By itself p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a daemon that is not there.
+    """
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        """Returns p2pd's command line, on Linux run by a program that has the kernel kill it with this process."""
+        kwargs["relayService"] = 0  # p2pd's own relay; the daemon has one (relay.py)
+        command: list[str] = P2P._make_process_args(*args, **kwargs)
+        if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
+            return command
+        return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+
+
+class SocketDirectory:
+    """Makes and locks a private directory for p2pd's Unix sockets, after removing those that dead daemons left behind.
+
+    A lock in it shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        if len(str(base)) > MAX_BASE_CHARACTERS:
+            base = Path("/tmp")
+        for left in base.glob(SOCKET_PREFIX + "*"):
+            # An OSError says: not ours, in use, or just removed by another daemon.
+            with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
+        self._lock = (made / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = made.rename(base / made.name[1:])  # only now may another daemon find it
+
+    def remove(self) -> None:
+        """Removes the directory and gives up its lock. May be called twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+async def start_p2pd(
+    identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path, upnp: bool
+) -> Any:
+    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError if it does not start.
+
+    p2pd neither looks for relays nor judges whether it can be reached, because the daemon does both.
+    """
+    kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
+    try:
+        return await kind.create(  # type: ignore[attr-defined]
+            host_maddrs=tuple(listen),
+            announce_maddrs=tuple(announce) or None,
+            identity_path=str(identity_path),
+            startup_timeout=STARTUP_S,
+            check_if_identity_free=False,
+            auto_nat=False,
+            force_reachability="public",
+            nat_port_map=upnp,
+        )
+    except P2PDaemonError as error:
+        why = one_line(str(error))
+        raise LocalError(f"p2pd did not start ({why}); look whether {', '.join(listen)} can be listened on.") from error
+
+
+def one_line(text: str) -> str:
+    """Returns `text` with every run of whitespace made one space, cut to 300 characters."""
+    return " ".join(text.split())[:300]

@@ -1,0 +1,151 @@
+"""Relays connections between peers that cannot dial each other, and reserves a place at other relays.
+
+Knows: the hop and stop streams of libp2p's circuit relay, the owner's cap. Must not know: who is public, which relay to
+choose. Between its ends a circuit is encrypted like any other connection: a relay carries bytes that it cannot read.
+p2pd's own relay ends each circuit after 128 KiB, so this one takes its place on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from agora_protocol.ids import PeerId
+
+from agora.clock import loop_time
+from agora.net import circuit_wire
+from agora.net.circuit_wire import CircuitMessage, HopType, Status, StopType
+from agora.net.host import Host
+from agora.net.link import TokenBucket
+from agora.net.network_errors import ConnectionBroken
+from agora.net.raw_streams import RawStream, splice
+
+RESERVED_S: Final = 120.0
+"""Seconds for which a place is reserved."""
+ANSWER_S: Final = 10.0
+"""Seconds that a message of a circuit's beginning may take."""
+CIRCUITS_PER_PEER: Final = 8
+"""Circuits that one peer may have opened through this relay at once; all together, so many for each place."""
+MAX_OPENING: Final = 32
+"""Streams that have not said yet what they want, at most."""
+
+
+class RelayService:
+    """Relays for at most `most_peers` admitted peers at once; with 0 it refuses every request."""
+
+    def __init__(
+        self, host: Host, most_peers: int, is_admitted: Callable[[PeerId], bool], bytes_per_s: float = 0.0
+    ) -> None:
+        """is_admitted: whether a peer may use this relay. bytes_per_s: of all circuits together; 0 for no limit."""
+        self.most_peers = most_peers
+        self.carried_bytes = 0
+        self._host = host
+        self._is_admitted = is_admitted
+        self._bucket = TokenBucket(bytes_per_s, 0.25) if bytes_per_s else None
+        self._reserved: dict[PeerId, float] = {}
+        self._circuits: Counter[PeerId] = Counter()
+        self._opening = 0
+
+    async def start(self) -> None:
+        """Begins to answer on the host. Raises ConnectionBroken when that is gone."""
+        await self._host.serve_raw(circuit_wire.HOP_PROTOCOL, self._answer)
+
+    def reserved(self) -> list[PeerId]:
+        """Returns the peers that have a place now."""
+        now = loop_time()
+        self._reserved = {peer: until for peer, until in self._reserved.items() if until > now}
+        return list(self._reserved)
+
+    async def _answer(self, stream: RawStream) -> None:
+        """Serves one hop stream from its first message to the end of the circuit."""
+        if self._opening >= MAX_OPENING:
+            return
+        self._opening += 1
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                message = circuit_wire.decode_hop(await stream.read_message(circuit_wire.MAX_MESSAGE_BYTES))
+                other = await self._begin(stream, message)
+        except (TimeoutError, ValueError, ConnectionBroken):
+            return
+        finally:
+            self._opening -= 1
+        if other is None:
+            return
+        self._circuits[stream.peer] += 1
+        try:
+            await splice(stream, other, self._carry)
+        finally:
+            self._circuits[stream.peer] -= 1
+            self._circuits += Counter()  # forgets peers without circuits
+
+    async def _begin(self, stream: RawStream, message: CircuitMessage) -> RawStream | None:
+        """Answers the first message of a hop stream. Returns the stream to the other end of the circuit that it asked
+        for; None when there is none.
+        """
+        expires_unix, other = 0, None
+        status = self._judge(stream, message)
+        if status is Status.OK and message.kind == HopType.RESERVE:
+            self._reserved[stream.peer] = loop_time() + RESERVED_S
+            expires_unix = int(time.time() + RESERVED_S)
+        elif status is Status.OK:
+            other = await self._reach(stream.peer, PeerId(message.peer))
+            status = Status.OK if other is not None else Status.CONNECTION_FAILED
+        answer = CircuitMessage(HopType.STATUS, status=status)
+        await stream.write(circuit_wire.encode_hop(answer, expires_unix))
+        return other
+
+    def _judge(self, stream: RawStream, message: CircuitMessage) -> Status:
+        """Returns whether a request may be served, as the status to answer."""
+        peers = self.reserved()
+        if not self._is_admitted(stream.peer) or stream.is_relayed:
+            return Status.PERMISSION_DENIED
+        if message.kind == HopType.RESERVE:
+            has_room = stream.peer in peers or len(peers) < self.most_peers
+            return Status.OK if has_room else Status.RESERVATION_REFUSED
+        if message.kind != HopType.CONNECT:
+            return Status.MALFORMED_MESSAGE
+        if message.peer not in peers:
+            return Status.NO_RESERVATION
+        is_crowded = self._circuits.total() >= CIRCUITS_PER_PEER * self.most_peers
+        has_room = self._circuits[stream.peer] < CIRCUITS_PER_PEER and not is_crowded
+        return Status.OK if has_room else Status.RESOURCE_LIMIT_EXCEEDED
+
+    async def _reach(self, caller: PeerId, peer: PeerId) -> RawStream | None:
+        """Returns a stream to `peer` that it has accepted as a circuit from `caller`; None when it did not."""
+        try:
+            stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_S)
+        except ConnectionBroken:
+            return None
+        with contextlib.ExitStack() as undo:
+            undo.callback(stream.abort)
+            await stream.write(circuit_wire.encode_stop(CircuitMessage(StopType.CONNECT, peer=caller)))
+            answer = circuit_wire.decode_stop(await stream.read_message(circuit_wire.MAX_MESSAGE_BYTES))
+            if answer.status != Status.OK:
+                return None
+            undo.pop_all()
+        return stream
+
+    async def _carry(self, size: int) -> None:
+        """Counts `size` bytes of a circuit, and waits until the owner's limit lets them pass."""
+        self.carried_bytes += size
+        if self._bucket is not None:
+            await asyncio.sleep(max(0.0, self._bucket.take(size, loop_time()) - loop_time()))
+
+
+async def reserve(host: Host, relay: PeerId) -> None:
+    """Reserves a place at a connected relay, or renews it; it holds for RESERVED_S. Raises ConnectionBroken if not."""
+    stream = await host.open_raw(relay, circuit_wire.HOP_PROTOCOL, ANSWER_S)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await stream.write(circuit_wire.encode_hop(CircuitMessage(HopType.RESERVE)))
+            answer = circuit_wire.decode_hop(await stream.read_message(circuit_wire.MAX_MESSAGE_BYTES))
+    except (TimeoutError, ValueError) as error:
+        raise ConnectionBroken(f"the relay gave no answer that can be read ({error})") from None
+    finally:
+        stream.abort()
+    if answer.status != Status.OK:
+        raise ConnectionBroken(f"the relay refused a place (status {answer.status})")

@@ -1,0 +1,257 @@
+"""Finds out how others can connect to this peer, has it announced, and helps others to find out and to meet.
+
+Knows: whom to ask and when, places at relays, introductions. Must not know: what the answers mean
+(swarm/reachability.py), how holes are punched or circuits relayed (net).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from agora_protocol.errors import AgoraError, Busy, Refused
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_PORTS
+from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting
+
+from agora.calls import Reply
+from agora.clock import loop_time
+from agora.net import relay
+from agora.net.hole_punching import PUNCH_S, HolePuncher
+from agora.net.host import Host
+from agora.net.incoming import IncomingCall
+from agora.net.network import Network
+from agora.net.network_errors import ConnectionBroken
+from agora.net.own_addresses import host_and_port, is_private, public_only
+from agora.swarm.membership import Membership
+from agora.swarm.reachability import ASKED, Announcement, Findings, RelayRefusals, announce, choose_relays, needs_relays
+from agora.swarm.view import View
+
+LOOK_S: Final = 2.0
+"""Seconds from one look at relays and neighbours to the next."""
+RENEW_S: Final = 40.0
+"""Seconds after which a place at a relay is renewed: it holds three times as long."""
+DIAL_S: Final = 3.0
+"""Seconds that dialling one port back may take."""
+ANSWER_S: Final = 6.0
+"""Seconds that a neighbour has to answer."""
+NO_HOLE_S: Final = 300.0
+"""Seconds for which no hole is tried to a peer to which none could be opened."""
+POLL_S: Final = 0.1
+"""Seconds from one look whether a peer has dialled to the next."""
+MAX_HELPED: Final = 16
+"""Peers that are dialled back or introduced at once, at most."""
+
+
+class ReachabilityKeeper:
+    """This peer's reachability, from its first look around to the daemon's end."""
+
+    def __init__(
+        self, host: Host, network: Network, membership: Membership, allow_private: bool, upnp: bool, relays_for: int
+    ) -> None:
+        """allow_private: whether private addresses are announced and dialled. upnp: whether the router forwards ports.
+
+        relays_for: see Announcement.
+        """
+        self.findings = Findings()
+        self._host = host
+        self._network = network
+        self._membership = membership
+        self._own = host.own
+        self._may_be_used: Callable[[str], bool] = (lambda _: True) if allow_private else lambda a: not is_private(a)
+        self._has_upnp = upnp
+        self._relays_for = relays_for
+        self._holes = HolePuncher(host)
+        self._no_hole_until: dict[PeerId, float] = {}
+        self._renewed_at: dict[PeerId, float] = {}
+        self._refusals = RelayRefusals()
+        self._helped = 0
+
+    def announcement(self) -> Announcement:
+        """Returns what the claim and HELLO say now of how to connect to this peer."""
+        seen = self._membership.view.peers
+        addresses = {peer: public_or_any(seen[peer].addresses) for peer in self.findings.relays if peer in seen}
+        own = [address for address in self._own if self._may_be_used(address)]
+        return announce(self._host.peer, own, self.findings, addresses, self._relays_for)
+
+    def may_dial(self, address: str) -> bool:
+        """Returns whether an address that a peer has announced may be dialled: no private one, unless allowed."""
+        return self._may_be_used(address)
+
+    async def run(self) -> None:
+        """Until cancelled, looks every LOOK_S whether neighbours are to be asked or places at relays renewed."""
+        try:
+            while True:
+                await self._look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await self._holes.close()
+
+    async def _look(self) -> None:
+        """Asks neighbours if that is due, holds places at relays if any are needed, announces."""
+        if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
+            listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
+            self._own = tuple(dict.fromkeys((*self._host.own, *listed)))
+        if self.findings.is_due(loop_time()):
+            await self._ask_neighbours()
+        is_needed = needs_relays(self.findings, self._own)
+        relays = await self._hold_relays(self._membership.view) if is_needed else ()
+        was_punched = self.findings.was_punched or "punched" in self._network.paths.values()
+        self.findings = replace(self.findings, relays=relays, was_punched=was_punched)
+        await self._membership.announce_addresses(self.announcement())
+
+    # --- finding out
+
+    async def _ask_neighbours(self) -> None:
+        """Asks up to ASKED neighbours to dial back, and records at which addresses they reached this peer."""
+        neighbours = [peer for peer, path in self._network.paths.items() if path == "direct"]
+        chosen = random.sample(neighbours, min(ASKED, len(neighbours)))
+        answers = [answer for answer in await asyncio.gather(*map(self._ask, chosen)) if answer is not None]
+        reached = []
+        for answer in answers:
+            seen = host_and_port(answer.seen)
+            if seen is not None and self._may_be_used(answer.seen):
+                reached += [f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._ports()]
+        if answers:
+            self.findings = replace(self.findings, asked_at=loop_time(), reached=tuple(dict.fromkeys(reached)))
+
+    async def _ask(self, peer: PeerId) -> DialedBack | None:
+        """Returns a neighbour's answer; None when it gives none."""
+        try:
+            reply = await self._network.call(peer, DialBack(tuple(self._ports())), deadline=loop_time() + ANSWER_S)
+        except AgoraError:
+            return None
+        return reply.message if isinstance(reply.message, DialedBack) else None
+
+    def _ports(self) -> list[int]:
+        """Returns the ports at which this peer listens, or says that it does."""
+        ports = [parts[2] for parts in map(host_and_port, self._own) if parts is not None]
+        return list(dict.fromkeys(ports))[:MAX_PORTS]
+
+    async def _hold_relays(self, view: View) -> tuple[PeerId, ...]:
+        """Renews or gets places at relays; returns those at which this peer has one."""
+        now = loop_time()
+        self._renewed_at = {peer: at for peer, at in self._renewed_at.items() if peer in self._network.paths}
+        chosen = choose_relays(self._host.peer, view, self._renewed_at, self._refusals.refused(now))
+        for peer in chosen:
+            if now - self._renewed_at.get(peer, -RENEW_S) >= RENEW_S:
+                try:
+                    await self._network.connect(peer)
+                    await relay.reserve(self._host, peer)
+                    self._renewed_at[peer] = now
+                except AgoraError:
+                    self._refusals.since[peer] = now
+                    self._renewed_at.pop(peer, None)
+        return tuple(peer for peer in chosen if peer in self._renewed_at)
+
+    # --- holes
+
+    async def punch_hole(self, peer: PeerId, relay_peer: PeerId) -> None:
+        """Connects to a peer through a hole, introduced by a relay. Raises an AgoraError when that fails."""
+        now = loop_time()
+        self._no_hole_until = {known: until for known, until in self._no_hole_until.items() if until > now}
+        if peer in self._no_hole_until or not self._holes.has_room():
+            raise ConnectionBroken("none could be opened a short time ago")
+        with contextlib.ExitStack() as undo:  # also when the caller gives it up
+            undo.callback(self._no_hole_until.__setitem__, peer, now + NO_HOLE_S)
+            await self._punch(peer, relay_peer)
+            undo.pop_all()
+
+    async def _punch(self, peer: PeerId, relay_peer: PeerId) -> None:
+        """Asks for an introduction, then opens a hole or waits to be dialled. Raises an AgoraError when that fails."""
+        now = loop_time()
+        reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
+        if self.findings.reached:
+            await self._await_dial(peer)
+            return
+        if not isinstance(reply.message, Meeting) or not self._may_be_used(reply.message.seen):
+            raise ConnectionBroken("the relay gave no address that may be dialled")
+        await self._holes.connect(peer, reply.message.seen)
+
+    async def _await_dial(self, peer: PeerId) -> None:
+        """Waits until a peer that was told to dial this one has. Raises ConnectionBroken after PUNCH_S."""
+        until = loop_time() + PUNCH_S
+        while not await self._host.is_connected(peer):
+            if loop_time() > until:
+                raise ConnectionBroken(f"the peer did not dial back within {PUNCH_S:.0f} s")
+            await asyncio.sleep(POLL_S)
+
+    # --- helping others
+
+    async def answer(self, call: IncomingCall) -> Reply:
+        """Answers DialBack, Introduce and Meet. Raises Busy beyond MAX_HELPED at once, and Refused."""
+        if self._helped >= MAX_HELPED:
+            raise Busy("this peer helps many others now; ask another", 1000)
+        self._helped += 1
+        try:
+            match call.message:
+                case DialBack() as request:
+                    return Reply(await self._dial_back(call.peer, request))
+                case Introduce() as request:
+                    return Reply(await self._introduce(call, request.peer))
+                case Meet() as request:
+                    return Reply(self._meet(request))
+            raise Refused("this peer cannot answer that; ask another")
+        finally:
+            self._helped -= 1
+
+    async def _dial_back(self, peer: PeerId, request: DialBack) -> DialedBack:
+        """Opens TCP connections to the caller's ports, at no other IP address than the one that it calls from."""
+        seen = self._host.remote_address(peer)
+        parts = host_and_port(seen)
+        if parts is None:
+            return DialedBack("", ())
+        ports = list(dict.fromkeys(request.ports))
+        are_open = await asyncio.gather(*(_can_open(parts[1], port) for port in ports))
+        reached = tuple(port for port, is_open in zip(ports, are_open, strict=True) if is_open)
+        return DialedBack(f"/{parts[0]}/{parts[1]}/tcp/{parts[2]}", reached)
+
+    async def try_to_connect(self, peer: PeerId) -> None:
+        """Connects to a peer unless it is connected; a failure is nobody's to handle: whoever needs it dials again."""
+        with contextlib.suppress(AgoraError):
+            await self._network.connect(peer)
+
+    async def _introduce(self, call: IncomingCall, peer: PeerId) -> Meeting:
+        """Has `peer` dial the caller. Returns where this one sees `peer`. Raises Refused unless both are connected."""
+        caller_seen, peer_seen = self._host.remote_address(call.peer), self._host.remote_address(peer)
+        is_direct = self._network.paths.get(peer) == "direct" == self._network.paths.get(call.peer)
+        if not is_direct or not caller_seen or not peer_seen:
+            raise Refused("this peer is not connected to both directly; ask another")
+        await self._network.call(peer, Meet(call.peer, caller_seen), deadline=call.deadline)
+        return Meeting(peer_seen)
+
+    def _meet(self, request: Meet) -> Meeting:
+        """Begins to open a hole to the peer that asked for the introduction, or to dial it, where it can be dialled.
+
+        Raises Refused, or Busy.
+        """
+        seen = self._membership.view.peers.get(request.peer)
+        if seen is not None and seen.reachability == "public":
+            self._network.spawn(self.try_to_connect(request.peer))
+            return Meeting("")
+        if not self._may_be_used(request.seen):
+            raise Refused("this peer dials no private addresses; its owner can say allow_private = true")
+        if not self._holes.has_room():
+            raise Busy("this peer opens many holes now; ask again", 1000)
+        self._holes.expect(request.seen)
+        return Meeting("")
+
+
+def public_or_any(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the first two of a relay's addresses that are public; where it has none, of all."""
+    return (public_only(addresses) or addresses)[:2]
+
+
+async def _can_open(host: str, port: int) -> bool:
+    """Returns whether a TCP connection can be opened within DIAL_S; closes it at once."""
+    try:
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.transport.abort()
+    return True

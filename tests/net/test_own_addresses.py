@@ -1,0 +1,69 @@
+"""Which addresses are private, and which ports are held for p2pd."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from agora.net.own_addresses import (
+    HeldPorts,
+    host_and_port,
+    interface_addresses,
+    is_private,
+    listening_places,
+    public_only,
+)
+
+RELAYED = "/p2p/12D3KooWJh8qcyGgNZcyHmiyKVcAPggbd4AoSmPxExqV161dWcct/p2p-circuit"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "/ip4/10.1.2.3",
+        "/ip4/192.168.1.2",
+        "/ip4/172.20.0.1",
+        "/ip4/127.0.0.1",
+        "/ip4/169.254.1.1",
+        "/ip4/100.64.0.1",
+        "/ip4/0.0.0.0",
+        "/ip6/::1",
+        "/ip6/fe80::1",
+        "/ip6/fd00::1",
+    ],
+)
+def test_addresses_of_a_lan_a_cable_or_this_machine_are_private(host: str) -> None:
+    assert is_private(f"{host}/tcp/4001") and is_private(f"{host}/tcp/4001{RELAYED}")
+
+
+@pytest.mark.parametrize("host", ["/ip4/44.77.0.1", "/ip6/2a00:1450::1", "/dns4/example.org"])
+def test_addresses_of_the_internet_are_not(host: str) -> None:
+    addresses = [f"{host}/tcp/4001", f"{host}/tcp/4001{RELAYED}"]
+    assert public_only([*addresses, "/ip4/10.0.0.1/tcp/1"]) == tuple(addresses)
+
+
+def test_only_direct_tcp_addresses_have_a_host_and_a_port() -> None:
+    assert host_and_port("/ip6/::1/tcp/4001") == ("ip6", "::1", 4001)
+    assert host_and_port("/ip4/1.2.3.4/udp/4001/quic-v1") is None
+    assert host_and_port(f"/ip4/1.2.3.4/tcp/4001{RELAYED}") is None
+
+
+def test_a_held_port_is_free_for_one_who_shares_it_and_for_nobody_else() -> None:
+    ports = HeldPorts()
+    address = ports.fix("/ip4/127.0.0.1/tcp/0")
+    parts = host_and_port(address)
+    assert parts is not None and parts[2] != 0
+    assert ports.fix("/ip4/127.0.0.1/tcp/4001") == "/ip4/127.0.0.1/tcp/4001"
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("127.0.0.1", parts[2]))
+    with socket.socket() as sharing:
+        sharing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sharing.bind(("127.0.0.1", parts[2]))
+    ports.close()
+
+
+def test_a_machine_that_listens_everywhere_has_its_interfaces_addresses() -> None:
+    assert "/ip4/127.0.0.1/tcp/4001" in interface_addresses(["/ip4/0.0.0.0/tcp/4001", "/ip4/0.0.0.0/udp/1/quic-v1"])
+    assert listening_places(["/ip4/0.0.0.0/tcp/4001"]) == {"ip4": ("127.0.0.1", 4001)}
+    assert listening_places(["/ip4/10.0.0.9/tcp/5", "/ip6/::/tcp/6"]) == {"ip4": ("10.0.0.9", 5), "ip6": ("::1", 6)}

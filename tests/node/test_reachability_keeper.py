@@ -1,0 +1,220 @@
+"""What a peer does for its own reachability and for others', with a network and a host that only answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from agora_protocol.errors import Busy, Refused
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.message_base import Message
+from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting, Pong
+
+from agora.calls import Reply
+from agora.net.incoming import IncomingCall
+from agora.net.network_errors import ConnectionBroken
+from agora.node.reachability_keeper import MAX_HELPED, ReachabilityKeeper
+from agora.swarm.reachability import Announcement
+from agora.swarm.view import PeerView, View
+
+ME, CALLER, OTHER = (Identity.generate().peer for _ in range(3))
+OUTSIDE, INSIDE = "/ip4/44.77.0.9", "/ip4/192.168.1.2"
+
+
+class AnsweringNetwork:
+    """Answers each request by its type, and records whom it was sent to."""
+
+    def __init__(self, answers: dict[type[Message], Message], paths: dict[PeerId, str]) -> None:
+        self.answers, self.paths = answers, paths
+        self.sent: list[tuple[PeerId, Message]] = []
+        self.dialled: list[PeerId] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def call(self, peer: PeerId, request: Message, *, deadline: float) -> Reply:
+        self.sent.append((peer, request))
+        if type(request) not in self.answers:
+            raise ConnectionBroken("no answer")
+        return Reply(self.answers[type(request)])
+
+    async def connect(self, peer: PeerId) -> None:
+        self.dialled.append(peer)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.create_task(work))
+
+
+class KnownHost:
+    """Has addresses, and knows from where others call."""
+
+    peer = ME
+
+    def __init__(self, own: tuple[str, ...], remote: dict[PeerId, str]) -> None:
+        self.own, self.remote = own, remote
+        self.listens = {"ip4": ("127.0.0.1", 4001)}
+
+    async def is_connected(self, peer: PeerId) -> bool:
+        return peer in self.remote
+
+    def remote_address(self, peer: PeerId) -> str:
+        return self.remote.get(peer, "")
+
+
+class HeldMembership:
+    """Has a view, and keeps what was announced last."""
+
+    def __init__(self, *peers: PeerView) -> None:
+        self.view = View({seen.peer: seen for seen in peers})
+        self.announced = Announcement()
+
+    async def announce_addresses(self, announcement: Announcement) -> None:
+        self.announced = announcement
+
+
+def keeper(
+    answers: dict[type[Message], Message] | None = None,
+    paths: dict[PeerId, str] | None = None,
+    own: tuple[str, ...] = (f"{INSIDE}/tcp/4001",),
+    remote: dict[PeerId, str] | None = None,
+    allow_private: bool = False,
+) -> tuple[ReachabilityKeeper, AnsweringNetwork, HeldMembership]:
+    network, membership = AnsweringNetwork(answers or {}, paths or {}), HeldMembership(PeerView(CALLER, Span(0, 0), 1))
+    host: Any = KnownHost(own, remote or {})
+    doubles: Any = (network, membership)
+    return ReachabilityKeeper(host, *doubles, allow_private, False, 16), network, membership
+
+
+def look(made: ReachabilityKeeper, until: Callable[[], bool]) -> None:
+    """Lets the keeper run until a condition holds."""
+
+    async def main() -> None:
+        task = asyncio.create_task(made.run())
+        async with asyncio.timeout(5.0):
+            while not until():
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def asked(message: Message, work: Callable[[IncomingCall], Awaitable[Reply]]) -> Message:
+    """Returns the answer to a request of CALLER."""
+
+    async def main() -> Message:
+        return (await work(IncomingCall(CALLER, b"r" * 32, message, [], 1e9))).message
+
+    return asyncio.run(main())
+
+
+def test_a_peer_that_was_dialled_back_announces_the_address_at_which_it_was_and_offers_to_relay() -> None:
+    answers: dict[type[Message], Message] = {DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,))}
+    made, network, membership = keeper(answers, {CALLER: "direct", OTHER: "relayed"})
+    look(made, lambda: membership.announced.reachability != "unknown")
+    assert membership.announced == Announcement("public", (f"{OUTSIDE}/tcp/4001/p2p/{ME}",), 16)
+    assert network.sent == [(CALLER, DialBack((4001,)))], "who is connected through a relay cannot tell"
+
+
+def test_a_neighbours_word_counts_only_for_ports_that_were_asked_for_and_public_addresses() -> None:
+    for seen, reached in ((f"{OUTSIDE}/tcp/50000", (22,)), (f"{INSIDE}/tcp/50000", (4001,))):
+        answers: dict[type[Message], Message] = {DialBack: DialedBack(seen, reached)}
+        made, _, membership = keeper(answers, {CALLER: "direct"})
+        look(made, lambda made=made: made.findings.asked_at is not None)  # type: ignore[misc]
+        assert made.announcement() == Announcement("unreachable", (), 0)
+    made, _, membership = keeper(answers, {CALLER: "direct"}, allow_private=True)
+    look(made, lambda: membership.announced.reachability == "public")
+    assert membership.announced.addresses == (f"{INSIDE}/tcp/4001/p2p/{ME}",)
+
+
+def test_a_peer_dials_back_at_the_address_that_it_sees_and_at_no_other() -> None:
+    async def main() -> Message:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = int(server.sockets[0].getsockname()[1])
+        made, *_ = keeper(remote={CALLER: "/ip4/127.0.0.1/tcp/50000"})
+        call = IncomingCall(CALLER, b"r" * 32, DialBack((port, 1)), [], 1e9)
+        answer = (await made.answer(call)).message
+        server.close()
+        assert answer == DialedBack("/ip4/127.0.0.1/tcp/50000", (port,))
+        return answer
+
+    asyncio.run(main())
+    made, *_ = keeper()
+    assert asked(DialBack((4001,)), made.answer) == DialedBack("", ()), "through a relay it sees no address"
+
+
+def test_an_introduction_tells_both_where_the_introducer_sees_the_other() -> None:
+    remote = {CALLER: f"{OUTSIDE}/tcp/1001", OTHER: f"{OUTSIDE}/tcp/1002"}
+    made, network, _ = keeper({Meet: Meeting("")}, {CALLER: "direct", OTHER: "direct"}, remote=remote)
+    assert asked(Introduce(OTHER), made.answer) == Meeting(remote[OTHER])
+    assert network.sent == [(OTHER, Meet(CALLER, remote[CALLER]))]
+
+
+@pytest.mark.parametrize("path", ["relayed", "punched", None])
+def test_nobody_is_introduced_who_is_not_connected_directly(path: str | None) -> None:
+    paths = {CALLER: "direct"} | ({OTHER: path} if path else {})
+    made, network, _ = keeper({Meet: Meeting("")}, paths, remote={CALLER: f"{OUTSIDE}/tcp/1"})
+    with pytest.raises(Refused):
+        asked(Introduce(OTHER), made.answer)
+    assert not network.sent
+
+
+def test_nobody_is_met_at_a_private_address_unless_that_is_allowed() -> None:
+    made, *_ = keeper()
+    with pytest.raises(Refused, match="allow_private"):
+        asked(Meet(CALLER, "/ip4/10.0.0.1/tcp/22"), made.answer)
+
+
+def test_a_peer_that_can_be_dialled_is_dialled_by_the_one_behind_a_nat_that_it_wants_to_meet() -> None:
+    made, network, membership = keeper()
+    membership.view = View({CALLER: PeerView(CALLER, Span(0, 0), 1, reachability="public")})
+
+    async def meet() -> Message:
+        answer = (await made.answer(IncomingCall(CALLER, b"r" * 32, Meet(CALLER, f"{OUTSIDE}/tcp/1"), [], 1e9))).message
+        await asyncio.gather(*network.tasks)
+        return answer
+
+    assert asyncio.run(meet()) == Meeting("") and network.dialled == [CALLER]
+
+
+def test_a_peer_that_can_be_dialled_punches_no_hole_but_waits_for_the_other_to_dial() -> None:
+    answers: dict[type[Message], Message] = {
+        DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,)),
+        Introduce: Meeting(f"{OUTSIDE}/tcp/1"),
+    }
+    made, network, membership = keeper(answers, {CALLER: "direct"}, remote={OTHER: f"{OUTSIDE}/tcp/1"})
+    look(made, lambda: membership.announced.reachability == "public")
+    asyncio.run(made.punch_hole(OTHER, CALLER))
+    assert network.sent[-1] == (CALLER, Introduce(OTHER))
+
+
+def test_a_hole_that_could_not_be_opened_is_not_tried_again_for_a_while() -> None:
+    made, network, _ = keeper({Introduce: Meeting("/ip6/2a00:1450::1/tcp/1")})  # this host has no IPv6
+    for reason in ("no hole can be punched", "a short time ago"):
+        with pytest.raises(ConnectionBroken, match=reason):
+            asyncio.run(made.punch_hole(OTHER, CALLER))
+    assert network.sent == [(CALLER, Introduce(OTHER))]
+
+
+def test_only_so_many_are_helped_at_once() -> None:
+    async def main() -> None:
+        host_knows = {CALLER: f"{OUTSIDE}/tcp/1", OTHER: f"{OUTSIDE}/tcp/2"}
+        made, network, _ = keeper({}, {CALLER: "direct", OTHER: "direct"}, remote=host_knows)
+        release = asyncio.Event()
+
+        async def hang(_peer: PeerId, _request: Message, *, deadline: float) -> Reply:
+            await release.wait()
+            return Reply(Pong())
+
+        network.call = hang  # type: ignore[method-assign]
+        call = IncomingCall(CALLER, b"r" * 32, Introduce(OTHER), [], 1e9)
+        helped = [asyncio.create_task(made.answer(call)) for _ in range(MAX_HELPED)]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            await made.answer(call)
+        release.set()
+        await asyncio.gather(*helped)
+        assert (await made.answer(call)).message == Meeting(f"{OUTSIDE}/tcp/2")
+
+    asyncio.run(main())
