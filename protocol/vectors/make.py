@@ -107,7 +107,7 @@ def _records() -> list[tuple[Record, Identity, int, int]]:
         (Claim(SECOND.peer, Span(3, 4), 0, (), "serving", 0.0), SECOND, 4, 1),
         (Claim(FIRST.peer, Span(0, 1), 0, (ADDRESS,), "serving", 0.0, 0.0, "public", 16), FIRST, 0, 0),
         (counted, SECOND, 3, MAX_SHARD_BITS),
-        (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 0.0, PROOFS["named"]), SECOND, 3, 0),
+        (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 0.0, proof=PROOFS["named"]), SECOND, 3, 0),
         (BanList(FIRST.peer, Span(0, 0), BANS), FIRST, 0, 0),
         (BanList(SECOND.peer, Span(0, 0), ()), SECOND, 0, 0),
     ]
