@@ -274,7 +274,7 @@ class Network:
         self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self) -> bool:
-        """Returns whether one more connection fits, after breaking off one that an observer has opened if need be."""
+        """Returns whether one more connection fits, after breaking off one that a reader has opened if need be."""
         connections = self._all_connections()
         if len(connections) < self.limits.max_connections:
             return True
