@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import msgpack
-from agora_protocol.errors import Busy, ProtocolError
+from agora_protocol.errors import Busy, NotAdmitted, ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_KEY_RECORDS, MAX_RECORD_BYTES
 from agora_protocol.packing import pack
@@ -74,7 +74,7 @@ class BoundedP2P:
     """What hivemind's DHTNode takes for its P2P: passes its handlers and calls on to p2pd, within bounds.
 
     What was refused is counted in `validator.refused`, by reason. is_member: whether a peer may enter the routing table
-    by calling. report_violation: takes what no honest peer sends.
+    by calling. is_answered: whether a peer is answered at all. report_violation: takes what no honest peer sends.
     """
 
     def __init__(self, p2p: Any, validator: SignedRecords, stages: int) -> None:
@@ -86,6 +86,7 @@ class BoundedP2P:
         self._signatures = WorkBuckets(SIGNATURES_PER_S, SIGNATURES_BURST)
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0  # of the values under a key
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
+        self.is_answered: Callable[[PeerId], bool] = lambda _peer: True
         self.report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
 
     @property
@@ -108,6 +109,8 @@ class BoundedP2P:
         async def answer(raw: bytes, remote: Any) -> bytes:
             """Answers one request. What it raises is told to the caller as an error of the call."""
             peer = PeerId(str(remote))
+            if not self.is_answered(peer):
+                raise NotAdmitted("say HELLO first")
             try:
                 request = self._parse(kind, raw, peer, input_protobuf_type)
             except ProtocolError as error:

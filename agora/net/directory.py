@@ -106,6 +106,7 @@ class Directory:
         node.protocol.storage = storage = BoundedStorage(run)
         bounds.stored_bytes = storage.bytes_under
         node.protocol.cache = BoundedStorage(run, maxsize=1)
+        bounds.is_answered = guard.is_greeted
         await DhtDoor(node.protocol, guard).open()
         directory = cls(host, run, node, validator, bounds, guard, unix or time.time)
         await directory.bootstrap(bootstrap)

@@ -32,6 +32,7 @@ from agora.net.incoming import IncomingCall
 from agora.net.network import Network
 from agora.node import admission_files, control_client, paths, runs
 from agora.node.incarnations import next_incarnation
+from agora.node.run_admission import load_book
 from agora.node.startup import Startup
 from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
@@ -206,6 +207,7 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
         if signed is not None:
             known += await _addresses_of_neighbours(signed.run_id)
         known = tuple(dict.fromkeys(address for address in known if not address.endswith(host.peer)))
+        known = may_be_dialled(startup, signed, known)
         if known:
             try:
                 reached = await host.connect(known)
@@ -216,6 +218,16 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
         peers = len({address.rpartition("/")[2] for address in known})
         note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask, the first peer here"
     return known
+
+
+def may_be_dialled(startup: Startup, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
+    """Returns the addresses of peers that may be dialled: not of those that are banned here, or from a known run."""
+    if signed is None:
+        banned = set(admission_files.read_banned(startup.home))
+        return tuple(address for address in known if peer_of_address(address) not in banned)
+    now_unix = time.time()
+    book = load_book(startup.home, signed, now_unix)
+    return tuple(address for address in known if not book.why_not_called(peer_of_address(address), now_unix))
 
 
 async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:

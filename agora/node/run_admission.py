@@ -31,6 +31,7 @@ from agora.net.gate import Gate
 from agora.net.incoming import IncomingCall
 from agora.net.network import Network
 from agora.node import admission_files
+from agora.node.paths import Home
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.swarm.admission import AdmissionPolicy
@@ -43,6 +44,16 @@ BAN_LIST_S = 10.0
 BAN_LIST_LIFETIME_S = 60.0
 BAN_SHARD = Shard(0)
 """Where ban lists are published."""
+
+
+def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:
+    """Returns what this machine knows of a run's admission: its manifest, bans and revocations. Raises DiskError."""
+    policy, banned = AdmissionPolicy.of(signed.manifest), admission_files.read_banned(home)
+    book = AdmissionBook(signed.run_id, policy, banned)
+    for sealed in admission_files.read_revocations(home, signed.run_id):
+        with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
+            book.take(sealed, now_unix)
+    return book
 
 
 class Forgetful(Protocol):
@@ -70,12 +81,8 @@ class RunAdmission:
         self._startup = startup
         self._run = run = signed.run_id
         self._unix = unix
-        policy = AdmissionPolicy.of(signed.manifest)
         self.proof = proof
-        self.book = AdmissionBook(run, policy, admission_files.read_banned(startup.home))
-        for sealed in admission_files.read_revocations(startup.home, run):
-            with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
-                self.book.take(sealed, unix())
+        self.book = load_book(startup.home, signed, unix())
         self.gate = Gate(
             startup.me,
             run,

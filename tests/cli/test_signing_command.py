@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agora_protocol.errors import InputError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import SignedManifest, preset
 from agora_protocol.tickets import InviteTicket, open_proof, open_revocation
 
-from agora.cli import signing_command
+from agora.cli import main_node, signing_command
 from agora.cli.console import Failure
 from agora.cli.signing_command import InviteRequest
 from agora.node import admission_files, runs
@@ -116,6 +117,16 @@ def test_a_ban_that_reaches_nobody_is_kept_for_the_next_start(tmp_path: Path, mo
     for peer, says in (("nobody", "no peer id"), (founder.identity.peer, "founder cannot be banned")):
         with pytest.raises(Failure, match=says):
             signing_command.ban(founder.run, peer, tmp_path, as_json=True)
+
+
+def test_an_owner_bans_a_peer_while_no_daemon_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGORA_RUNTIME_DIR", str(tmp_path / "no daemons"))
+    main_node.ban(PEER, directory=tmp_path)
+    assert admission_files.read_banned(Home(tmp_path)) == [PEER] and "next start" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no peer id"):
+        main_node.ban("somebody", directory=tmp_path)
 
 
 def test_the_owners_bans_and_the_runs_are_read_again_as_they_were_written(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ RESERVE = bytes.fromhex("020800")
         f"/ip4/203.0.113.7/tcp/4001/p2p/{RELAY}/p2p-circuit",
         f"/dns4/example.org/tcp/4001/p2p/{RELAY}/p2p-circuit/p2p/{PEER}",
     ],
+    ids=["direct", "with its peer", "of a relay", "through a relay"],
 )
 def test_an_address_through_a_relay_survives_the_way_to_p2pd_and_back(address: str) -> None:
     assert address_text(address_bytes(address)) == address

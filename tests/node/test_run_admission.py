@@ -34,7 +34,7 @@ from agora.net.directory import Directory
 from agora.net.gate import Gate
 from agora.net.incoming import IncomingCall
 from agora.net.network import Network
-from agora.node import admission_files
+from agora.node import admission_files, joining
 from agora.node.paths import Home
 from agora.node.run_admission import RunAdmission
 from tests.net.helpers import Peer, after, echo, introduce, make_host, run, until
@@ -339,3 +339,14 @@ def test_in_mode_listed_only_the_listed_are_called_and_strangers_read_if_the_man
                 assert [(await raw.next())[0].type for _ in range(2)] == [FrameType.HELLO, FrameType.ANSWER]
 
     run(main)
+
+
+def test_a_daemon_that_starts_does_not_dial_whom_it_remembers_as_banned(tmp_path: Path) -> None:
+    manifest, home = signed("open"), Home(tmp_path)
+    banned, banned_here, other = (Identity(bytes([n]) * 32).peer for n in (20, 21, 22))
+    admission_files.write_revocations(home, manifest.run_id, [ban_of(manifest.run_id, banned)])
+    admission_files.add_banned(home, banned_here)
+    startup: Any = SimpleNamespace(home=home)
+    known = [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in (banned, banned_here, other)]
+    assert joining.may_be_dialled(startup, manifest, known) == tuple(known[2:])
+    assert joining.may_be_dialled(startup, None, known) == (known[0], known[2]), "the run's bans are not known yet"

@@ -65,6 +65,8 @@ def test_only_who_has_a_ticket_trains_until_it_is_banned(tmp_path: Path, capsys:
         ban(made, printed["ban_by"])
         made.until(lambda: peers_seen(founder) == {founder.peer}, "the ban to work", GONE_WITHIN_S)
         assert founder.events("PeerBanned", peer=printed["ban_by"])
+        founder.ask("ban", peer=guest.peer)  # what `agora-node ban` asks: for this machine, whatever the run says
+        assert (founder.root / "banned.txt").read_text().split() == [guest.peer]
         done = made.completed(founder)
         guest.kill()
         again = made.start("guest", "1", run=printed["invite"])
