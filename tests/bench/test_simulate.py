@@ -34,7 +34,7 @@ def test_heavy_churn_without_microbatches_shows_what_placement_loses() -> None:
 
 
 def test_a_fleet_under_churn_comes_near_the_bound() -> None:
-    described = large_fleet(32, 300.0)
+    described = large_fleet(32, 300.0, per_stage=4)
     report = SimulationReport(described, Simulation(described).run())
     assert report.of_bound > 0.7
     assert report.measured.dropped == 0
