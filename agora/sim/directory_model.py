@@ -1,52 +1,58 @@
-"""The directory of a simulation: claims, when they end, what a peer reads of them, and how many records it reads.
+"""The directory of a simulation: claims in the shards of their stages, when they end, and who serves what.
 
-Knows: claims, their lifetime, samples of a stage's replicas. Must not know: how records are stored, or microbatches.
-
-Every few seconds a peer reads a bounded sample of the replicas of the stage that it calls. When it looks for a better
-place it gets the claims of all peers, at most VIEW_AGE_S old. The claim of a peer that dies stays until it expires.
+Knows: claims, their lifetime, shards, and that a key keeps a bounded number of records. Must not know: who reads when
+(simulated_reader.py does), nodes of a DHT, or microbatches. A peer that dies keeps its claim until the claim ends.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Final
 
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import PeerId, RunId, Span
+from agora_protocol.limits import MAX_KEY_RECORDS
+from agora_protocol.shards import Shard, shard_bits, shard_hash
 
-from agora.sim.measurements import Measurements
 from agora.sim.simulated_peer import SimulatedPeer
-from agora.swarm.directory_reader import CALM_READ_S, JITTER
-from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
-from agora.swarm.view import PeerView, View
+from agora.swarm.directory_shards import judge_reading
+from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_S
+from agora.swarm.view import PeerView
 
-SAMPLE = 32
-"""The most replicas of the next stage that a peer knows."""
-NEWCOMERS = 64
-"""How many of a stage's latest newcomers are remembered, so that readers may take them into their samples."""
+RUN: Final = RunId("00" * 32)
+"""The run whose hashes place the peers."""
+DEEPEST = 12
+"""The greatest depth of a shard that is kept: a stage of 100,000 peers is read at this depth."""
 FETCH_SAMPLE = 8
-"""The most servers of a stage from which a newcomer chooses donors."""
-VIEW_AGE_S = 4.0
-"""The greatest age, in seconds, of the view by which peers judge their place."""
+"""Servers of a stage that a newcomer considers to fetch from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardContent:
+    """What a read of a shard finds: the claims, and how many peers that are in which part of all hashes."""
+
+    claims: tuple[PeerView, ...]
+    count: int
+    covered: float
 
 
 class DirectoryModel:
-    """Keeps the claims of all peers. Every change of a stage's servers raises the stage's version by one.
+    """Keeps the claims of all peers. A claim is found in its shard of every depth, as far as keys keep it."""
 
-    work: of each stage, see SimulatedModel. Counts the records that are read in `measurements`.
-    """
-
-    def __init__(self, work: tuple[float, ...], rng: random.Random, measurements: Measurements) -> None:
-        stages = len(work)
+    def __init__(self, work: tuple[float, ...], rng: random.Random) -> None:
         self._work = work
         self._rng = rng
-        self._measurements = measurements
         self._claims: dict[PeerId, PeerView] = {}
-        self._servers: list[dict[PeerId, PeerView]] = [{} for _ in range(stages)]
-        self._newcomers: list[deque[tuple[int, PeerId]]] = [deque(maxlen=NEWCOMERS) for _ in range(stages)]
-        self.versions = [0] * stages
-        self._snapshot = View()
-        self._snapshot_at = float("-inf")
-        self._is_changed = False
+        self._hashes: dict[PeerId, int] = {}
+        self._servers: list[dict[PeerId, PeerView]] = [{} for _ in work]
+        self._members: defaultdict[Shard, dict[PeerId, PeerView]] = defaultdict(dict)
+        self._contents: dict[Shard, ShardContent] = {}
+
+    @property
+    def stage_count(self) -> int:
+        """How many stages the run has."""
+        return len(self._work)
 
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:
         """Stores a peer's claim of its present incarnation, in place of its earlier one."""
@@ -55,21 +61,45 @@ class DirectoryModel:
         bandwidth = peer.equipment.link.spec.rate
         view = PeerView(peer.id, span, peer.incarnation, state=state, capacity=rate, bandwidth=bandwidth)
         self._claims[peer.id] = view
-        self._is_changed = True
+        self._hashes[peer.id] = shard_hash(RUN, peer.id)
+        for shard in self._shards_of(view):
+            self._members[shard][peer.id] = view
+            self._contents.pop(shard, None)
         if state == "serving":
             for stage in span.stages:
                 self._servers[stage][peer.id] = view
-                self.versions[stage] += 1
-                self._newcomers[stage].append((self.versions[stage], peer.id))
 
     def withdraw(self, peer: PeerId) -> None:
         """Removes a peer's claim, if there is one."""
         claimed = self._claims.pop(peer, None)
-        self._is_changed = True
-        if claimed is not None and claimed.state == "serving":
+        if claimed is None:
+            return
+        for shard in self._shards_of(claimed):
+            del self._members[shard][peer]
+            self._contents.pop(shard, None)
+        if claimed.state == "serving":
             for stage in claimed.span.stages:
                 del self._servers[stage][peer]
-                self.versions[stage] += 1
+
+    def _shards_of(self, claimed: PeerView) -> list[Shard]:
+        """Returns the shards of all depths in which a claim is found."""
+        bits = shard_bits(self._hashes[claimed.peer], DEEPEST)
+        return [Shard(stage, bits[:depth]) for stage in claimed.span.stages for depth in range(DEEPEST + 1)]
+
+    def content(self, shard: Shard) -> ShardContent:
+        """Returns what a read of a shard finds now; of more than MAX_KEY_RECORDS peers those with the least hashes."""
+        if (known := self._contents.get(shard)) is not None:
+            return known
+        found = list(self._members[shard].values())
+        if len(found) > MAX_KEY_RECORDS:
+            found = sorted(found, key=lambda view: self._hashes[view.peer])[:MAX_KEY_RECORDS]
+        reading = judge_reading(shard, [self._hashes[view.peer] for view in found], 0.0)
+        content = self._contents[shard] = ShardContent(tuple(found), reading.count, reading.covered)
+        return content
+
+    def claim_of(self, peer: PeerId) -> PeerView | None:
+        """Returns a peer's claim; None without one."""
+        return self._claims.get(peer)
 
     def is_current(self, peer: PeerId, incarnation: int) -> bool:
         """Returns whether a peer has a claim and it is of this incarnation."""
@@ -84,53 +114,7 @@ class DirectoryModel:
         """Returns how many peers claim to serve a stage."""
         return len(self._servers[stage])
 
-    def read_interval_s(self) -> float:
-        """Returns the seconds until a peer reads again, drawn at random."""
-        return CALM_READ_S * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
-
-    def read(self, peer: SimulatedPeer, stage: int) -> bool:
-        """Refreshes a peer's sample of the servers of `stage`; returns whether it has changed.
-
-        Servers of the sample that still serve stay in it, so that what was measured of them is not lost. A newcomer
-        gets into a full sample with probability SAMPLE / servers; so each server is in about equally many samples.
-        """
-        servers = self._servers[stage]
-        self._measurements.directory_read += min(SAMPLE, len(servers)) + len(self._servers)
-        if peer.replicas_version == self.versions[stage]:
-            return False
-        kept = [view for old in peer.replicas if (view := servers.get(old.peer)) is not None]
-        most = min(SAMPLE, len(servers))
-        for version, newcomer in self._newcomers[stage]:
-            view = servers.get(newcomer)
-            if version <= peer.replicas_version or view is None or len(kept) < SAMPLE:
-                continue
-            if self._rng.random() < SAMPLE / len(servers) and view not in kept:
-                kept[self._rng.randrange(len(kept))] = view
-        peer.replicas_version = self.versions[stage]
-        if len(kept) < most:
-            known = {view.peer for view in kept}
-            others = [view for name, view in servers.items() if name not in known]
-            kept += self._rng.sample(others, most - len(kept))
-        fresh = tuple(sorted(kept, key=lambda view: view.peer))
-        is_new = len(fresh) != len(peer.replicas) or any(
-            new is not old for new, old in zip(fresh, peer.replicas, strict=True)
-        )
-        if is_new:
-            peer.replicas = fresh
-        return is_new
-
-    def view(self, now: float) -> View:
-        """Returns the claims of all peers, as they were at most VIEW_AGE_S ago."""
-        if self._is_changed and now - self._snapshot_at > VIEW_AGE_S:
-            self._snapshot = View(dict(self._claims))
-            self._snapshot_at, self._is_changed = now, False
-        return self._snapshot
-
     def sample_servers(self, stage: int) -> list[PeerView]:
         """Returns at most FETCH_SAMPLE of the peers that claim to serve a stage, drawn at random."""
         servers = list(self._servers[stage].values())
         return servers if len(servers) <= FETCH_SAMPLE else self._rng.sample(servers, FETCH_SAMPLE)
-
-    def records_stored_per_s(self, spans: int) -> float:
-        """Returns the records per second that a peer with `spans` stages stores: claim and progress for each stage."""
-        return spans * (1.0 / PUBLISH_CLAIM_S + 1.0 / PUBLISH_PROGRESS_S)

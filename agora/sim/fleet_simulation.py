@@ -18,6 +18,7 @@ from agora.sim.measurements import Measurements
 from agora.sim.origin_simulation import OriginSimulation
 from agora.sim.simulated_device import SimulatedDevice
 from agora.sim.simulated_peer import Equipment, Presence, SimulatedPeer
+from agora.sim.simulated_reader import SimulatedReader
 from agora.sim.state_fetch import SimulatedFetch
 from agora.swarm.membership import LIFETIME_S
 from agora.swarm.view import View
@@ -36,8 +37,8 @@ class PlacementRules(Protocol):
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
         """Returns the span that a newcomer should hold; None: it stands by."""
 
-    def judge(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span to which a serving peer should move; None: it stays."""
+    def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
+        """Returns the span to which a serving peer should move. view: returns what the peer knows."""
 
     def next_look_s(self) -> float | None:
         """Returns the seconds until a peer judges its place again; None: never."""
@@ -69,6 +70,7 @@ class FleetSimulation:
         self._startup_s = startup_s
         self._numbers = 0
         self.stages = len(state_bytes)
+        self._readers: dict[PeerId, SimulatedReader] = {}
         self.peers: dict[PeerId, SimulatedPeer] = {}
         """The machines that have not gone, hung ones included."""
         self._departed: dict[PeerId, SimulatedPeer] = {}
@@ -91,6 +93,7 @@ class FleetSimulation:
         name = PeerId(f"peer-{self._numbers:06d}")
         peer = SimulatedPeer(name, self._numbers, equipment, SimulatedDevice(self._events), self.stages)
         self.peers[name] = peer
+        self._readers[name] = SimulatedReader(name, self._directory, self._measurements, self._rng)
         return peer
 
     def place(self, peer: SimulatedPeer, span: Span) -> None:
@@ -109,15 +112,18 @@ class FleetSimulation:
         return peer
 
     def _watch(self, peer: SimulatedPeer) -> None:
-        """Schedules a machine's first read of the directory and its periodic placement checks, if there are any."""
-        self._events.after(self._directory.read_interval_s(), self._read, peer)
+        """Begins a machine's reading of the directory, and its looks at its own place."""
+        read_s = self._readers[peer.id].interval_s()
+        self._events.after(read_s, self._read, peer)
         if (look_s := self._rules.next_look_s()) is not None:
-            self._events.after(look_s, self._look, peer)
+            self._events.after(read_s + look_s, self._look, peer)
 
     def _choose(self, peer: SimulatedPeer) -> None:
         """Has a machine that stands by choose a span and fetch it; without a span to choose it goes on standing by."""
         if peer.presence is Presence.STANDBY:
-            span = self._rules.choose(self._directory.view(self._events.now), peer)
+            reader = self._readers[peer.id]
+            reader.read(None, self._events.now)
+            span = self._rules.choose(reader.view(None), peer)
             if span is not None:
                 self._fetch(peer, span)
 
@@ -144,8 +150,7 @@ class FleetSimulation:
             return
         peer.presence = Presence.SERVING
         self._directory.claim(peer, peer.span, "serving")
-        if peer.span.last + 1 < self.stages:
-            self._directory.read(peer, peer.span.last + 1)
+        self._read_directory(peer)
         if peer.span.first == 0:
             self.origins.begin(peer)
 
@@ -155,13 +160,23 @@ class FleetSimulation:
         """Refreshes a machine's sample of its next stage's servers, and schedules its next read."""
         if not peer.is_up:
             return
-        held = 0 if peer.span is None else len(peer.span)
-        interval_s = self._directory.read_interval_s()
-        self._measurements.directory_stored += self._directory.records_stored_per_s(held) * interval_s
-        has_next = peer.span is not None and peer.span.last + 1 < self.stages
-        if peer.span is not None and has_next and self._directory.read(peer, peer.span.last + 1):
+        if self._read_directory(peer):
             self.hops.look_again(peer)
+        reader = self._readers[peer.id]
+        interval_s = reader.interval_s()
+        self._measurements.directory_stored += reader.records_stored_per_s(peer.span) * interval_s
         self._events.after(interval_s, self._read, peer)
+
+    def _read_directory(self, peer: SimulatedPeer) -> bool:
+        """A machine reads what is due; returns whether other peers than before serve the stage after its span."""
+        reader = self._readers[peer.id]
+        if not reader.read(peer.span, self._events.now) or peer.span is None or peer.span.last + 1 >= self.stages:
+            return False
+        replicas = reader.replicas(peer.span.last + 1)
+        if replicas == peer.replicas:
+            return False
+        peer.replicas = replicas
+        return True
 
     def _look(self, peer: SimulatedPeer) -> None:
         """Moves a machine that serves if the rules say so, lets one that stands by choose; schedules the next check."""
@@ -170,12 +185,20 @@ class FleetSimulation:
         if peer.presence is Presence.STANDBY:
             self._choose(peer)
         elif peer.presence is Presence.SERVING:
-            span = self._rules.judge(self._directory.view(self._events.now), peer)
+            span = self._judge(peer)
+            if span is not None:
+                self._read_directory(peer)
+                span = self._judge(peer)  # again, on a view as fresh as the daemon's
             if span is not None and span != peer.span:
                 self._measurements.moves += 1
                 self._drain(peer, lambda: self._fetch(peer, span))
         if (look_s := self._rules.next_look_s()) is not None:
             self._events.after(look_s, self._look, peer)
+
+    def _judge(self, peer: SimulatedPeer) -> Span | None:
+        """Returns the span to which a machine should move by what it knows."""
+        reader = self._readers[peer.id]
+        return self._rules.judge(self._events.now, peer, lambda: reader.view(peer.span))
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
         """Stops new work for a machine, lets it finish what it holds, for at most DRAIN_S, then calls `then`."""
@@ -195,7 +218,7 @@ class FleetSimulation:
             self._events.after(DRAIN_LOOK_S, self._wait_for_drain, peer, until, then)
             return
         self.hops.hand_back(peer)
-        peer.origin, peer.replicas, peer.replicas_version = None, (), -1
+        peer.origin, peer.replicas = None, ()
         peer.paths_s.clear()
         then()
 
@@ -245,6 +268,7 @@ class FleetSimulation:
             return
         if peer.origin is not None:
             self._measurements.lost += peer.origin.open_count
+        del self._readers[peer.id]
         peer.presence = Presence.GONE
         peer.device.stop()
         self._departed[peer.id] = peer

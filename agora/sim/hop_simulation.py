@@ -102,12 +102,10 @@ class HopSimulation:
     def _arrive(self, call: Call) -> None:
         """Called when a call reaches its callee: sends a kept answer, joins a running visit, refuses, or begins one."""
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
-        if call.ended:
-            return
-        if not peer.is_up:  # the end of its connection tells the caller; of one that hangs, a ping without an answer
-            if peer.presence is Presence.HUNG:
-                self._events.after(SILENCE_S, self._failed, call, MAX_FAILURES)
-            return
+        if peer.presence is Presence.HUNG:
+            self._events.after(SILENCE_S, self._failed, call, MAX_FAILURES)
+        if call.ended or not peer.is_up:
+            return  # the end of its connection tells the caller
         key = (microbatch.id, stage)
         if (kept := peer.answers.get(key)) is not None:
             call.visit = kept
@@ -127,13 +125,11 @@ class HopSimulation:
             if is_hopeless(visit.deadline - self._events.now, peer.busy_s.value or 0.0):
                 self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
                 return
-            visit.callers.append(call)
-            call.visit = visit
             self._begin(visit)
         else:
-            visit.callers.append(call)
-            call.visit = visit
             self._measurements.repeats += 1
+        visit.callers.append(call)
+        call.visit = visit
         self._reply(call, self._accepted, call, peer.device.queue_length)
 
     def _refusal_s(self, peer: SimulatedPeer) -> float | None:

@@ -14,8 +14,9 @@ from agora.sim.simulated_peer import Visit
 class Sample:
     """The swarm at one time; rates are since the sample before. rate: microbatches completed per second.
 
-    bound: the flow bound of the machines that serve. best: the rate of the best placement of all machines that are up.
-    fluid: their total speed / total work. messages, stored, read: per peer and second. empty_stages: without a server.
+    bound: the flow bound of those that served. best: the rate of the best placement of all machines that were there.
+    fluid: all speed by all work. messages, stored, read, keys: per peer and second; keys: reads of one key.
+    empty_stages: stages without a server.
     """
 
     time: float
@@ -28,6 +29,7 @@ class Sample:
     messages: float
     stored: float
     read: float
+    keys: float
     empty_stages: int
 
 
@@ -51,6 +53,7 @@ class Measurements:
     messages: int = 0
     directory_stored: float = 0.0
     directory_read: int = 0
+    directory_keys: int = 0
     moves: int = 0
     joins: int = 0
     kills: int = 0

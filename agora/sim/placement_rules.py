@@ -5,7 +5,9 @@ Knows: which functions decide, and their arguments. Must not know: time, what a 
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 
 from agora_protocol.ids import Span
 
@@ -14,6 +16,9 @@ from agora.sim.simulated_peer import Equipment, SimulatedPeer
 from agora.swarm.placement import Ability, StageDemands, choose_placement
 from agora.swarm.rebalancing import judge_move, next_look_s
 from agora.swarm.view import View
+
+JUDGED_S = 2.0
+"""For so long a judgement that nobody alike moves is not made again."""
 
 
 class _LeastDraws(random.Random):
@@ -27,8 +32,8 @@ class _LeastDraws(random.Random):
 class ProductPlacement:
     """The daemon's own decisions. rebalancing: whether machines that serve ever move.
 
-    For most views no machine of a given span and kind moves, whatever is drawn. That is found out once for each view,
-    span and kind of machine, not once for each machine.
+    Most judgements are that nobody of a span and a kind moves, whatever is drawn. Such a judgement stands for all
+    machines of this span and kind for JUDGED_S; in a run that is not small their views differ, and one is a sample.
     """
 
     def __init__(self, model: SimulatedModel, rebalancing: bool, rng: random.Random) -> None:
@@ -37,24 +42,22 @@ class ProductPlacement:
         self._demands = StageDemands(work, max(model.boundary_bytes, model.gradient_bytes), model.state_bytes)
         self._rebalancing = rebalancing
         self._rng = rng
-        self._judged: View | None = None
-        self._may_move: dict[tuple[Span, str], bool] = {}
+        self._may_move: dict[tuple[Span, str], tuple[float, bool]] = {}
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
         """Returns the span that a newcomer should hold; None: it stands by."""
         return choose_placement(view, self._demands, self._ability(peer.equipment), self._rng).span
 
-    def judge(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span to which a serving peer should move; None: it stays."""
+    def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
+        """Returns the span to which a serving peer should move; None: it stays. view: returns what it knows."""
         if not self._rebalancing or peer.span is None:
             return None
-        if self._judged is not view:
-            self._judged = view
-            self._may_move.clear()
         alike = (peer.span, peer.equipment.kind)
-        if alike not in self._may_move:
-            self._may_move[alike] = self._place_after_move(view, peer, _LeastDraws()) is not None
-        return self._place_after_move(view, peer, self._rng) if self._may_move[alike] else None
+        judged_at, may_move = self._may_move.get(alike, (-math.inf, False))
+        if now - judged_at > JUDGED_S:
+            may_move = self._place_after_move(view(), peer, _LeastDraws()) is not None
+            self._may_move[alike] = now, may_move
+        return self._place_after_move(view(), peer, self._rng) if may_move else None
 
     def next_look_s(self) -> float | None:
         """Returns the seconds until a peer judges its place again."""

@@ -80,7 +80,6 @@ class SimulatedPeer:
         self.wakes_at = math.inf
         self.calls_in: dict[Call, None] = {}
         self.replicas: tuple[PeerView, ...] = ()
-        self.replicas_version = -1
         self.origin: OriginState | None = None
 
     @property

@@ -36,7 +36,7 @@ class Simulation:
         self.measurements = Measurements()
         model, seed = scenario.model, scenario.seed
         self._rng = random.Random(f"{seed} fleet")
-        self.directory = DirectoryModel(model.work, random.Random(f"{seed} directory"), self.measurements)
+        self.directory = DirectoryModel(model.work, random.Random(f"{seed} directory"))
         rules = rules or ProductPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement"))
         self.fleet = FleetSimulation(
             self.events,
@@ -62,7 +62,7 @@ class Simulation:
             self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.servers(0)
         )
         self.fleet.connect(self.hops, origins)
-        self._last: tuple[float, int, int, float, float] = (0.0, 0, 0, 0.0, 0.0)
+        self._last: tuple[float, int, int, float, int, int] = (0.0, 0, 0, 0.0, 0, 0)
         self._empty_since: dict[int, float] = {}
         self._prepare()
 
@@ -121,7 +121,7 @@ class Simulation:
         peers = [peer for peer in self.fleet.peers.values() if peer.is_up]
         serving = [p for p in peers if p.presence is Presence.SERVING and p.span is not None]
         speeds = [peer.equipment.speed for peer in peers]
-        time, completed, messages, stored, read = self._last
+        time, completed, messages, stored, read, keys = self._last
         seconds = now - time
         per_peer = 1.0 / (seconds * max(1, len(peers)))
         empty = self._count_empty(now, seconds)
@@ -137,10 +137,12 @@ class Simulation:
                 (measured.messages - messages) * per_peer,
                 (measured.directory_stored - stored) * per_peer,
                 (measured.directory_read - read) * per_peer,
+                (measured.directory_keys - keys) * per_peer,
                 empty,
             )
         )
-        self._last = (now, measured.completed, measured.messages, measured.directory_stored, measured.directory_read)
+        counted = measured.directory_stored, measured.directory_read, measured.directory_keys
+        self._last = (now, measured.completed, measured.messages, *counted)
 
     def _count_empty(self, now: float, seconds: float) -> int:
         """Adds the seconds since the last sample to every stage that no machine serves; returns how many there are."""

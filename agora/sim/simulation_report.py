@@ -79,6 +79,7 @@ class SimulationReport:
             "directory": {
                 "records_stored_per_peer_per_second": _rounded(self.mean(lambda sample: sample.stored)),
                 "records_read_per_peer_per_second": _rounded(self.mean(lambda sample: sample.read)),
+                "keys_read_per_peer_per_second": _rounded(self.mean(lambda sample: sample.keys)),
             },
             "fleet": {
                 "joins": measured.joins,

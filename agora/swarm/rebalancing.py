@@ -19,7 +19,8 @@ from agora.swarm.view import PeerView, View
 LEAST_GAIN = 1.05
 """A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
 
-It bounds what is lost: of 10 replicas where 11 could be, a tenth is.
+It bounds what is lost: of 10 replicas where 11 could be, a tenth is. Where stages are known by samples, the samples'
+uncertainty is added, see StageSupply.
 """
 LEAST_REPLICAS = 3
 """The least number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
@@ -44,21 +45,21 @@ def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, 
 
     The peers that could be spared take turns, in the order of a hash of peer and slowest stage: this one judges what
     the stages would be after the moves of those before it. So peers that judge the same view at once go to different
-    stages, and no more of them go than help. In case that those before it cannot move, it leaves them out with a small
-    probability, see OUT_OF_TURN; the number drawn from `rng` decides that.
+    stages, and no more of them go than help. In case that those before it cannot move, it judges without them with a
+    small probability, see OUT_OF_TURN; the number drawn from `rng` decides that.
     """
     draw, own = rng.random(), view.peers.get(me)
     if own is None or own.state != "serving" or own.span.last >= demands.stage_count:
         return None
-    judgement = _Judgement(view, own, demands, ability)
-    if not judgement.is_uneven():
+    alone = _Judgement(view, own, demands, ability).judge()
+    if alone is None:
         return None
+    judgement = _Judgement(view, own, demands, ability)
     others = judgement.other_spare_peers()
     moved = judgement.let_go_first(others)
     if (placement := judgement.judge()) is not None:
         return placement
-    is_out_of_turn = draw * (1 + len(others)) < OUT_OF_TURN * moved
-    return _Judgement(view, own, demands, ability).judge() if is_out_of_turn else None
+    return alone if draw * (1 + len(others)) < OUT_OF_TURN * moved else None
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class _Judgement:
         self._supply = StageSupply(view, demands, ability.speed)
         self._speed = self._supply.believed_speed(ability.speed or own.capacity * self._supply.work_of(own.span))
         self._own_rate = self._supply.rate_of(own)
+        self._least_gain = LEAST_GAIN + self._supply.uncertainty
         self._was_thin = bool(self._supply.thin_stages)
         self._serving = [len(view.replicas(stage)) for stage in range(demands.stage_count)]
 
@@ -91,11 +93,12 @@ class _Judgement:
         While the view has a thin stage only that counts: rates are evened out when it is filled and can give its state.
         """
         supply = self._supply
-        return bool(supply.thin_stages) or (not self._was_thin and LEAST_GAIN * supply.rate < supply.even_rate)
+        return bool(supply.thin_stages) or (not self._was_thin and self._least_gain * supply.rate < supply.even_rate)
 
     def other_spare_peers(self) -> list[PeerView]:
         """Returns the other serving peers that could give up their stages without making any worse."""
-        return [peer for peer in self._view.peers.values() if peer is not self._own and self._is_spare(peer)]
+        peers, is_thin, rate = self._view.peers.values(), bool(self._supply.thin_stages), self._supply.rate
+        return [peer for peer in peers if peer.peer != self._own.peer and self._is_spare(peer, is_thin, rate)]
 
     def let_go_first(self, others: list[PeerView]) -> int:
         """Moves those of `others` whose turn comes before this peer's to where they help most; returns how many moved.
@@ -112,20 +115,28 @@ class _Judgement:
         for peer in sorted(others, key=lambda other: turns[other.peer]):
             if turns[peer.peer] > turns[self._own.peer] or not self.is_uneven() or moved >= MOST_FOLLOWERS:
                 break
-            if self._is_spare(peer):  # still, after those before it have moved
+            if self._is_still_spare(peer):
                 moved += self._follow(peer)
         return moved
 
-    def _is_spare(self, peer: PeerView) -> bool:
-        """Returns whether the swarm would be no worse without the peer: see LEAST_REPLICAS, and its rate stays."""
+    def _is_still_spare(self, peer: PeerView) -> bool:
+        """Returns whether a peer can be spared after the moves that `supply` has by now."""
+        return self._is_spare(peer, bool(self._supply.thin_stages), self._supply.rate)
+
+    def _is_spare(self, peer: PeerView, is_thin: bool, swarm_rate: float) -> bool:
+        """Returns whether the swarm would be no worse without the peer: see LEAST_REPLICAS, and its rate stays.
+
+        is_thin, swarm_rate: whether `supply` has a thin stage, and its rate.
+        """
         if peer.state != "serving" or peer.span.last >= self._supply.stage_count:
             return False
-        rate, supply = self._supply.rate_of(peer), self._supply
-        return all(
-            min(self._serving[s], supply.holders[s]) >= LEAST_REPLICAS
-            and (supply.thin_stages or supply.rates[s] - rate > supply.rate)
-            for s in peer.span.stages
-        )
+        supply, stages = self._supply, peer.span.stages
+        if any(min(self._serving[stage], supply.holders[stage]) < LEAST_REPLICAS for stage in stages):
+            return False
+        if is_thin:
+            return True
+        rate = supply.rate_of(peer)
+        return all(supply.rates[stage] - rate > swarm_rate for stage in stages)
 
     def may_hold(self, span: Span) -> bool:
         """Returns whether this peer may move to `span`.
@@ -148,8 +159,10 @@ class _Judgement:
 
     def judge(self) -> Placement | None:
         """Returns the best span to hold if moving there is better than staying, by enough, and repays what it costs."""
+        if not self.is_uneven():
+            return None
         spans = [s for s in spans_that_fit(self._ability.longest) if s != self._own.span and self.may_hold(s)]
-        if not spans or not self.is_uneven():
+        if not spans:
             return None
         supply, own = self._supply, self._own
         most = max(len(span) for span in spans)
@@ -160,8 +173,8 @@ class _Judgement:
         fills = supply.thinness(most) < thinness
         if not fills and (supply.thinness(most) > thinness or supply.levels() <= levels):
             return None
-        rates = _Rates(now, supply.rate if fills else self._rate_after_reaction(LEAST_GAIN * now))
-        if not fills and rates.then <= LEAST_GAIN * now:
+        rates = _Rates(now, supply.rate if fills else self._rate_after_reaction(self._least_gain * now))
+        if not fills and rates.then <= self._least_gain * now:
             return None
         if not self._is_repaid(span, rates, fills):
             return None
@@ -175,11 +188,12 @@ class _Judgement:
         Only peers that can be spared move, each once, and keep the lengths of their spans.
         """
         supply, followers = self._supply, 0
-        others = [peer for peer in self._view.peers.values() if peer.peer != self._own.peer and self._is_spare(peer)]
-        for peer in sorted(others, key=lambda seen: (-min(supply.rates[s] for s in seen.span.stages), seen.peer)):
+        for peer in sorted(
+            self.other_spare_peers(), key=lambda seen: (-min(supply.rates[s] for s in seen.span.stages), seen.peer)
+        ):
             if supply.rate > wanted or followers >= MOST_FOLLOWERS:
                 break
-            if self._is_spare(peer):  # still, after those before it have moved
+            if self._is_still_spare(peer):
                 followers += self._follow(peer)
         return supply.rate
 

@@ -7,6 +7,7 @@ the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -66,6 +67,7 @@ class StageSupply:
 
     usual_speed: the median speed of the peers whose speed is known, in stages of mean work per second; 1 when no speed
     is known, so that rates count heads. is_measured: some speed is known, so that rates are microbatches per second.
+    Of a stage of which only a part of the peers is read, the rate is that part's, scaled up to the stage's size.
     """
 
     def __init__(self, view: View, demands: StageDemands, own_speed: float = 0.0) -> None:
@@ -82,8 +84,26 @@ class StageSupply:
         self.speed = 0.0
         """The sum of the holders' speeds."""
         for peer in sorted(holders, key=lambda p: p.peer):
-            self.add(peer.span, self.rate_of(peer))
-            self.speed += self.speed_of(peer)
+            speed = self.speed_of(peer)
+            self.add(peer.span, self.rate_at(peer.span, speed, peer.bandwidth))
+            self.speed += speed
+        self._scale_samples(view)
+
+    def _scale_samples(self, view: View) -> None:
+        """Scales what the known peers of each stage do up to the stage's size, where only some of its peers are known.
+
+        Sets `uncertainty`: three standard deviations of a stage's estimated rate, as a share of it, at the stage of
+        which least is known; n known peers of N stand for all of them to within about sqrt((1 - n / N) / n).
+        """
+        self.uncertainty, rates = 0.0, sum(self.rates)
+        for stage, known in enumerate(self.holders):
+            count = view.claimant_count(stage)
+            if 0 < known < count:
+                self.rates[stage] *= count / known
+                self.holders[stage] = count
+                self.uncertainty = max(self.uncertainty, 3.0 * math.sqrt((1.0 - known / count) / known))
+        if rates > 0.0:
+            self.speed *= sum(self.rates) / rates
 
     def work_of(self, span: Span) -> float:
         """Returns the work of one microbatch in the stages of `span` that the run has, in stages of mean work."""
@@ -173,11 +193,29 @@ class StageSupply:
         rates = {span: self.rate_at(span, speed, bandwidth) for span in spans}
         slowest = self._slowest_beside(rates)
         highest = max(slowest.values()) - 1e-6 * self.usual_speed
-        raised = [span for span in spans if slowest[span] >= highest]
+        raised = self._least_left_behind([span for span in spans if slowest[span] >= highest], rates)
         raised = raised[:: -(-len(raised) // MOST_COMPARED)]
         levels = {span: self.levels(span, rates[span]) for span in raised}
         best = max(levels.values())
         return [span for span in raised if levels[span] == best]
+
+    def _least_left_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
+        """Returns those of `spans`, beside all of which the slowest rate is the same, that leave fewest stages at it.
+
+        This decides most cases before all stages' rates have to be compared.
+        """
+        if len(spans) < 2:
+            return spans
+        slow = max(self._slowest_beside({span: rates[span] for span in spans}).values()) + 1e-6 * self.usual_speed
+        behind = list(accumulate((rate <= slow for rate in self.rates), initial=0))
+        left = {
+            span: behind[span.first]
+            + (behind[-1] - behind[span.last + 1])
+            + sum(self.rates[stage] + rates[span] <= slow for stage in span.stages)
+            for span in spans
+        }
+        least = min(left.values())
+        return [span for span in spans if left[span] == least]
 
     def _slowest_beside(self, rates: dict[Span, float]) -> dict[Span, float]:
         """Returns, for each span in `rates`, the slowest stage's rate if the span had one more holder of that rate."""

@@ -27,7 +27,10 @@ class Ratio:
 
 @dataclass(slots=True)
 class Report:
-    """What a benchmark found. `rows` share their keys in their order; `notes` say what makes the comparison fair."""
+    """What a benchmark found. `rows` share their keys in their order; `notes` say what makes the comparison fair.
+
+    pictures: SVG texts by the names of their files, which `--write` puts into docs/figures.
+    """
 
     bench: str
     title: str
@@ -35,6 +38,7 @@ class Report:
     rows: list[dict[str, Cell]] = field(default_factory=list)
     ratios: dict[str, Ratio] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    pictures: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the one JSON object of `--json`; a number that is not finite is null."""
@@ -117,11 +121,14 @@ def renew(text: str, bench: str, body: str) -> str:
 
 
 def write_section(path: Path, report: Report, command: str, date: str) -> None:
-    """Renews the report's own section of the file at `path`, atomically."""
+    """Renews the report's own section of the file at `path`, atomically, and its pictures in `figures` beside it."""
     text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(renew(text, report.bench, section(report, command, date)), encoding="utf-8")
     fresh.replace(path)
+    for name, picture in report.pictures.items():
+        (path.parent / "figures").mkdir(exist_ok=True)
+        (path.parent / "figures" / name).write_text(picture, encoding="utf-8")
 
 
 def _lines(table: Sequence[Mapping[str, Cell]]) -> list[list[str]]:

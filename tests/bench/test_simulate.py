@@ -27,14 +27,14 @@ def test_an_observed_chain_is_simulated_at_the_rate_of_its_slowest_peer() -> Non
 
 
 def test_heavy_churn_without_microbatches_shows_what_placement_loses() -> None:
-    described = dataclasses.replace(heavy_churn(QUICK, True, False), seconds=1200.0)
+    described = dataclasses.replace(heavy_churn(QUICK, True, False), seconds=500.0)
     report = SimulationReport(described, Simulation(described).run())
-    assert report.measured.kills > 20 and report.measured.completed == 0
+    assert report.measured.kills > 5 and report.measured.completed == 0
     assert 0.0 < report.bound_of_best_placement <= 1.0 + 1e-6
 
 
 def test_a_fleet_under_churn_comes_near_the_bound() -> None:
-    described = large_fleet(32, 300.0)
+    described = large_fleet(64, 400.0, per_stage=4)
     report = SimulationReport(described, Simulation(described).run())
-    assert report.of_bound > 0.7
+    assert report.of_bound > 0.75
     assert report.measured.dropped == 0

@@ -12,7 +12,7 @@ from agora_protocol.ids import Span
 from agora.swarm.placement import Ability, Placement
 from agora.swarm.rebalancing import LEAST_GAIN, LONGEST_LOOK_S, SHORTEST_LOOK_S, judge_move, next_look_s
 from agora.swarm.stage_supply import StageDemands, StageSupply, equal_demands
-from agora.swarm.view import PeerView, View
+from agora.swarm.view import PeerView, StageSample, View
 from tests.swarm.makers import peer_id, seen, view
 
 
@@ -96,6 +96,16 @@ def test_a_slow_stage_is_raised_when_the_rate_rises_by_enough() -> None:
     assert judge(view(*stage(0, 4), *stage(1, 3)), "0a", 2) is None, "even enough"
     assert 23 / 22 < LEAST_GAIN
     assert judge(view(*stage(0, 24), *stage(1, 22)), "0a", 2) is None, "too small a gain"
+
+
+def test_a_stage_of_which_a_part_is_known_counts_in_full_and_its_uncertainty_forbids_small_moves() -> None:
+    peers = view(*stage(0, 24), *stage(1, 6)).peers
+    assert judge(View(peers), "0a", 2) is not None, "all that there are"
+    samples = {0: StageSample(24.0, 8.0), 1: StageSample(20.0, 50.0)}
+    supply = StageSupply(View(peers, samples), equal_demands(2))
+    assert supply.rates == pytest.approx([24.0, 20.0]) and supply.holders == [24, 20] and supply.speed == 44.0
+    assert supply.uncertainty == pytest.approx(3.0 * ((1.0 - 6 / 20) / 6) ** 0.5)
+    assert judge(View(peers, samples), "0a", 2) is None
 
 
 def test_a_gain_that_only_comes_when_others_move_too_counts() -> None:

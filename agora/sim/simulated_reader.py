@@ -1,0 +1,111 @@
+"""A simulated peer's reading of the directory: the shards that the daemon's own functions plan, what they have shown.
+
+Knows: shards read and when, how long their claims stay in a view (swarm/directory_reader.py). Must not know: who claims
+what or why, records as bytes, microbatches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.shards import Shard, shard_hash
+
+from agora.sim.directory_model import RUN, DirectoryModel, ShardContent
+from agora.sim.measurements import Measurements
+from agora.swarm.directory_reader import CALM_READ_S, JITTER, MAX_READ_S, linger_s
+from agora.swarm.directory_shards import (
+    Reader,
+    Reading,
+    Readings,
+    ReadPlan,
+    add_readings,
+    estimate_peers,
+    plan_read,
+    shards_to_publish,
+)
+from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
+from agora.swarm.view import PeerView, StageSample, View
+
+RECORDS_OF_A_PEER = 2
+"""A claim and a progress are read of each peer, and published."""
+
+
+class SimulatedReader:
+    """What one peer knows of the others. Reads take no time: the links of machines are left to microbatches."""
+
+    def __init__(self, peer: PeerId, directory: DirectoryModel, measurements: Measurements, rng: random.Random) -> None:
+        self._peer = peer
+        self._directory = directory
+        self._measurements = measurements
+        self._rng = rng
+        self._seed = rng.getrandbits(64)
+        self._reader_hash = shard_hash(RUN, peer)
+        self._readings: Readings = {}
+        self._known: dict[Shard, tuple[ShardContent, float]] = {}
+        self._plan = ReadPlan((), True)
+
+    def read(self, span: Span | None, now: float) -> bool:
+        """Reads the shards that are due; returns whether what is known of the stage after `span` has changed."""
+        reader = Reader(self._reader_hash, self._directory.stage_count, span, self._seed)
+        self._plan = plan_read(self._readings, reader, now, self._rng)
+        after, is_changed, found = -1 if span is None else span.last + 1, False, {}
+        for shard in self._plan.shards:
+            content = self._directory.content(shard)
+            found[shard] = Reading(content.count, content.covered, now)
+            known = self._known.pop(shard, None)
+            self._known[shard] = content, now  # the newest one is the last
+            is_changed |= shard.stage == after and (known is None or known[0] is not content)
+            self._measurements.directory_read += RECORDS_OF_A_PEER * len(content.claims)
+        self._measurements.directory_keys += RECORDS_OF_A_PEER * len(found)
+        self._readings = add_readings(self._readings, found)
+        return self._forget(span, now, after) or is_changed
+
+    def _forget(self, span: Span | None, now: float, after: int) -> bool:
+        """Forgets shards that should have been read again by now; returns whether one of stage `after` was."""
+        ended = [shard for shard, (_, at) in self._known.items() if now - at > self._linger_s(shard.stage, span)]
+        for shard in ended:
+            del self._known[shard]
+        return any(shard.stage == after for shard in ended)
+
+    def _linger_s(self, stage: int, span: Span | None) -> float:
+        """Returns how many seconds what was read of a stage is believed, see DirectoryReader."""
+        if self._plan.is_small:
+            return linger_s(0.0)
+        is_close = span is not None and span.first <= stage <= span.last + 1
+        return linger_s(0.0) + (1.0 + JITTER) * (self._plan.close if is_close else self._plan.other) * MAX_READ_S
+
+    def interval_s(self) -> float:
+        """Returns the seconds until the next read, drawn at random."""
+        return (CALM_READ_S if self._plan.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
+
+    def records_stored_per_s(self, span: Span | None) -> float:
+        """Returns the records per second that the peer stores: its claim and its progress, in each of its shards."""
+        if span is None:
+            return 0.0
+        shards = len(shards_to_publish(self._readings, span, self._reader_hash))
+        return shards * (1.0 / PUBLISH_CLAIM_S + 1.0 / PUBLISH_PROGRESS_S)
+
+    def replicas(self, stage: int) -> tuple[PeerView, ...]:
+        """Returns the peers that are known to serve a stage, sorted by id."""
+        claims = {
+            view.peer: view
+            for shard, (content, _) in self._known.items()
+            if shard.stage == stage
+            for view in content.claims
+        }
+        return tuple(claims[peer] for peer in sorted(claims) if claims[peer].state == "serving")
+
+    def view(self, span: Span | None) -> View:
+        """Returns all that is known, with the peer's own claim; samples as the daemon's membership has them."""
+        peers = {view.peer: view for content, _ in self._known.values() for view in content.claims}
+        own = self._directory.claim_of(self._peer)
+        if own is not None:
+            peers[self._peer] = own
+        return View(peers, {} if self._plan.is_small else dict(self._samples(span)))
+
+    def _samples(self, span: Span | None) -> Iterator[tuple[int, StageSample]]:
+        """Yields each stage with how many peers it has by estimate."""
+        for stage in range(self._directory.stage_count):
+            yield stage, StageSample(estimate_peers(self._readings, stage), self._linger_s(stage, span))
