@@ -64,7 +64,7 @@ def run(quick: bool, folder: Path) -> Report:
     """Plans for random swarms, published clusters and home machines; nothing is trained."""
     amount = Amount(cases=80, swarms=3, timed=1) if quick else Amount(cases=400, swarms=12, timed=5)
     of_best = of_brute_force(amount.cases)
-    of_bound = [_of_bound(tuning_cost("70B"), _home_swarm(seed)) for seed in range(amount.swarms)]
+    of_bound = [_of_bound(tuning_cost("70B", "layers"), _home_swarm(seed)) for seed in range(amount.swarms)]
     compared = [compare(swarm, model) for swarm in (*CLUSTERS, *HOME_SWARMS) for model in MODELS]
     seconds = statistics.median(_seconds_128(seed) for seed in range(amount.timed))
     ratios = {
@@ -162,12 +162,15 @@ def _notes(amount: Amount, feasible: int, worst_of_bound: float, compared: Seque
     return [
         f"Brute force: {amount.cases} random swarms of 2 to 6 machines and 4 to 10 stages; {feasible} of them can hold "
         "their model; every grouping in every order, every cut. share_of_bound_32: the mean over "
-        f"{amount.swarms} random swarms on 0.2-1 Gbit/s; the worst has {worst_of_bound:.4f}.",
+        f"{amount.swarms} random swarms on 0.2-1 Gbit/s that keep one layer's graph at a time; the worst has "
+        f"{worst_of_bound:.4f}.",
         "spans: different ones of ours. ours and the columns after it: "
-        "the rate as a part of the compute bound (all machines always computing), by "
-        "one cost model: nothing was trained. A ratio divides the means of these columns; what does not fit counts as "
-        f"0 ({', '.join(f'{rule} {count}' for rule, count in unfit.items())} of {len(compared)} rows).",
-        "QLoRA of rank 16, one layer a stage, sequences of 1,024 tokens, forward repeated, boundaries int4. Speeds: "
+        "the rate as a part of the compute bound (all machines always computing, at whichever spans suit them from "
+        "moment to moment), by one cost model: nothing was trained. A ratio divides the means of these columns; what "
+        f"does not fit counts as 0 ({', '.join(f'{rule} {count}' for rule, count in unfit.items())} "
+        f"of {len(compared)} rows).",
+        "QLoRA of rank 16, one layer a stage, sequences of 1,024 tokens, boundaries int4; each machine keeps the "
+        "graphs for which it has the memory, the ring of cephalo repeats each forward once. Speeds: "
         "layer times published by Zorse and Cephalo (70B: the speeds of 33B); 90 % of the memory less 3 GB; head and "
         "embedding counted. The clusters' links are an assumption: 10 Gbit/s each way. Averaging between replicas is "
         "counted for nobody, the gathers of weights in cephalo's ring are (a step has 1,048,576 tokens).",

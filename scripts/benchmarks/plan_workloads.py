@@ -12,7 +12,7 @@ from typing import Final
 
 from agora_protocol.codec_names import parse_codec
 
-from agora.plan.cost import RunCost, StageCost
+from agora.plan.cost import Activations, RunCost, StageCost
 from agora.plan.machine import Machine
 
 TOKENS: Final = 1024
@@ -84,14 +84,16 @@ RESIDENTIAL_LINKS: Final = ((250, 40), (500, 50), (1000, 100), (1000, 500), (100
 HOME_SWARMS: Final = ("32 mixed, 0.2-1 Gbit/s", "32 mixed, residential links")
 
 
-def tuning_cost(name: str) -> RunCost:
-    """Returns the cost of tuning a model with QLoRA, one layer a stage, 4-bit boundaries, one layer's graph at a time.
+def tuning_cost(name: str, activations: Activations | None = None) -> RunCost:
+    """Returns the cost of tuning a model with QLoRA, one layer a stage, 4-bit boundaries.
 
-    Layers keep what enters them of a microbatch. The head's operations stand in `backward_flops`.
+    activations: what all machines do; None: each the fastest for which it has the memory. A layer's graph is 34 bytes
+    for each value that enters it (arXiv 2205.05198, with fused attention). The head's operations stand in
+    `backward_flops`, where they count once.
     """
     model = MODELS[name]
     forward = model.forward_flops(TOKENS)
-    activations = TOKENS * model.width
+    entries = TOKENS * model.width
     table = VOCABULARY * model.width * 2.0
     layer = StageCost(
         forward_flops=forward,
@@ -99,13 +101,16 @@ def tuning_cost(name: str) -> RunCost:
         frozen_bytes=NF4_BYTES * model.layer_parameters,
         trained_bytes=8.0 * model.lora_parameters,
         optimizer_bytes=8.0 * model.lora_parameters,
-        layer_inputs_bytes=2.0 * activations,
-        layer_peak_bytes=41.0 * activations + 2.0 * model.width * model.feed_forward,
+        kept_bytes=34.0 * entries,
+        peak_bytes=7.0 * entries + 2.0 * model.width * model.feed_forward,
+        layer_inputs_bytes=2.0 * entries,
+        layer_peak_bytes=41.0 * entries + 2.0 * model.width * model.feed_forward,
     )
     first = StageCost(**_fields(layer) | {"frozen_bytes": layer.frozen_bytes + table})
     last = _fields(layer) | {
         "backward_flops": forward + 4.0 * VOCABULARY * model.width * TOKENS,
         "frozen_bytes": layer.frozen_bytes + table,
+        "peak_bytes": layer.peak_bytes + 8.0 * VOCABULARY * TOKENS,
         "layer_peak_bytes": layer.layer_peak_bytes + 8.0 * VOCABULARY * TOKENS,
     }
     codec, shape = parse_codec(BOUNDARY_CODEC), (1, TOKENS, model.width)
@@ -115,7 +120,8 @@ def tuning_cost(name: str) -> RunCost:
         backward_bytes=codec.bytes_of(shape, "backward"),
         tokens=TOKENS,
         in_flight=IN_FLIGHT,
-        activations="layers",
+        activations=activations,
+        can_offload=False,
     )
 
 

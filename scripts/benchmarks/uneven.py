@@ -45,16 +45,19 @@ FACTORS: Final = (1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 10.0, 10.0)
 PROFILE_S: Final = 3.0
 WARM: Final = 48
 """Microbatches before a swarm is observed: each daemon has had some, and routing knows its speed."""
+WARM_EVEN: Final = 16
+"""The same where routing does not learn, and the swarm is slow."""
 SHORT_S, LONG_S = 40.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One swarm. launch: how its daemons are started."""
+    """One swarm. launch: how its daemons are started. warm: the microbatches before it is observed."""
 
     name: str
     peers: Sequence[RealPeer]
     launch: Launch = start_interpreter
+    warm: int = WARM
 
 
 def manifest() -> Manifest:
@@ -90,7 +93,7 @@ def equal_case() -> Case:
     order = [0, 2, 4, 6, 7, 5, 3, 1]  # each pair of stages has one of the four fast ones and one of the slow ones
     spans = [Span(2 * (place % 4), 2 * (place % 4) + 1) for place in range(len(FACTORS))]
     peers = [RealPeer(str(span), BASE * FACTORS[index]) for span, index in zip(spans, order, strict=True)]
-    return Case("equal spans, even routing", peers, start_uniform)
+    return Case("equal spans, even routing", peers, start_uniform, WARM_EVEN)
 
 
 def one_stage_case() -> Case:
@@ -168,7 +171,7 @@ def _observed(
         place, described.to_toml(), corpus=folder / "corpus", flags=["--allow-files"], launch=case.launch
     )
     try:
-        seen = observe(swarm, case.peers, seconds, WARM)
+        seen = observe(swarm, case.peers, seconds, case.warm)
     except SwarmFailed as failed:
         raise BenchFailed(f"{case.name}: {failed}") from failed
     finally:

@@ -19,19 +19,23 @@ from agora.swarm.view import PeerView, View
 ME = PeerId("me")
 
 
-def peer(name: str, stage: int) -> PeerView:
-    return PeerView(PeerId(name), Span(stage, stage), 1, state="serving", capacity=1.0)
+def peer(name: str, span: str) -> PeerView:
+    return PeerView(PeerId(name), Span.parse(span), 1, state="serving", capacity=1.0)
+
+
+def view(*others: PeerView) -> View:
+    """Only this peer can be spared: each other one holds a stage that has no third."""
+    peers = [peer("me", "1"), peer("a", "0-1"), peer("b", "0-1"), *others]
+    return View({seen.peer: seen for seen in peers})
 
 
 def uneven() -> View:
-    """Stage 0 has four peers, this one among them, stage 1 has one."""
-    peers = [peer("me", 0), *(peer(f"p{number}", 0) for number in range(3)), peer("lonely", 1)]
-    return View({seen.peer: seen for seen in peers})
+    """The last stage has one peer."""
+    return view(peer("lonely", "2"))
 
 
 def even() -> View:
-    peers = [peer("me", 0), peer("p0", 0), peer("p1", 1), peer("p2", 1)]
-    return View({seen.peer: seen for seen in peers})
+    return view(peer("c", "2"), peer("d", "2"))
 
 
 class FakePeer:
@@ -47,8 +51,8 @@ class FakePeer:
             view=view, refresh=self._refresh, update_ability=lambda *values: self.published.append(values)
         )
         self.ability = SimpleNamespace(
-            demands=equal_demands(2),
-            ability=Ability(1.0, 5.0, (1, 1)),
+            demands=equal_demands(3),
+            ability=Ability(1.0, 5.0, (1, 1, 1)),
             measure=lambda span, service_s, uplink: 1 / service_s,
         )
 
@@ -89,9 +93,9 @@ def balanced_for(seconds: float, local_peer: FakePeer, mover: Mover, serving: An
 def test_a_peer_moves_to_the_stage_with_too_few() -> None:
     local_peer, mover = FakePeer(uneven()), Mover()
     balanced_for(300.0, local_peer, mover)
-    assert {span for _, span in mover.moves} == {Span(1, 1)}
+    assert {span for _, span in mover.moves} == {Span(2, 2)}
     chosen = [event for event in local_peer.events if isinstance(event, MoveChosen)]
-    assert len(chosen) == len(mover.moves) and chosen[0].first_stage == 1 and "fewer than two peers" in chosen[0].reason
+    assert len(chosen) == len(mover.moves) and chosen[0].first_stage == 2 and "fewer than two peers" in chosen[0].reason
 
 
 def test_a_peer_of_an_even_swarm_stays() -> None:
