@@ -272,12 +272,12 @@ async def honest_calls(honest: Peer, victim: Peer, count: int) -> float:
     return count / (time.process_time() - began)
 
 
-async def beside(attack: Callable[[Peer, Peer], Any], name: str, calls: int = 400) -> float:
+async def beside(attack: Callable[[Peer, Peer], Any], name: str, calls: int = 1500) -> float:
     """Runs an attack on a peer; returns the rate of an honest peer's calls beside it, of their rate before."""
     limits = NetLimits(max_payload_bytes=4_194_400)
     async with peers(serve_chunks, echo, echo, limits=limits) as (victim, attacker, honest):
         await attacker.host.connect(victim.addresses)
-        await honest_calls(honest, victim, 100)
+        await honest_calls(honest, victim, 300)
         alone = await honest_calls(honest, victim, calls)
         async with Watch() as watch, attack(attacker, victim):
             beside_it = await honest_calls(honest, victim, calls)
