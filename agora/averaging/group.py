@@ -102,7 +102,7 @@ class ReplicaGroup:
             me, stages.span, caller, listing, self._counts, self._decide_and_start, interval_s=interval_s
         )
         step_s = lambda stage: self._stage_states[stage].meter.step_s.value  # noqa: E731
-        gossip.bounds = self.bounds = StepBounds(stages, step_s, gossip.furthest, config.target_tokens, report_offence)
+        gossip.bounds = self.bounds = StepBounds(stages, step_s, gossip.furthest, config, report_offence)
         self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
         self._stage_states: dict[int, _StageState] = {}

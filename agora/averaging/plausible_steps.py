@@ -5,7 +5,10 @@ Knows: this replica's last step, how long its steps last, a step's tokens. Must 
 All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. Whoever reports
 more steps than MAX_SPEED_UP times as many as that allows is not believed, however many tokens it says it has counted:
 
-    highest plausible step = own step + LEAD + MAX_SPEED_UP * seconds since the own last step / seconds of a step
+    highest plausible step = own step + lead + MAX_SPEED_UP * seconds since the own last step / seconds of a step
+
+The own step is the last that this replica took itself, level with the others: step numbers that it took over from them
+since, by catching up or fetching a state, allow no more.
 
 A replica that was away, or asleep, follows the others as soon as that much time has passed for it too.
 """
@@ -16,7 +19,9 @@ from dataclasses import dataclass
 from typing import Final
 
 LEAD: Final = 3
-"""Steps by which others may lead at any time: closed shares, and one step whose report was faster than its tokens."""
+"""Steps by which others may lead at any time where all take each step together: closed shares, and one step."""
+LOCAL_LEAD: Final = 20
+"""The same where each replica takes local steps: so many make it fetch the others' state."""
 MAX_SPEED_UP: Final = 4.0
 """How many times as fast as before others may go on stepping without this replica."""
 FASTEST_TOKENS_PER_S: Final = 1e6
@@ -29,22 +34,26 @@ FORGIVE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class OwnPace:
-    """The step that a replica is at, when it came there, and how long its steps last on average, None if unknown."""
+    """How a replica steps: the last step that it took level with the others, and when; the one that it is at.
+
+    step_s: how long its steps last on average, None if unknown.
+    """
 
     step: int
     since: float
+    at: int
     step_s: float | None = None
 
-    def at_step(self, step: int, now: float, step_s: float | None, furthest: int) -> OwnPace:
-        """Returns the pace when the replica is seen at `step`. furthest: the step of the others who are believed.
+    def at_step(self, at: int, now: float, step_s: float | None, furthest: int) -> OwnPace:
+        """Returns the pace when the replica is seen at step `at`. furthest: the step of the others who are believed.
 
-        While they are ahead, the time goes on to count from when they were not: a replica that fetches a state, or
-        replays their steps one by one, takes many at once.
+        While they are ahead, time goes on to count from when they were not: a replica that replays takes many at once.
         """
-        is_level = step != self.step and furthest <= step + LEAD
-        return OwnPace(step, now if is_level else self.since, step_s)
+        if at == self.at + 1 and furthest <= at + LEAD:
+            return OwnPace(at, now, at, step_s)
+        return OwnPace(self.step, self.since, at, step_s)
 
-    def highest_plausible_step(self, now: float, target_tokens: int) -> int:
+    def highest_plausible_step(self, now: float, target_tokens: int, lead: int) -> int:
         """Returns the highest step that another replica can have taken, see the module. target_tokens: of a step."""
         least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S
-        return self.step + LEAD + int(max(0.0, now - self.since) / least_s)
+        return max(self.at + 1, self.step + lead + int(max(0.0, now - self.since) / least_s))

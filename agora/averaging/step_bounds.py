@@ -11,7 +11,8 @@ from typing import Protocol
 
 from agora_protocol.ids import PeerId, Span
 
-from agora.averaging.plausible_steps import JOIN_S, OwnPace
+from agora.averaging.next_action import ActionConfig
+from agora.averaging.plausible_steps import JOIN_S, LEAD, LOCAL_LEAD, OwnPace
 from agora.clock import loop_time, slept_s
 from agora.swarm.conduct import Offence, ReportOffence
 
@@ -32,28 +33,29 @@ class StepBounds:
         stages: SteppingStages,
         step_s: Callable[[int], float | None],
         furthest: Callable[[int], int],
-        target_tokens: int,
+        config: ActionConfig,
         report_offence: ReportOffence,
     ) -> None:
-        """step_s: returns how long the steps of a stage last, None if unknown. target_tokens: of a step.
+        """step_s: returns how long the steps of a stage last, None if unknown.
 
         furthest: returns the most steps that another replica of a stage has reported and that were believed.
         """
         self._stages = stages
         self._step_s = step_s
         self._furthest = furthest
-        self._target_tokens = target_tokens
+        self._config = config
         self._report_offence = report_offence
         since = _time_with_sleep() - JOIN_S
-        self._paces = {stage: OwnPace(stages.step_of(stage), since) for stage in stages.span.stages}
+        steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
+        self._paces = {stage: OwnPace(step, since, step) for stage, step in steps.items()}
 
     def highest(self, stage: int) -> int:
         """Returns the highest step that another replica of a stage can have taken by now."""
         now = _time_with_sleep()
         step, furthest = self._stages.step_of(stage), self._furthest(stage)
         pace = self._paces[stage].at_step(step, now, self._step_s(stage), furthest)
-        self._paces[stage] = pace
-        return pace.highest_plausible_step(now, self._target_tokens)
+        self._paces[stage], lead = pace, LEAD if self._config.is_exact(step) else LOCAL_LEAD
+        return pace.highest_plausible_step(now, self._config.target_tokens, lead)
 
     def is_plausible(self, stage: int, step: int) -> bool:
         """Returns whether another replica of a stage can be at `step`."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from agora_protocol.errors import Busy
+from agora_protocol.errors import Busy, ProtocolError
 from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_STATUS_BYTES, PART_ELEMENTS, STATE_CHUNK_BYTES
 from agora_protocol.message_base import Message
 from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, GetState, GetStatus, Recall
@@ -37,6 +37,8 @@ MOST_EACH: Final = 0.5
 """The fraction of all bytes for answers that one peer's unread answers may hold."""
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
+REFUSAL_BURST: Final = 200.0
+"""A peer that asks so often beyond its ration breaks the protocol: refusing costs something too."""
 RATIONED: Final = (GetStatus, GetManifest)
 RETRY_MS: Final = 1000
 
@@ -48,15 +50,19 @@ class AnswerShare:
         """limit: bytes of all reserved answers that are not written yet."""
         self.places = Places(limit, MOST_EACH)
         self._by_peer = WorkBuckets(STATUS_PER_S, STATUS_BURST)
+        self._refusals = WorkBuckets(STATUS_PER_S, REFUSAL_BURST)
         self._by_prefix = WorkBuckets(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
 
     def reserve(self, holder: Holder, request: Message | None, now: float) -> int:
         """Reserves the bytes of the answer to a request, and returns them, for `release`; 0 when none are needed.
 
-        Raises Busy when the holder has its part of the bytes, or asks for its status too often.
+        Raises Busy when the holder has its part of the bytes, or asks for its status too often; ProtocolError when it
+        goes on asking although it was refused REFUSAL_BURST times.
         """
         if isinstance(request, RATIONED):
             is_within = self._by_peer.take(holder.peer, now)
+            if not is_within and not self._refusals.take(holder.peer, now):
+                raise ProtocolError("too-many-calls", f"{type(request).__name__} again and again, although refused.")
             if not is_within or (holder.prefix and not self._by_prefix.take(holder.prefix, now)):
                 raise Busy("you ask for this too often", RETRY_MS)
         size = ANSWER_BYTES.get(type(request), 0) if request is not None else 0

@@ -244,7 +244,7 @@ class BoundedP2P:
         if not kept:
             result.type, result.value = dht_pb2.NOT_FOUND, b""
         elif len(kept) < len(entries):
-            result.value = _pack_dictionary(kept)
+            result.value = pack_dictionary(kept)
 
 
 def _screen_nodes(result: Any, own_id: bytes) -> None:
@@ -290,7 +290,7 @@ def _entries(items: Any) -> Iterator[ReplyEntry]:
         yield ReplyEntry(subkey, packed, expires_unix)
 
 
-def _pack_dictionary(entries: list[ReplyEntry]) -> bytes:
+def pack_dictionary(entries: list[ReplyEntry]) -> bytes:
     """Returns records as hivemind packs those of one key."""
     latest = max(entry.expires_unix for entry in entries)
     data = msgpack.packb([None, latest, [list(entry) for entry in entries]], use_bin_type=True)

@@ -8,32 +8,39 @@ import numpy as np
 import pytest
 from agora_protocol.messages import GossipSteps
 
-from agora.averaging.plausible_steps import FASTEST_TOKENS_PER_S, LEAD, MAX_SPEED_UP, OwnPace
+from agora.averaging.plausible_steps import FASTEST_TOKENS_PER_S, LEAD, LOCAL_LEAD, MAX_SPEED_UP, OwnPace
 from agora.sim.virtual_time import run
 from agora.swarm.conduct import Offence
 from tests.averaging.group_world import GroupWorld
 
 
 def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
-    pace = OwnPace(step=100, since=50.0, step_s=10.0)
-    assert pace.highest_plausible_step(50.0, 1000) == 100 + LEAD
-    assert pace.highest_plausible_step(50.0 + 25.0, 1000) == 100 + LEAD + int(2.5 * MAX_SPEED_UP)
-    assert pace.highest_plausible_step(40.0, 1000) == 100 + LEAD, "a clock that went back allows nothing"
-    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000)
-    assert hour == 100 + LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
+    pace = OwnPace(step=100, since=50.0, at=100, step_s=10.0)
+    assert pace.highest_plausible_step(50.0, 1000, LEAD) == 100 + LEAD
+    assert pace.highest_plausible_step(50.0 + 25.0, 1000, LEAD) == 100 + LEAD + int(2.5 * MAX_SPEED_UP)
+    assert pace.highest_plausible_step(40.0, 1000, LEAD) == 100 + LEAD, "a clock that went back allows nothing"
+    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, LOCAL_LEAD)
+    assert hour == 100 + LOCAL_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
 
 
 def test_before_a_step_was_measured_the_fastest_machines_are_the_bound() -> None:
-    pace = OwnPace(step=0, since=0.0)
-    assert pace.highest_plausible_step(1.0, 65_536) == LEAD + int(FASTEST_TOKENS_PER_S / 65_536)
-    assert pace.highest_plausible_step(60.0, 65_536) < 10**4
+    pace = OwnPace(step=0, since=0.0, at=0)
+    assert pace.highest_plausible_step(1.0, 65_536, LEAD) == LEAD + int(FASTEST_TOKENS_PER_S / 65_536)
+    assert pace.highest_plausible_step(60.0, 65_536, LEAD) < 10**4
 
 
-def test_the_time_counts_from_the_last_step() -> None:
-    pace = OwnPace(7, 10.0, 1.0)
-    assert pace.at_step(7, 99.0, 2.0, furthest=7) == OwnPace(7, 10.0, 2.0)
-    assert pace.at_step(8, 99.0, 2.0, furthest=9) == OwnPace(8, 99.0, 2.0)
-    assert pace.at_step(8, 99.0, 2.0, furthest=40) == OwnPace(8, 10.0, 2.0), "it still replays their steps"
+def test_the_time_counts_from_the_last_step_that_was_taken_level_with_the_others() -> None:
+    pace = OwnPace(7, 10.0, 7, 1.0)
+    assert pace.at_step(7, 99.0, 2.0, furthest=7) == OwnPace(7, 10.0, 7, 2.0)
+    assert pace.at_step(8, 99.0, 2.0, furthest=9) == OwnPace(8, 99.0, 8, 2.0)
+    assert pace.at_step(8, 99.0, 2.0, furthest=40) == OwnPace(7, 10.0, 8, 2.0), "it still replays their steps"
+
+
+def test_whoever_is_followed_cannot_lead_on_at_once() -> None:
+    pace, now = OwnPace(100, 0.0, 100, 10.0), 1.0
+    first = pace.highest_plausible_step(now, 1000, LEAD)
+    followed = pace.at_step(first, now, 10.0, furthest=first)
+    assert followed.highest_plausible_step(now, 1000, LEAD) == first + 1
 
 
 async def train(others: int, *, liar: bool) -> tuple[list[int], list[list[float]], list[tuple[bool, Offence]]]:

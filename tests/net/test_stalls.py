@@ -121,6 +121,9 @@ def test_the_status_is_given_a_few_times_a_second_and_no_more_often() -> None:
         assert STATUS_BURST <= kinds.count(FrameType.ANSWER) <= STATUS_BURST + 2
         refusals = {message.code for _, message in line.frames() if isinstance(message, Refusal)}
         assert refusals == {"busy"} and line.connection.broken is None
+        for number in range(100, 400):
+            line.say(frame(FrameType.REQUEST, 2 * number + 1, GetStatus()))
+        assert "too-many-calls" in str(line.connection.broken) and len(owner.errors) == 1, "who goes on pays"
 
     run(work())
 
