@@ -118,14 +118,13 @@ class HolePuncher:
             raise ConnectionBroken(f"no hole can be punched to {address or 'an unknown address'}")
         kind, host, port = parts
         own_port, until = self._host.listens[kind][1], loop_time() + PUNCH_S
-        while True:
+        while loop_time() < until:
             try:
                 async with asyncio.timeout_at(until):
                     return await _connect_from(_FAMILIES[kind], own_port, host, port)
-            except TimeoutError:
-                raise ConnectionBroken(f"no hole was opened to {address} within {PUNCH_S:.0f} s") from None
-            except OSError:  # a router that answers, rather than drops, what nobody has asked for
+            except OSError:  # in time: a router that answers, rather than drops, what nobody has asked for
                 await asyncio.sleep(AGAIN_S)
+        raise ConnectionBroken(f"no hole was opened to {address} within {PUNCH_S:.0f} s")
 
 
 async def _connect_from(family: socket.AddressFamily, own_port: int, host: str, port: int) -> RawStream:

@@ -26,7 +26,7 @@ from agora.net.host import Host
 from agora.net.incoming import IncomingCall
 from agora.net.network import Network
 from agora.net.network_errors import ConnectionBroken
-from agora.net.own_addresses import host_and_port, is_private, public_only
+from agora.net.own_addresses import host_and_port, is_circuit, is_private, public_only
 from agora.swarm.membership import Membership
 from agora.swarm.reachability import ASKED, Announcement, Findings, RelayRefusals, announce, choose_relays, needs_relays
 from agora.swarm.view import View
@@ -98,7 +98,8 @@ class ReachabilityKeeper:
             self._own = tuple(dict.fromkeys((*self._host.own, *listed)))
         if self.findings.is_due(loop_time()):
             await self._ask_neighbours()
-        is_needed = needs_relays(self.findings, self._own)
+        # Who is asked first: a peer that can be dialled must not be met through a relay, which would then stay.
+        is_needed = self.findings.asked_at is not None and needs_relays(self.findings, self._own)
         relays = await self._hold_relays(self._membership.view) if is_needed else ()
         was_punched = self.findings.was_punched or "punched" in self._network.paths.values()
         self.findings = replace(self.findings, relays=relays, was_punched=was_punched)
@@ -108,6 +109,10 @@ class ReachabilityKeeper:
 
     async def _ask_neighbours(self) -> None:
         """Asks up to ASKED neighbours to dial back, and records at which addresses they reached this peer."""
+        if not self._network.paths:
+            known = [seen for seen in self._membership.view.peers.values() if seen.peer != self._host.peer]
+            dialled = [seen.peer for seen in known if not all(map(is_circuit, seen.addresses))]
+            await asyncio.gather(*map(self.try_to_connect, dialled[:ASKED]))
         neighbours = [peer for peer, path in self._network.paths.items() if path == "direct"]
         chosen = random.sample(neighbours, min(ASKED, len(neighbours)))
         answers = [answer for answer in await asyncio.gather(*map(self._ask, chosen)) if answer is not None]
