@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 from agora_protocol.frames import FrameType
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import STATE_CHUNK_BYTES
-from agora_protocol.messages import Chunk, GetChunk, GetStatus, Hello, Refusal, StatusAnswer
+from agora_protocol.messages import Chunk, GetChunk, GetStatus, Refusal, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.net.answer_share import MOST_EACH, STATUS_BURST
+from agora.net.gate import Gate
 from agora.net.incoming import IncomingCall, NetLimits
 from agora.net.network import Network
 from agora.net.progress_watch import PRESSED_S, STALLED_S, TransferWatch
@@ -144,10 +145,13 @@ class Caller(Line):
 
     def __init__(self, host: FakeHost, network: Network, peer: PeerId, prefix: str) -> None:
         self.peer = peer
+        self.hello = frame(FrameType.HELLO, 0, Gate(peer, RunId(RUN), "test").hello_to(host.peer))
         super().__init__(cast(Owner, _Taker(host, network, peer, prefix, self)))
 
     async def greeted(self) -> Caller:
-        await super().greeted()
+        await asyncio.sleep(0)
+        self.say(self.hello)
+        await asyncio.sleep(0)
         return self
 
 
@@ -169,8 +173,7 @@ class _Taker:
 def test_512_silent_connections_leave_room_for_those_who_speak() -> None:
     async def work() -> None:
         host = FakeHost()
-        hello = Hello(1, bytes.fromhex(RUN), "test", ())
-        network = Network(host, lambda: hello, give_chunk, NetLimits())  # type: ignore[arg-type]
+        network = Network(host, Gate(host.peer, RunId(RUN), "test"), give_chunk, NetLimits())  # type: ignore[arg-type]
         await network.start()
         first = await Caller(host, network, Identity.generate().peer, "198.51.100.0/24").greeted()
         for number in range(512):

@@ -104,7 +104,7 @@ def asked(message: Message, work: Callable[[IncomingCall], Awaitable[Reply]]) ->
     """Returns the answer to a request of CALLER."""
 
     async def main() -> Message:
-        return (await work(IncomingCall(CALLER, b"r" * 32, message, [], 1e9))).message
+        return (await work(IncomingCall(CALLER, message, [], 1e9))).message
 
     return asyncio.run(main())
 
@@ -133,7 +133,7 @@ def test_a_peer_dials_back_at_the_address_that_it_sees_and_at_no_other() -> None
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         port = int(server.sockets[0].getsockname()[1])
         made, *_ = keeper(remote={CALLER: "/ip4/127.0.0.1/tcp/50000"})
-        call = IncomingCall(CALLER, b"r" * 32, DialBack((port, 1)), [], 1e9)
+        call = IncomingCall(CALLER, DialBack((port, 1)), [], 1e9)
         answer = (await made.answer(call)).message
         server.close()
         assert answer == DialedBack("/ip4/127.0.0.1/tcp/50000", (port,))
@@ -171,7 +171,7 @@ def test_a_peer_that_can_be_dialled_is_dialled_by_the_one_behind_a_nat_that_it_w
     membership.view = View({CALLER: PeerView(CALLER, Span(0, 0), 1, reachability="public")})
 
     async def meet() -> Message:
-        answer = (await made.answer(IncomingCall(CALLER, b"r" * 32, Meet(CALLER, f"{OUTSIDE}/tcp/1"), [], 1e9))).message
+        answer = (await made.answer(IncomingCall(CALLER, Meet(CALLER, f"{OUTSIDE}/tcp/1"), [], 1e9))).message
         await asyncio.gather(*network.tasks)
         return answer
 
@@ -208,7 +208,7 @@ def test_only_so_many_are_helped_at_once() -> None:
             return Reply(Pong())
 
         network.call = hang  # type: ignore[method-assign]
-        call = IncomingCall(CALLER, b"r" * 32, Introduce(OTHER), [], 1e9)
+        call = IncomingCall(CALLER, Introduce(OTHER), [], 1e9)
         helped = [asyncio.create_task(made.answer(call)) for _ in range(MAX_HELPED)]
         await asyncio.sleep(0)
         with pytest.raises(Busy):

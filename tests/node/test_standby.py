@@ -29,7 +29,7 @@ class Joiner:
         self.asked: list[tuple[float, Span | None]] = []
         self.said: list[str] = []
         self.manifest = preset("tiny")
-        self.ability = SimpleNamespace(demands=equal_demands(2), ability=Ability(1.0, 0.0, longest))
+        self.ability = SimpleNamespace(base_bytes=0, demands=equal_demands(2), ability=Ability(1.0, 0.0, longest))
         self.membership = SimpleNamespace(claim_span=self._claim_span)
         self.startup = SimpleNamespace(
             settings=Settings(memory_gib=0.001), steps=SimpleNamespace(report_progress=self.said.append)
