@@ -226,7 +226,7 @@ class Network:
     async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as `_open` does."""
         self._refuse_shut_out(peer)
-        self.learn(peer, addresses)
+        self.learn_announced(peer, addresses)
         if self.connection_to(peer) is None:
             await self._dial(peer)
 
@@ -383,7 +383,7 @@ class Network:
         """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping."""
         if connection.is_observer:
             return
-        self.learn(connection.peer, addresses)
+        self.learn_announced(connection.peer, addresses)
         self._record_met(connection.peer)
         self.on_met(connection.peer)
         if connection.peer in self._awaited:
