@@ -1,7 +1,7 @@
 """Makes and answers all calls of this peer: opens connections to other peers when they are needed, and keeps them.
 
-Knows: which peers are connected, and how to dial those that are not. Must not know: what a request means, or why a peer
-is shut out. One long-lived stream for each pair of peers carries all calls both ways; either may have opened it.
+Knows: which peers are connected. Must not know: how a peer is dialled (dialling.py), what a request means, or why a
+peer is shut out. One long-lived stream for each pair of peers carries all calls both ways; either may have opened it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
 from typing import Any, Final
 
 from agora_protocol.errors import AgoraError, NotAdmitted, PeerFailed, ProtocolError, Refused
@@ -25,21 +24,20 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.net.address_book import MAX_PEERS, AddressBook
+from agora.net.address_book import MAX_PEERS
 from agora.net.answer_share import AnswerShare
 from agora.net.connection import Connection
+from agora.net.dialling import Dialler
 from agora.net.fair_share import Holder, largest_holder
 from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
-from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
-from agora.net.reaching import Ways, reach_by_any_way, relays_of
+from agora.net.network_errors import DeadlinePassed
+from agora.net.reaching import Ways
 from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails in the last 0.1 s before this peer's deadline has reached its own
-DIAL_AGAIN_S: Final = 5.1  # seconds from crossed dials to the next; for 5 s p2pd refuses an address that has failed
-TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by so many milliseconds is not worth a new message
 MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
@@ -81,12 +79,9 @@ class Network:
         self.tell_time: Callable[[], float] = lambda: 0.0
         self.on_met: Callable[[PeerId], None] = lambda _peer: None  # called when HELLO was exchanged
         self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
-        self._ways = Ways()
         self._host = host
-        self._book = AddressBook()
         self._connections: dict[PeerId, list[Connection]] = {}
-        self._dials: dict[PeerId, asyncio.Task[Connection]] = {}
-        self._awaited: dict[PeerId, asyncio.Event] = {}
+        self._dialler = Dialler(host, self._frame_limits, self.limits.dial_s, self.connection_to, self._add_opened)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._past_bytes = [0, 0]
         self._is_closing = False
@@ -101,7 +96,7 @@ class Network:
         if self._is_closing:
             return
         self._is_closing = True
-        tasks = [*self._tasks, *self._dials.values()]
+        tasks = [*self._tasks, *self._dialler.stop()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -117,25 +112,21 @@ class Network:
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
-        self._book.learn(peer, addresses)
+        self._dialler.learn(peer, addresses)
 
     def reach_by(self, ways: Ways) -> None:
         """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
-        self._ways = ways
+        self._dialler.reach_by(ways)
 
     def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Remembers where a peer says that it, or its relays, can be dialled: only addresses that may be."""
-        usable = [address for address in addresses if self._ways.may_dial(address)]
-        self.learn(peer, usable)
-        for relay, its_addresses in relays_of(usable).items():
-            if not self._book.addresses(relay):
-                self.learn(relay, its_addresses)
+        self._dialler.learn_announced(peer, addresses)
 
     async def connect(self, peer: PeerId) -> None:
         """Opens a connection to `peer` unless there is one. Raises as `call` does."""
         self._refuse_shut_out(peer)
         if self.connection_to(peer) is None:
-            await self._dial(peer)
+            await self._dialler.dial(peer)
 
     @property
     def carried_bytes(self) -> tuple[int, int]:
@@ -195,7 +186,7 @@ class Network:
         try:
             async with asyncio.timeout_at(deadline):
                 self._refuse_to_call(peer)
-                connection = self.connection_to(peer) or await self._dial(peer)
+                connection = self.connection_to(peer) or await self._dialler.dial(peer)
                 fields: Any = request
                 left_ms = max(1, int((deadline - loop_time()) * 1000))
                 if left_ms + DEADLINE_SLACK_MS < fields.deadline_ms:  # the peer need not work for longer than that
@@ -224,92 +215,11 @@ class Network:
         return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
 
     async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as `_open` does."""
+        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as a dial does."""
         self._refuse_shut_out(peer)
         self.learn_announced(peer, addresses)
         if self.connection_to(peer) is None:
-            await self._dial(peer)
-
-    # --- opening streams
-
-    async def _dial(self, peer: PeerId) -> Connection:
-        """Opens a connection to `peer`, or awaits the dial that another caller has begun. Raises as `_open` does."""
-        if self._is_closing:
-            raise ConnectionBroken("this peer is leaving")
-        if peer == self._host.peer:
-            raise ConnectionBroken("a peer does not call itself")
-        dial = self._dials.get(peer)
-        if dial is None:
-            dial = self._dials[peer] = asyncio.create_task(self._open(peer), name=f"dial {peer}")
-            dial.add_done_callback(partial(self._forget_dial, peer))
-        await asyncio.wait([dial])  # a caller that is cancelled here leaves the dial to the others
-        if dial.cancelled():
-            raise ConnectionBroken("this peer is leaving")
-        return dial.result()
-
-    def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
-        """Called when a dial has ended: forgets it, so that the next call dials anew."""
-        self._dials.pop(peer, None)
-        if not dial.cancelled():
-            dial.exception()  # callers that still wait get it; perhaps none does
-
-    async def _open(self, peer: PeerId) -> Connection:
-        """Opens a connection to `peer`, or returns one that it opened meanwhile.
-
-        Raises ConnectionBroken when the peer is not reached within `dial_s`, and what `Connection.start` raises.
-        """
-        try:
-            async with asyncio.timeout(self.limits.dial_s):
-                opened = await self._open_stream_or_meet(peer)
-        except TimeoutError:
-            raise ConnectionBroken(f"{peer} could not be reached within {self.limits.dial_s:.0f} s") from None
-        if isinstance(opened, Connection):
-            return opened
-        connection = self._add_connection(opened[0], peer, opened=True, path=opened[1])
-        with contextlib.ExitStack() as undo:
-            undo.callback(connection.break_off, "the handshake failed")
-            await connection.start()
-            undo.pop_all()
-        return connection
-
-    async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """Returns a new stream to `peer` and its path; when dials have crossed, the connection that the peer opened.
-
-        After crossed dials it waits a random time for the peer's stream, shorter at the lower peer id, and then dials
-        again. It has no time limit of its own: the caller sets one.
-        """
-        while True:
-            try:
-                return await self._open_stream(peer)
-            except DialsCrossed:  # the lower peer id dials again first
-                turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
-            came = self._awaited[peer] = asyncio.Event()
-            try:
-                if self.connection_to(peer) is None:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(came.wait(), DIAL_AGAIN_S + turn_s)
-            finally:
-                del self._awaited[peer]
-            if met := self.connection_to(peer):
-                return met
-
-    async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
-        """Opens a stream to `peer`, dialling its known addresses first. Returns it and its path, see Host.
-
-        Raises ConnectionBroken, with the reasons, when the peer cannot be reached.
-        """
-        # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
-        addresses = self._book.addresses(peer)
-        tried = ""
-        if addresses:
-            try:
-                await reach_by_any_way(self._host, peer, addresses, self._ways.punch_hole, self.limits.dial_s)
-            except ConnectionBroken as error:
-                tried = f" ({error})"
-        try:
-            return await self._host.open_stream(peer, PROTOCOL_NAME, self._frame_limits, self.limits.dial_s)
-        except ConnectionBroken as error:
-            raise ConnectionBroken(f"{peer} could not be reached: {error}{tried}") from error
+            await self._dialler.dial(peer)
 
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
         """Makes a connection of a stream that a peer has opened, and breaks off those that it opened before.
@@ -371,6 +281,10 @@ class Network:
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
 
+    def _add_opened(self, stream: FrameStream, peer: PeerId, path: str) -> Connection:
+        """Makes a connection of a stream that this peer has opened; see `_add_connection`."""
+        return self._add_connection(stream, peer, opened=True, path=path)
+
     def _add_connection(self, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> Connection:
         """Makes a connection of a stream, keeps it and returns it; its handshake has not begun."""
         connection = Connection(self, stream, peer, opened=opened, path=path)
@@ -386,8 +300,7 @@ class Network:
         self.learn_announced(connection.peer, addresses)
         self._record_met(connection.peer)
         self.on_met(connection.peer)
-        if connection.peer in self._awaited:
-            self._awaited[connection.peer].set()
+        self._dialler.wake(connection.peer)
         self.spawn(connection.ping())
         self.gate.on_member(connection.peer)
 
@@ -436,7 +349,7 @@ class Network:
             connection.break_off("the peer does not know of the connection")
         with contextlib.suppress(AgoraError):
             self._refuse_to_call(peer)
-            return (self.connection_to(peer) or await self._dial(peer)).is_usable
+            return (self.connection_to(peer) or await self._dialler.dial(peer)).is_usable
         return False
 
     def members(self) -> list[PeerId]:

@@ -8,38 +8,13 @@ only. In order: a daemon's life, a microbatch's way, training, replicas and thei
 
 from __future__ import annotations
 
-import dataclasses
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, dataclass_transform
+from collections.abc import Mapping
+from typing import Final
 
-Level = Literal["debug", "info", "warning", "error"]
-
-
-@dataclass_transform(frozen_default=True)
-@dataclass(frozen=True)
-class Event:
-    """Something that happened in a daemon. The subclasses below are the whole list; each becomes a frozen dataclass."""
-
-    level: ClassVar[Level] = "debug"
-    template: ClassVar[str] = ""  # a sentence with the fields' names in braces; "" lists all fields
-
-    def __init_subclass__(cls, level: Level = "debug", template: str = "") -> None:
-        """Makes the subclass a frozen dataclass with this level and template."""
-        cls.level, cls.template = level, template
-        dataclass(frozen=True)(cls)
-
-    def describe(self) -> str:
-        """Returns one line for a person: the filled template, or without one the name and all fields."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.template:
-            return self.template.format(**values).rstrip(" ;")
-        return f"{type(self).__name__}: " + ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-Report = Callable[[Event], None]
-"""Takes an event from any room and any thread. It never blocks and never raises."""
+from agora.observe.event_base import Event as Event
+from agora.observe.event_base import Level as Level
+from agora.observe.event_base import Report as Report
 
 
 class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):
@@ -182,11 +157,7 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
 
 
 class SamplesCounted(Event):
-    """Event: which samples the swarm has trained on when stage 0 took `step`, as far as this origin knows.
-
-    epoch: the first that is not complete. seen: samples trained on, counted once in each epoch. repeated: trained on
-    again in the same epoch. missed: not done yet, of epochs before the newest.
-    """
+    """Event: which samples the swarm has trained on when stage 0 took `step`, as far as this origin knows."""
 
     step: int
     epoch: int  # the first that is not complete

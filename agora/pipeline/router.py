@@ -1,7 +1,7 @@
 """Sends a microbatch to the next stage, and tries other peers until one answers or the deadline passes.
 
-Knows: calls to peers, and when each event of a call happens. Must not know: how peers are compared (routing.py decides
-and remembers), or how tensors are computed or sent.
+Knows: calls to peers, and when each event of a call happens. Must not know: how peers are compared (peer_choice.py
+decides, routing.py remembers), or how tensors are computed or sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from agora.observe import events
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.interfaces import HopAnswer, WireShapes
 from agora.pipeline.opening import Pace
-from agora.pipeline.routing import Attempt, Choice, PathHint, RoutingTable
+from agora.pipeline.peer_choice import Choice, PathHint
+from agora.pipeline.routing import Attempt, RoutingTable
 from agora.swarm.conduct import Offence
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import View

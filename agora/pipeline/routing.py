@@ -1,117 +1,49 @@
 """Decides which peer of a later stage gets a microbatch, and by when it must answer. Deterministic.
 
-Knows: what was measured of every peer that serves a stage. Must not know: a clock (`now` is an argument), the network,
-or randomness. The functions are pure; a RoutingTable changes only itself, and only by the calls to it. The rule is
-weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2) plus the least expected
-finish time; docs/routing.md explains it, and docs/notes/routing.md lists the differences from SWARM.
+Knows: what was measured of every peer that serves a stage. Must not know: how peers are compared (peer_choice.py); a
+clock (`now` is an argument), the network, or randomness. The functions are pure; a RoutingTable changes only itself,
+and only by the calls to it. The rule is weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913,
+section 3.2) plus the least expected finish time; docs/routing.md explains it, and docs/notes/routing.md lists the
+differences from SWARM.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_high
-from typing import NamedTuple
 
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
 from agora.moving_average import MovingAverage
+from agora.pipeline.peer_choice import (
+    BACKOFF_S,
+    RELAYED_FACTOR,
+    UNMEASURED_SERVICE_S,
+    Choice,
+    PathHint,
+    PeerCost,
+    candidates_of,
+    choose_next,
+    virtual_floor,
+)
 from agora.swarm.view import PeerView
 
-UNMEASURED_SERVICE_S = 0.25
-"""Device seconds that a microbatch is assumed to take until a peer of the stage has been measured."""
-"""Device seconds that a microbatch is assumed to take before any peer of the stage was measured."""
 MAX_SPEED_RATIO = 16.0
 """How many times as fast as usual in its stage a peer counts at most: so many times a sibling's share it may get."""
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest sample in the moving averages of PeerCost."""
-BACKOFF_S = 0.25
-"""Least seconds that a peer is not called after its first failure; they double with each further failure in a row."""
-MAX_BACKOFF_S = 60.0
-"""Most seconds that a failing peer is not called."""
-MAX_BACKOFF_WITHOUT_SIBLING_S = 4.0
-"""The same maximum while every peer of the stage fails."""
 MAX_FAILURES = 64
 """Most failures in a row that are counted of one peer."""
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
 """Least and most seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
-SEAT_WAITS = 128
-"""Number of latest times from sending to a seat that are kept of a peer."""
-NEWCOMER_CALLS = 2
-"""Most open calls to a peer that has never answered, once another peer of its stage has."""
 USUAL_CALLS = 4.0
 """No attempt gets less than the time of this many usual calls, if as much is left: a full queue is no failure."""
-RELAYED_FACTOR = 1.5
-"""How many times as long a microbatch counts at a peer that is reached through a relay: others share that link."""
 MAX_OWN_FRACTION = 0.25
 """Largest part of its remaining time that a caller keeps for itself, so that a wrong estimate leaves others enough."""
-
-
-@dataclass(slots=True)
-class PeerCost:
-    """What a caller knows about one peer of a later stage; only RoutingTable changes it."""
-
-    virtual_s: float = 0.0  # seconds of work that were charged to the peer so far
-    service_s: float = UNMEASURED_SERVICE_S  # its mean device time per microbatch
-    round_trip_s: float = 0.0  # mean round trip of the link, as far as it can be separated from the transfer
-    bytes_per_s: float = math.inf  # mean rate of the link; infinite until a transfer was measured
-    call_s: float = 0.0  # mean length of a whole call, everything downstream included
-    answers: int = 0  # how often the peer has answered
-    seats: int = 0  # how often it has given a microbatch a seat
-    open_calls: int = 0  # this caller's calls to it that are open
-    call_limit: float = math.inf  # how many open calls it accepts of this caller, learnt from BUSY
-    queue: int = 0  # microbatches at its device, as it reported at `queue_at`
-    queue_at: float = 0.0  # when it last gave a seat
-    sent_since: int = 0  # microbatches that this caller has sent since `queue_at`
-    failures: int = 0  # failed calls in a row
-    failed_at: float = 0.0  # when the last counted failure happened
-    wasted_s: float = 0.0  # the longest time that one of these failures took
-    busy_until: float = 0.0  # before this time it is not called, because it said BUSY
-    is_relayed: bool = False  # whether it is reached through a relay, see `goes_through_relay`
-    incarnation: int = 0  # of its claim; a higher one means that its daemon was restarted or has moved
-    seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))  # from sending to a seat
-
-    def queue_now(self, now: float) -> float:
-        """Returns the expected microbatches before a new one: the reported queue, less served, plus sent ones."""
-        # at a quarter of the peer's speed, because other callers keep filling the queue between our calls
-        waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6) if self.queue else 0.0
-        return waiting + self.sent_since if waiting > 0.0 else float(self.sent_since)
-
-    def idle_finish_s(self, payload_bytes: int) -> float:
-        """Returns the seconds from sending a microbatch to the end of its device work if nothing else waits there."""
-        return self.round_trip_s + payload_bytes / self.bytes_per_s + self.service_s
-
-    def crossing_s(self, bytes_there: int, bytes_back: int, period_s: float) -> float:
-        """Returns a microbatch's seconds on the link, both ways, without waiting: a round trip and two transfers.
-
-        The transfers count as at most `period_s`, the time between two microbatches on this link: anything more is
-        time in a queue. bytes_there, bytes_back: sizes of request and answer.
-        """
-        least = min(self.seat_waits_s, default=self.round_trip_s)
-        round_trip = min(self.round_trip_s, least)
-        transfer = (least - round_trip) * (1.0 + bytes_back / max(1, bytes_there))
-        return round_trip + min(transfer, period_s)
-
-
-@dataclass(frozen=True, slots=True)
-class PathHint:
-    """Which peers were last seen to hold a microbatch, by entry stage; those in `finished` hold its result."""
-
-    peers: dict[int, PeerId] = field(default_factory=dict)
-    finished: set[PeerId] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The peer to ask, or None, and why. look_again_at: when a choice of None may change without any event."""
-
-    peer: PeerId | None
-    reason: str
-    look_again_at: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,107 +64,12 @@ class Attempt:
     charge_s: float
 
 
-class Candidate(NamedTuple):
-    """One peer as choose_next sees it; immutable.
-
-    ready_at: when it may be called; infinite when only an answer of that peer can make it ready. lead_s: seconds of
-    work charged to it beyond the least charged peer. finish_s: expected seconds until it has computed the microbatch.
-    obstacle: why it is not ready, in words; "" if it is.
-    """
-
-    peer: PeerId
-    ready_at: float
-    lead_s: float
-    finish_s: float
-    obstacle: str = ""
-
-
-def choose_next(
-    now: float, microbatch: MicrobatchId, stage: int, candidates: Sequence[Candidate], hint: PathHint
-) -> Choice:
-    """Returns the peer of `stage` to ask: the hinted one if it is ready, or the ready one of least lead_s + finish_s.
-
-    The peer is None when none is ready, and when the hinted one holds the result and will be ready within BACKOFF_S.
-    """
-    hinted = next((c for c in candidates if c.peer == hint.peers.get(stage)), None)
-    if hinted is not None and hinted.ready_at <= now:
-        verb = "already holds the result of" if hinted.peer in hint.finished else "already works on"
-        return Choice(hinted.peer, f"{verb} this microbatch")
-    if hinted is not None and hinted.peer in hint.finished and hinted.ready_at <= now + BACKOFF_S:
-        # its connection broke just before the answer: any other peer would count the microbatch a second time
-        return Choice(None, f"the peer that holds the result is {hinted.obstacle}", hinted.ready_at)
-    ready = [c for c in candidates if c.ready_at <= now]
-    if not candidates:
-        return Choice(None, f"no live peer holds stage {stage}")
-    if not ready:
-        soonest = min(c.ready_at for c in candidates)
-        obstacles = ", ".join(sorted({c.obstacle for c in candidates if c.obstacle}))
-        when = f"; next in {soonest - now:.2f} s" if soonest < math.inf else ""
-        return Choice(None, f"all {len(candidates)} peers of stage {stage} are not ready ({obstacles}){when}", soonest)
-    least = min([c.lead_s + c.finish_s for c in ready])
-    alike = [c for c in ready if c.lead_s + c.finish_s == least]
-    best = min(alike, key=lambda c: (zlib.crc32(microbatch + c.peer.encode()), c.peer))
-    return Choice(best.peer, f"expected to finish in {best.finish_s:.3f} s, least of {len(ready)} ready peers")
-
-
-def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: int) -> list[Candidate]:
-    """Returns a Candidate for each peer in `costs`, the peers of one stage, for a microbatch of `payload_bytes`."""
-    if not costs:
-        return []
-    idle_s = [cost.idle_finish_s(payload_bytes) for cost in costs.values()]
-    charged_s = [cost.virtual_s for cost in costs.values()]
-    floor = _floor(charged_s, idle_s)
-    least = max(min(charged_s), floor)
-    healthy = any(not cost.failures for cost in costs.values())
-    measured = any(cost.answers for cost in costs.values())
-    ranked = []
-    for (peer, cost), idle in zip(costs.items(), idle_s, strict=True):
-        ready_at, obstacle = _ready_at(cost, healthy, measured)
-        lead = cost.virtual_s - least if cost.virtual_s > floor else floor - least
-        finish = cost.queue_now(now) * cost.service_s + idle
-        finish *= RELAYED_FACTOR if cost.is_relayed else 1.0
-        ranked.append(Candidate(peer, ready_at, lead, finish, obstacle if ready_at > now else ""))
-    return ranked
-
-
-def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str]:
-    """Returns when a peer may be called, and the obstacle until then in words.
-
-    healthy: whether any peer of its stage has no failures. measured: whether any has answered.
-    """
-    if cost.failures:
-        if cost.open_calls and healthy:
-            return math.inf, "on trial"
-        longest = MAX_BACKOFF_S if healthy else MAX_BACKOFF_WITHOUT_SIBLING_S
-        backoff_s = min(longest, max(BACKOFF_S, cost.wasted_s) * 2.0 ** min(cost.failures - 1, 30))
-        return cost.failed_at + backoff_s, "backing off"
-    if measured and not cost.answers and cost.open_calls >= NEWCOMER_CALLS:
-        return math.inf, "new"
-    if cost.open_calls and cost.open_calls + 1 > cost.call_limit:
-        return math.inf, "busy"
-    return cost.busy_until, "busy"
-
-
 def goes_through_relay(mine: str, theirs: str) -> bool:
     """Returns whether two peers that claim these reachabilities meet only through a relay.
 
     One of them that is public can be dialled by the other; two that others reach through holes can open one.
     """
     return "public" not in (mine, theirs) and not {mine, theirs}.isdisjoint({"relayed", "unreachable"})
-
-
-def virtual_floor(costs: Iterable[PeerCost], payload_bytes: int) -> float:
-    """Returns the least virtual runtime that counts: the largest less twice the longest idle finish time.
-
-    So a peer that was idle for long does not get all microbatches until it has caught up.
-    """
-    costs = list(costs)
-    return _floor([cost.virtual_s for cost in costs], [cost.idle_finish_s(payload_bytes) for cost in costs])
-
-
-def _floor(charged_s: Sequence[float], idle_s: Sequence[float]) -> float:
-    """Returns virtual_floor of peers by the seconds charged to each and the idle finish time of each."""
-    return max(charged_s) - 2.0 * max(idle_s)
 
 
 @dataclass(frozen=True, slots=True)

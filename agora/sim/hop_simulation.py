@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from agora_protocol import limits
@@ -22,35 +21,12 @@ from agora.sim.event_queue import DeadlineWheel, EventQueue
 from agora.sim.measurements import Measurements
 from agora.sim.simulated_device import JobOrder
 from agora.sim.simulated_peer import Call, Presence, SimulatedMicrobatch, SimulatedPeer, Visit
+from agora.sim.simulated_work import Workload
 
 KEPT_ANSWERS = 1024
 """Answers that a peer keeps for repeats."""
 SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)
 """Seconds after which a connection to a peer that hangs is broken off; see net/liveness.py."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a microbatch costs. work: of each stage, as seconds on a machine of speed 1, forward and backward together.
-
-    forward_share: the forward's part of it. boundary_bytes, gradient_bytes: sent to and by the next stage for each
-    microbatch. seats: the most microbatches that a peer holds at once.
-    """
-
-    work: tuple[float, ...]
-    boundary_bytes: float
-    gradient_bytes: float
-    forward_share: float = 1.0 / 3.0
-    seats: int = 128
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return len(self.work)
-
-    def seconds(self, entry: int, last: int, speed: float) -> float:
-        """Returns the seconds that the stages from `entry` to `last` take a machine of this speed."""
-        return sum(self.work[entry : last + 1]) / speed
 
 
 class RootListener(Protocol):

@@ -17,7 +17,8 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora.moving_average import MovingAverage
 from agora.pipeline.hop import PATH_SAMPLES
 from agora.pipeline.opening import Credit, Pace, StepQuota
-from agora.pipeline.routing import Attempt, PathHint, RoutingTable
+from agora.pipeline.peer_choice import PathHint
+from agora.pipeline.routing import Attempt, RoutingTable
 from agora.sim.simulated_device import SimulatedDevice
 from agora.sim.simulated_link import SimulatedLink
 from agora.swarm.view import PeerView

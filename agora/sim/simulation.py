@@ -15,13 +15,14 @@ from agora.sim.directory_model import DirectoryModel
 from agora.sim.event_queue import EventQueue
 from agora.sim.fleet_simulation import FleetSimulation, PlacementRules
 from agora.sim.flow_bound import best_whole_placement, flow_bound
-from agora.sim.hop_simulation import HopSimulation, Workload
+from agora.sim.hop_simulation import HopSimulation
 from agora.sim.measurements import Measurements, Sample
 from agora.sim.origin_simulation import OriginRules, OriginSimulation
 from agora.sim.placement_rules import ProductPlacement
 from agora.sim.scenario import MachineGroup, Scenario
 from agora.sim.simulated_link import SimulatedLink
 from agora.sim.simulated_peer import Equipment, Presence
+from agora.sim.simulated_work import Workload
 
 LATEST_START_S = 1.0
 """Seconds within which the machines of the start begin to serve, each at a random moment."""

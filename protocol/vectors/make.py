@@ -25,6 +25,7 @@ from agora_protocol.message_base import Message
 from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.shards import shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
+from averaging_vectors import averaging_frames
 from base_model_vectors import base_model_frames, tensor_lists
 from ticket_vectors import admission_frames, bad_proofs, invite_vectors, proofs, revocations, ticket_vectors
 
@@ -139,40 +140,6 @@ def _tensors() -> tuple[WireTensor, WireTensor]:
     return WireTensor("bf16", (2, 3, 2), memoryview(boundary)), WireTensor("int32", (2, 4), memoryview(tokens))
 
 
-def _averaging_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
-    """Returns frames of step gossip and averaging: type, call, message, tensors."""
-    kind = FrameType
-    values = WireTensor("float32", (3,), memoryview(struct.pack("<3f", 0.5, -1.25, 3.0)))
-    levels = WireTensor("int8", (3,), memoryview(struct.pack("<3b", 21, -53, 127)))
-    exponents = WireTensor("int8", (1,), memoryview(struct.pack("<1b", 2)))
-    scales = WireTensor("uint8", (2,), memoryview(bytes([253, 0])))
-    packed = WireTensor("uint8", (1,), memoryview(bytes([0b11_01_10])))
-    reports = ((FIRST.peer, 40, 41, 8192, 900_000, 38, 7, 0, 0), (SECOND.peer, 40, 40, 0, 9, 0, 0, 40, 1500))
-    return [
-        (kind.REQUEST, 7, messages.GossipSteps(1, reports, 5_000), []),
-        (kind.ANSWER, 7, messages.GossipedSteps(((SECOND.peer, 40, 40, 1024, 9216, 40, 2**32 - 1, 30, 0),)), []),
-        (
-            kind.REQUEST,
-            8,
-            messages.GossipEpochs((1, 7, 40, 3, 12, 0, 1, 3, 5, 40, 1, 0, 0b11, 1, 2, 3, 0, 0), 5_000),
-            [],
-        ),
-        (kind.ANSWER, 8, messages.GossipedEpochs((1, 7, 40, 4, 2, 0, 0, 0)), []),
-        (kind.REQUEST, 9, messages.Contribute(1, "slice", 12, 3, 65536.0, False, "normal2", 10_000), [scales, packed]),
-        (
-            kind.REQUEST,
-            9,
-            messages.Contribute(1, "gradient", 12, 3, 8192.0, False, "int8", 10_000),
-            [levels, exponents],
-        ),
-        (kind.REQUEST, 9, messages.Contribute(1, "gradient", 12, 3, 0.0, True, "float32", 10_000), [values]),
-        (kind.ANSWER, 9, messages.Averaged(3, 4, 196608.0, True, "int8"), [levels, exponents]),
-        (kind.REQUEST, 11, messages.Recall(1, "slice", 12, 3, 5_000), []),
-        (kind.ANSWER, 11, messages.Recalled(3, 4, 196608.0, "normal2"), [scales, packed]),
-        (kind.ANSWER, 11, messages.Recalled(0, 0, 0.0, "float32"), []),
-    ]
-
-
 def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     """Returns frames of state transfers: type, call, message, tensors."""
     kind = FrameType
@@ -208,7 +175,7 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
             messages.Process(MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer)), 17),
             [boundary, tokens],
         ),
-        *_averaging_frames(),
+        *averaging_frames(FIRST.peer, SECOND.peer),
         *_state_frames(),
         (FrameType.REQUEST, 3, messages.DialBack((31000, 4001), 8_000), []),
         (FrameType.ANSWER, 3, messages.DialedBack("/ip6/2001:db8::7/tcp/31000", (31000,)), []),

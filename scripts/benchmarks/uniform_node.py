@@ -13,7 +13,8 @@ from agora_protocol.ids import MicrobatchId, PeerId
 
 from agora.cli import main_node
 from agora.pipeline import router
-from agora.pipeline.routing import Attempt, Choice, PathHint, RoutingTable, candidates_of
+from agora.pipeline.peer_choice import Choice, PathHint, candidates_of
+from agora.pipeline.routing import Attempt, RoutingTable
 
 
 class EvenTable(RoutingTable):

@@ -20,7 +20,7 @@ from benchmarks.uneven import (
 )
 from benchmarks.uniform_node import EvenTable
 
-from agora.pipeline.routing import PathHint
+from agora.pipeline.peer_choice import PathHint
 from agora.plan.cost_of_run import run_cost
 from agora.swarm.view import PeerView
 

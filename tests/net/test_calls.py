@@ -129,8 +129,8 @@ class Crossing:
 def test_after_dials_that_crossed_the_lower_peer_dials_again_and_the_other_takes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agora.net.network.DIAL_AGAIN_S", 0.1)
-    monkeypatch.setattr("agora.net.network.TURN_S", 5.0)
+    monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
+    monkeypatch.setattr("agora.net.dialling.TURN_S", 5.0)
 
     async def main() -> None:
         async with peers(echo, echo) as made:
@@ -141,7 +141,7 @@ def test_after_dials_that_crossed_the_lower_peer_dials_again_and_the_other_takes
             ]
             await asyncio.gather(*asked)
             assert [crossing.dials for crossing in dials] == [2, 1]
-            assert not lower.network._awaited and not higher.network._awaited
+            assert not any(peer.network._dialler._awaited for peer in made)
             await higher.network.call(lower.id, GetStatus(), deadline=after(10))
             assert [len(peer.network._connections) for peer in made] == [1, 1]
 
@@ -149,7 +149,7 @@ def test_after_dials_that_crossed_the_lower_peer_dials_again_and_the_other_takes
 
 
 def test_dials_that_cross_for_ever_end_with_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agora.net.network.DIAL_AGAIN_S", 0.1)
+    monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
 
     async def main() -> None:
         async with peers(echo, echo, limits=NetLimits(dial_s=2.0)) as (a, b):
@@ -162,7 +162,7 @@ def test_dials_that_cross_for_ever_end_with_the_dial(monkeypatch: pytest.MonkeyP
 
 
 def test_a_peer_that_is_gone_when_dialled_again_fails_the_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agora.net.network.DIAL_AGAIN_S", 0.1)
+    monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
 
     async def main() -> None:
         async with peers(echo, echo) as (a, b):

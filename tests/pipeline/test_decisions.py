@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 
 from agora.pipeline.hop import is_hopeless
 from agora.pipeline.opening import Pace, equal_quota, measured_credit, staleness_limit
-from agora.pipeline.routing import (
+from agora.pipeline.peer_choice import (
     MAX_BACKOFF_S,
     MAX_BACKOFF_WITHOUT_SIBLING_S,
-    MAX_SPEED_RATIO,
     NEWCOMER_CALLS,
-    Attempt,
     PathHint,
     PeerCost,
-    RoutingTable,
-    attempt_deadline,
     candidates_of,
     choose_next,
+)
+from agora.pipeline.routing import (
+    MAX_SPEED_RATIO,
+    Attempt,
+    RoutingTable,
+    attempt_deadline,
     deadline_for_others,
     deadline_to_send,
     newcomer,

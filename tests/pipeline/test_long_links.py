@@ -12,7 +12,7 @@ import pytest
 from agora.net.link import LinkSpec
 from agora.pipeline.opening import SAFETY
 from agora.pipeline.origin import Origin
-from agora.pipeline.routing import SEAT_WAITS, PeerCost
+from agora.pipeline.peer_choice import SEAT_WAITS, PeerCost
 from agora.sim.virtual_time import run
 from tests.pipeline.test_decisions import A, sent, table_of
 from tests.pipeline.world import World

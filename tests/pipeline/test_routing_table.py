@@ -9,14 +9,8 @@ from dataclasses import replace
 import pytest
 from agora_protocol.ids import Span, microbatch_id
 
-from agora.pipeline.routing import (
-    MAX_SPEED_RATIO,
-    NEWCOMER_CALLS,
-    Attempt,
-    PathHint,
-    RoutingTable,
-    goes_through_relay,
-)
+from agora.pipeline.peer_choice import NEWCOMER_CALLS, PathHint
+from agora.pipeline.routing import MAX_SPEED_RATIO, Attempt, RoutingTable, goes_through_relay
 from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
 

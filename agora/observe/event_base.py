@@ -1,0 +1,38 @@
+"""What every event of a daemon is: a frozen dataclass with a level and a sentence; events.py lists them.
+
+Knows: how a class becomes an event, and how an event is put into words. Must not know: which events there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, dataclass_transform
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass_transform(frozen_default=True)
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a daemon. Those in events.py are all; each becomes a frozen dataclass."""
+
+    level: ClassVar[Level] = "debug"
+    template: ClassVar[str] = ""  # a sentence with the fields' names in braces; "" lists all fields
+
+    def __init_subclass__(cls, level: Level = "debug", template: str = "") -> None:
+        """Makes the subclass a frozen dataclass with this level and template."""
+        cls.level, cls.template = level, template
+        dataclass(frozen=True)(cls)
+
+    def describe(self) -> str:
+        """Returns one line for a person: the filled template, or without one the name and all fields."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.template:
+            return self.template.format(**values).rstrip(" ;")
+        return f"{type(self).__name__}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+Report = Callable[[Event], None]
+"""Takes an event from any room and any thread. It never blocks and never raises."""
