@@ -5,7 +5,9 @@ Knows: this replica's last step, how long its steps last, a step's tokens. Must 
 All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. Whoever reports
 more steps than MAX_SPEED_UP times as many as that allows is not believed, however many tokens it says it has counted:
 
-    highest plausible step = own step + lead + MAX_SPEED_UP * seconds since the own last step / seconds of a step
+    highest plausible step = own step + lead + MAX_SPEED_UP * (SLACK_S + seconds since the own last step) / step_s
+
+where step_s is how long its own steps last.
 
 The own step is the last that this replica took itself, level with the others: step numbers that it took over from them
 since, by catching up or fetching a state, allow no more.
@@ -24,6 +26,8 @@ LOCAL_LEAD: Final = 20
 """The same where each replica takes local steps: so many make it fetch the others' state."""
 MAX_SPEED_UP: Final = 4.0
 """How many times as fast as before others may go on stepping without this replica."""
+SLACK_S: Final = 10.0
+"""A busy machine stands still for that long without knowing it: meanwhile honest replicas go on."""
 FASTEST_TOKENS_PER_S: Final = 1e6
 """Tokens that a stage's replicas together count per second at most, while this replica has not measured a step."""
 JOIN_S: Final = 1800.0
@@ -56,4 +60,4 @@ class OwnPace:
     def highest_plausible_step(self, now: float, target_tokens: int, lead: int) -> int:
         """Returns the highest step that another replica can have taken, see the module. target_tokens: of a step."""
         least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S
-        return max(self.at + 1, self.step + lead + int(max(0.0, now - self.since) / least_s))
+        return max(self.at + 1, self.step + lead + int((SLACK_S + max(0.0, now - self.since)) / least_s))

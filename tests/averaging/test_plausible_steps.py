@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from agora_protocol.messages import GossipSteps
 
-from agora.averaging.plausible_steps import FASTEST_TOKENS_PER_S, LEAD, LOCAL_LEAD, MAX_SPEED_UP, OwnPace
+from agora.averaging.plausible_steps import FASTEST_TOKENS_PER_S, LEAD, LOCAL_LEAD, MAX_SPEED_UP, SLACK_S, OwnPace
 from agora.sim.virtual_time import run
 from agora.swarm.conduct import Offence
 from tests.averaging.group_world import GroupWorld
@@ -16,16 +16,22 @@ from tests.averaging.group_world import GroupWorld
 
 def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
     pace = OwnPace(step=100, since=50.0, at=100, step_s=10.0)
-    assert pace.highest_plausible_step(50.0, 1000, LEAD) == 100 + LEAD
-    assert pace.highest_plausible_step(50.0 + 25.0, 1000, LEAD) == 100 + LEAD + int(2.5 * MAX_SPEED_UP)
-    assert pace.highest_plausible_step(40.0, 1000, LEAD) == 100 + LEAD, "a clock that went back allows nothing"
+    at_once = 100 + LEAD + int(SLACK_S / 10.0 * MAX_SPEED_UP)
+    assert pace.highest_plausible_step(50.0, 1000, LEAD) == at_once
+    assert pace.highest_plausible_step(50.0 + 25.0, 1000, LEAD) == at_once + int(2.5 * MAX_SPEED_UP)
+    assert pace.highest_plausible_step(40.0, 1000, LEAD) == at_once, "a clock that went back allows nothing"
     hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, LOCAL_LEAD)
-    assert hour == 100 + LOCAL_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
+    assert hour == at_once - LEAD + LOCAL_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
+
+
+def test_a_machine_that_stood_still_for_seconds_believes_those_who_went_on() -> None:
+    pace = OwnPace(step=30, since=0.0, at=30, step_s=0.16)
+    assert pace.highest_plausible_step(0.0, 1000, LEAD) >= 30 + SLACK_S / 0.16
 
 
 def test_before_a_step_was_measured_the_fastest_machines_are_the_bound() -> None:
     pace = OwnPace(step=0, since=0.0, at=0)
-    assert pace.highest_plausible_step(1.0, 65_536, LEAD) == LEAD + int(FASTEST_TOKENS_PER_S / 65_536)
+    assert pace.highest_plausible_step(1.0, 65_536, LEAD) == LEAD + int((1.0 + SLACK_S) * FASTEST_TOKENS_PER_S / 65_536)
     assert pace.highest_plausible_step(60.0, 65_536, LEAD) < 10**4
 
 

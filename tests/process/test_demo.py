@@ -61,7 +61,7 @@ def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> 
     assert 0 < value["first_microbatch_seconds"] < value["total_seconds"]
     origin = next(peer for peer, span in value["spans"].items() if span == [0, 0])  # the founder takes either stage
     assert {step["name"] for step in value["start_steps"][origin]} == {
-        *("identity", "imports", "manifest", "host", "bootstrap", "doctor"),
+        *("identity", "imports", "manifest", "host", "bootstrap", "doctor", "clock"),
         *("directory", "placement", "corpus", "model", "confirm", "state", "serve"),
     }
     assert sorted(value["spans"].values()) == [[0, 0], [1, 1]]
