@@ -260,17 +260,18 @@ def test_replicas_with_local_steps_step_together_and_agree_on_slices(tmp_path: P
         origins = [made.start("a", "0"), made.start("b", "0")]
         others = [made.start("c", "1"), made.start("d", "1")]
         everyone = [*origins, *others]
-        made.until(lambda: all(len(rounds_of(d)) >= 30 for d in everyone), "30 rounds of everyone", within_s=90)
+        made.until(lambda: all(len(rounds_of(d)) >= 20 for d in everyone), "20 rounds of everyone", within_s=90)
         for pair in (origins, others):
             one, two = (last_step(daemon) for daemon in pair)
             assert abs(one - two) <= 4, "a stage's replicas are at about one step"
-        tokens = sum(e["tokens"] for d in origins for e in d.events("StepTaken") if 15 < e["step"] <= 25)
+        tokens = sum(e["tokens"] for d in origins for e in d.events("StepTaken") if 8 < e["step"] <= 18)
         assert 0.5 * 10 * target <= tokens <= 1.1 * 10 * target, (
             "a step has no more than its target's tokens, whoever counted them"
         )
         assert participation(everyone) >= 0.9
         failed = [event for d in everyone for event in d.events("PartFailed")]
-        assert len(failed) <= 2, "on a busy machine both may come too late to one of a hundred rounds"
+        rounds = sum(len(rounds_of(daemon)) for daemon in everyone)
+        assert len(failed) <= 0.05 * rounds, "on a busy machine both may come too late to one of a hundred rounds"
         everybody_knows_what_became_of_the_tokens(made, others[0], origins, target)
         drained(made, *origins)
         made.stop()
@@ -316,10 +317,11 @@ def test_members_that_die_or_hang_in_a_round_stall_nobody(
 ) -> None:
     """An owner killed in the middle, a sender in the middle of its parts, a member that hangs: rounds still end.
 
-    Those of slices, and those of the exact steps that a run begins with. `--slow` adds an owner killed before it has
-    averaged anything.
+    Those of slices, and those of the exact steps that a run begins with. `--slow` injects all faults into both, and an
+    owner killed before it has averaged anything.
     """
-    faults = FAULTS if request.config.getoption("--slow") else FAULTS[:3]
+    quick = FAULTS[:2] if what == "gradient" else FAULTS[1:3]
+    faults = FAULTS if request.config.getoption("--slow") else quick
     begun, tokens = (0, 16_384) if what == "slice" else (10**9, 2048)
     with swarm(tmp_path, averaging(1, tokens).replaced(averaging={"exact_steps": begun})) as made:
         living = [made.start("a", "0"), made.start("b", "0")]
