@@ -63,7 +63,7 @@ class Dialler:
         self._ways = ways
 
     def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers where a peer says that it, or its relays, can be dialled: only addresses that may be."""
+        """Remembers where a peer says that it, or its relays, can be dialled; ignores addresses that must not be."""
         usable = [address for address in addresses if self._ways.may_dial(address)]
         self.learn(peer, usable)
         for relay, its_addresses in relays_of(usable).items():

@@ -210,7 +210,10 @@ class Directory:
         return found
 
     def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
-        """Decodes the entries under one key; leaves out those that have expired, are not valid, or not of members."""
+        """Decodes the entries under one key; leaves out those that are expired, invalid or refused by the guard.
+
+        Members come first, then smaller hashes; at most MAX_KEY_RECORDS. Also remembers when an own record expires.
+        """
         now_unix = self._unix()
         records = []
         for peer, (packed, expires_unix) in entries.items():
@@ -222,7 +225,7 @@ class Directory:
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
 
-        # Members first: whoever invents many peers could choose theirs to have the least hashes.
+        # Members first: whoever invents many peers can choose ids with the smallest hashes.
         def rank(record: Record) -> tuple[bool, int]:
             """Returns what the records are sorted by: members first, then by the peers' hashes."""
             return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
@@ -230,7 +233,7 @@ class Directory:
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]
 
     def forget_refused(self) -> None:
-        """Forgets the records and the nodes of peers that must not be called any more."""
+        """Removes from storage and routing table the records and nodes of peers that must not be called any more."""
         protocol = self._node.protocol
         protocol.storage.keep_only(self._guard.may_call)
         for peer, node in list(protocol.routing_table.peer_id_to_uid.items()):

@@ -37,7 +37,7 @@ _PARTS: Final = (
 
 
 class LinkError(InputError):
-    """Error of `LinkSpec.parse`: the text is malformed or has extreme values; the message says what to write."""
+    """Raised by `LinkSpec.parse` for a malformed text or extreme values; the message says what to write."""
 
     code = "bad-link"
 

@@ -38,7 +38,7 @@ from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails in the last 0.1 s before this peer's deadline has reached its own
-DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by so many milliseconds is not worth a new message
+DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
 MOST_CLOCKS: Final = 16  # peers that are asked for the time at once
@@ -64,7 +64,7 @@ class Network:
         report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
         count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
-        `tell_time` may be set: it returns the swarm's time, which goes into every Pong; 0 while it is not known.
+        `tell_time` may be set: it returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
@@ -124,7 +124,7 @@ class Network:
 
     async def connect(self, peer: PeerId) -> None:
         """Opens a connection to `peer` unless there is one. Raises as `call` does."""
-        self._refuse_shut_out(peer)
+        self._refuse_to_call(peer)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
 
@@ -210,13 +210,13 @@ class Network:
         return min(usable, key=lambda connection: connection.opened is not is_lower, default=None)
 
     def has_met(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with a peer of the run, and that they were connected within MET_S."""
+        """Returns whether HELLO was exchanged with `peer`, a member, and they are connected or were within MET_S."""
         met_at = self._met.get(peer)
         return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
 
     async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as a dial does."""
-        self._refuse_shut_out(peer)
+        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as `call` does."""
+        self._refuse_to_call(peer)
         self.learn_announced(peer, addresses)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
@@ -332,7 +332,7 @@ class Network:
         return [connection for connections in self._connections.values() for connection in connections]
 
     def _end_if_refused(self, connection: Connection) -> None:
-        """Ends a connection to a peer that is not admitted any more, or that is shut out."""
+        """Ends a connection to a peer that is not admitted any more or is shut out; otherwise does nothing."""
         if (role := connection.role) is None:
             return
         if refusal := self.gate.still_refuses(connection.peer, connection.proof, role):
@@ -343,7 +343,7 @@ class Network:
     async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
         """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is a member now.
 
-        anew: breaks off the connections that there are, of which the peer does not know any more.
+        anew: first breaks off connections that the peer does not know of any more.
         """
         for connection in list(self._connections.get(peer, ())) if anew else ():
             connection.break_off("the peer does not know of the connection")

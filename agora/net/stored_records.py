@@ -162,7 +162,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         """Yields nothing: hivemind asks for what it should hand to a node that it meets.
 
         Each publisher stores its records itself, again every few seconds, so that nobody has to believe or carry
-        another one's; a stranger that meets many nodes would else have this one send all that it has each time.
+        another one's; otherwise a stranger that makes up many nodes would have this one send everything each time.
         """
         return iter(())
 

@@ -2,7 +2,7 @@
 
 Knows: how many bytes were given to streams, and how many of them still wait. Must not know: streams, peers, clocks.
 
-An uplink shows its rate only while more waits for it than it carries. So a sample counts when bytes waited at its begin
+An uplink shows its rate only while more waits for it than it carries. So a sample counts when bytes waited at its start
 and at its end; an uplink that nothing ever waits for is faster than needed, and its rate stays unknown.
 """
 
