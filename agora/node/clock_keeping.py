@@ -21,7 +21,7 @@ from agora.observe import events, faults
 from agora.swarm.swarm_clock import clock_remark
 
 ASK_S: Final = 4.0
-"""Seconds that a question for the time may take, dialling included."""
+"""Seconds within which peers must answer with the time, dialling included."""
 MORE_ANSWERS_S: Final = 0.5
 """Seconds that a start waits for further answers once it has one."""
 FIRST_ASK_S: Final = 5.0
@@ -37,7 +37,10 @@ class ClockKeeper:
         self._network = network
 
     async def settle(self, known: Mapping[PeerId, Sequence[str]]) -> None:
-        """Asks these peers for the time, so that the first records are judged and published by it. known: addresses."""
+        """Asks peers for the time at the start, so that even the first records are judged and published by it.
+
+        known: multiaddrs by peer. Dials up to MOST_CLOCKS of them; takes 2 * ASK_S at most.
+        """
         with self._startup.steps.step("clock") as note:
             peers = list(known)[:MOST_CLOCKS]
             for peer in peers:
@@ -70,7 +73,7 @@ class ClockKeeper:
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _follow(self, told: Sequence[float]) -> None:
-        """Corrects the clock by what others told, see Network.ask_clocks; tells the owner what is new about it."""
+        """Corrects the clock by what others told, see Network.ask_clocks; tells the owner a new remark on it."""
         clock = self._startup.clock
         former = clock_remark(clock.correction)
         clock.follow(told)

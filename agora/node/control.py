@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question that can be asked: its handler, its arguments with their JSON types, and seconds until it fails."""
+    """A question that can be asked: its handler, the JSON types of its optional arguments, seconds until it fails."""
 
     handler: Callable[..., Awaitable[Answer]]
     arguments: Mapping[str, type]
@@ -84,7 +84,7 @@ class ControlSocket:
         paths.unregister(self.path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """asyncio calls this for a new connection: serves it in a task, or answers "busy" and closes it."""
+        """Called by asyncio for a new connection: serves it in a task, or answers "busy" and closes it."""
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.write(_error("busy", f"{MAX_CONNECTIONS} connections are open; close some"))
             writer.close()

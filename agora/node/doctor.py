@@ -45,7 +45,7 @@ def check_disk(directory: Path) -> str:
 def check_memory(
     manifest: Manifest, span: Span, free_bytes: int, limit_gib: float, base_bytes: int = BASE_BYTES
 ) -> str:
-    """Returns a note with the memory that daemon and span need at least. Raises MemoryError_ if that is not allowed.
+    """Returns a note with the memory that daemon and span need at least; MemoryError_ if less is free or allowed.
 
     free_bytes, limit_gib: see `allowed_bytes`. base_bytes: what the daemon takes without stages.
     """
@@ -64,7 +64,7 @@ def allowed_bytes(free_bytes: int, limit_gib: float) -> int:
 
 
 def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES) -> int:
-    """Returns the bytes that a daemon which trains `span` takes at least, `base_bytes` without it. Imports torch."""
+    """Returns the least bytes of memory of a daemon that trains `span`: `base_bytes`, and the span's. Imports torch."""
     from agora.model import family_of
 
     return base_bytes + int(family_of(manifest.model).memory_bytes(manifest, span))

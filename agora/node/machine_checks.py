@@ -35,7 +35,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class PackageReading:
-    """One package that the daemon needs. installed: its version, "" when it is missing; problem: "" when it imports."""
+    """One package that the daemon needs. installed: its version, "" when it is missing.
+
+    required: a version specifier, such as ">=2.0". is_allowed: whether `installed` fits it. problem: "" for none.
+    """
 
     name: str
     required: str

@@ -145,7 +145,7 @@ class Entry:
 
     @property
     def alive(self) -> bool:
-        """Whether the process exists; a killed daemon leaves its files behind."""
+        """Whether a process with that id exists and is this user's; a killed daemon leaves its files behind."""
         try:
             os.kill(self.pid, 0)
         except OSError:  # another user's process may have the number now

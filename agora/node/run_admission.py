@@ -38,9 +38,9 @@ from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
 
 SHARE_S = 10.0
-"""Seconds that a neighbour has to take revocations."""
+"""Seconds within which a neighbour must answer each message of revocations."""
 BAN_LIST_S = 10.0
-"""Seconds from one look at the ban lists in the DHT to the next."""
+"""Seconds between two reads of the ban lists in the DHT."""
 BAN_LIST_LIFETIME_S = 60.0
 BAN_SHARD = Shard(0)
 """Where ban lists are published."""
@@ -57,16 +57,16 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionB
 
 
 class Forgetful(Protocol):
-    """Something that drops peers which take part no more."""
+    """Protocol: something that keeps data of peers, and drops those that are banned or expired."""
 
     def forget_refused(self) -> None:
-        """Drops them now."""
+        """Drops the data of all peers that must not be called any more."""
 
 
 class RunAdmission:
-    """Judges who takes part in a run, and is the guard of its DHT; `attach` connects it with what a ban must reach.
+    """Judges who takes part in a run, keeps its bans, and is the guard of its DHT (a DhtGuard).
 
-    gate: for the network. proof: this machine's own tickets, b"" for none.
+    gate: for the network. proof: this machine's own tickets, b"" for none. Bans reach connections after `attach`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RunAdmission:
     # --- who takes part (a DhtGuard)
 
     def is_member(self, peer: PeerId) -> bool:
-        """Returns whether `peer` takes part, by what it has shown so far."""
+        """Returns whether `peer` is a member by the last proof that it has shown, or without one in an open run."""
         return self.book.is_member(peer, self._unix())
 
     def may_call(self, peer: PeerId) -> bool:
@@ -115,7 +115,7 @@ class RunAdmission:
         return self.gate.is_greeted(peer)
 
     async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection, or in any case `anew`; returns if it is a member."""
+        """Exchanges HELLOs with `peer` if there is no connection (anew: in any case); returns if it is a member."""
         return self._network is not None and await self._network.greet(peer, anew=anew)
 
     def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
@@ -139,9 +139,9 @@ class RunAdmission:
         return Reply(TookRevocations(*self.take(call.message.revocations)))
 
     def take(self, sealed: Sequence[bytes]) -> tuple[int, int]:
-        """Takes those of the revocations that count and are new, and enforces them.
+        """Verifies revocations; new ones are written to disk, enforced, and sent to all neighbours.
 
-        Returns how many those are, and how many do not count.
+        Returns how many were new, and how many do not count; those known already are neither.
         """
         new, refused = list[bytes](), 0
         for data in sealed:
@@ -161,7 +161,7 @@ class RunAdmission:
         return len(new), refused
 
     def ban_here(self, peer: PeerId) -> None:
-        """Bans a peer from this machine from now on; whoever asks for it has written it to the disk."""
+        """Bans a peer from this machine until the daemon ends; the caller writes it to banned.txt for later starts."""
         self.book.banned_here.add(peer)
         self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
         self.enforce()
@@ -186,12 +186,12 @@ class RunAdmission:
             self._send(peer, sealed)
 
     def _send(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Sends revocations to a neighbour, in a task. If that fails: at its next HELLO, or by the DHT."""
+        """Sends revocations to a neighbour, in a task. If that fails, it gets them at its next HELLO or by the DHT."""
         if self._network is not None:
             self._network.spawn(self._share(self._network.call, peer, sealed))
 
     async def _share(self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Makes the calls of `_send`; a failure ends them."""
+        """Makes the calls of `_send`, one after another, and stops at the first that fails."""
         with contextlib.suppress(AgoraError):
             for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
                 request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))

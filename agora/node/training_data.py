@@ -26,14 +26,14 @@ from agora.threads import run_in_thread
 
 @dataclass
 class OriginCircle:
-    """Knows the origins that share the epochs. others: returns the other live ones; set when the span is loaded."""
+    """Holds `others`, which returns the other live origins of the run; the span sets it when it is loaded."""
 
     others: Callable[[], Collection[PeerId]] = tuple
 
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """An origin's part in the epochs of its swarm, what of it is kept on disk, and who shares in them."""
+    """What an origin on samples needs for its epochs: its batches, the record of them on disk, the other origins."""
 
     batches: EpochBatches
     record: EpochRecord
@@ -53,8 +53,10 @@ TrainingData = OriginBatches | Epochs
 
 
 async def open_training_data(local_peer: LocalPeer) -> TrainingData:
-    """Opens corpus or samples. Raises LocalError for files that the owner did not allow to read, DataError for what is
-    wrong in them, ManifestError and DiskError.
+    """Opens what the run's origin trains on: an Epochs for samples, else OriginBatches of a corpus.
+
+    Raises LocalError for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError
+    and DiskError.
     """
     _require_permission(local_peer)
     if local_peer.manifest.has_marks:
