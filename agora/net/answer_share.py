@@ -24,6 +24,7 @@ from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, Ge
 from agora.net.fair_share import Holder, Places, WorkBuckets
 
 INDEX_BYTES: Final = 1_048_576
+"""The most bytes of an index of a state or of a base model."""
 ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetChunk: STATE_CHUNK_BYTES,
     GetPiece: STATE_CHUNK_BYTES,
@@ -36,11 +37,14 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
 MOST_EACH: Final = 0.5
 """The fraction of all bytes for answers that one peer's unread answers may hold."""
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
+"""Rationed requests of one peer: this many a second, and this many at once after a pause."""
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
+"""The same for all peers of one network together."""
 REFUSAL_BURST: Final = 200.0
 """A peer that goes on after this many refusals breaks the protocol: refusing costs something too."""
 RATIONED: Final = (GetStatus, GetManifest)
 RETRY_MS: Final = 1000
+"""Milliseconds after which a peer that was refused as Busy may ask again."""
 
 
 class AnswerShare:

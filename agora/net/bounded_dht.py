@@ -40,6 +40,7 @@ MAX_NODES: Final = 20
 SHARDS_PER_STAGE: Final = 3
 """A peer publishes a record under at most this many keys for each stage."""
 MIN_KEYS: Final = 64
+"""Keys that a find may have in a run of fewer stages."""
 TOKENS_PER_S: Final = 200.0
 TOKENS_PER_STAGE: Final = 8.0
 """A peer may spend TOKENS_PER_S + TOKENS_PER_STAGE * stages tokens a second: a small run is read whole, key by key."""
@@ -52,6 +53,7 @@ SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
 VERIFIED_AT_ONCE: Final = 16
 """Signatures that are verified before other tasks on the event loop have their turn."""
 RETRY_MS: Final = 2000
+"""Milliseconds after which a node that was refused as Busy may ask again."""
 _DICTIONARY: Final = 0x50
 """The msgpack extension type in which hivemind packs a dictionary of records."""
 _PACKED_NONE: Final = pack(None)

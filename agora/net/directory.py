@@ -23,7 +23,7 @@ from agora_protocol.shards import Shard
 from agora.clock import loop_time
 from agora.net.address_book import addresses_by_peer
 from agora.net.bounded_dht import BoundedP2P, node_id_of
-from agora.net.dht_door import DhtDoor, DhtGuard, OpenGuard
+from agora.net.dht_guard import DhtGuard, GuardedDhtProtocol, OpenGuard
 from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS, KeyHolders
@@ -101,13 +101,13 @@ class Directory:
             blacklist_time=2.0,
             num_workers=8,
             record_validator=validator,
-            client_mode=True,  # until the door is open
+            client_mode=True,  # until the guard is in place
         )
         node.protocol.storage = storage = BoundedStorage(run)
         bounds.stored_bytes = storage.bytes_under
         node.protocol.cache = BoundedStorage(run, maxsize=1)
         bounds.is_answered = guard.is_greeted
-        await DhtDoor(node.protocol, guard).open()
+        await GuardedDhtProtocol(node.protocol, guard).open()
         directory = cls(host, run, node, validator, bounds, guard, unix or time.time)
         await directory.bootstrap(bootstrap)
         return directory

@@ -118,7 +118,7 @@ class Places:
     """Counts how many of `limit` places each holder has, and applies may_enter. It changes only by enter and leave."""
 
     def __init__(self, limit: int, most_each: float = 1.0) -> None:
-        """most_each: the fraction of the places that one holder has at most, even if nobody else asks for any."""
+        """most_each: the largest fraction of the places that one holder may have, even if nobody else wants any."""
         self.limit = limit
         self.held: Counter[Holder] = Counter()
         self._most_each = most_each

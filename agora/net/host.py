@@ -90,8 +90,8 @@ class Host:
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
         those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not.
         allow_private: whether p2pd tells others this machine's private addresses. upnp: whether it asks the router to
-        forward its ports; it then tells all addresses. Raises IdentityError for the key file, LocalError for a taken
-        port or a p2pd that does not start. limits: for all traffic, p2pd's own included.
+        forward its ports; it then tells all addresses. limits: for all traffic, p2pd's own included. Raises
+        IdentityError for the key file, LocalError for a taken port or a p2pd that does not start.
         """
         identity = Identity.load(identity_path)
         for address in listen:

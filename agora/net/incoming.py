@@ -64,7 +64,7 @@ class IncomingCall:
     deadline: float
     progress: OnProgress = lambda _: None
     prefix: str = ""  # the network of the caller's address
-    caller_gone: bool = False
+    is_caller_gone: bool = False
 
 
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
@@ -288,21 +288,21 @@ class IncomingCalls:
         """Cancels the work for a call that the peer has given up, and takes back an answer that waits to be sent."""
         if number in self._open:
             call, task = self._open.pop(number)
-            call.caller_gone = True
+            call.is_caller_gone = True
             task.cancel()
         self._stream.withdraw(number)
 
     def on_lost(self) -> None:
         """Called when the connection is lost: releases memory; work goes on, as its result may be asked for again."""
         for call, _ in self._open.values():
-            call.caller_gone = True
+            call.is_caller_gone = True
         for number in list(self._reserved):
             self._release_answer(number)
         self.share.close()
 
     def _send_progress(self, number: int, advance: Advance) -> None:
         """Sends a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
-        if number in self._open and not self._open[number][0].caller_gone:
+        if number in self._open and not self._open[number][0].is_caller_gone:
             self._stream.enqueue_droppable(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
@@ -312,7 +312,7 @@ class IncomingCalls:
             buffers = await self._answer(number, call)
             with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
                 async with asyncio.timeout_at(call.deadline):  # ends a wait for room, but no send that need not wait
-                    if not call.caller_gone:
+                    if not call.is_caller_gone:
                         await self._stream.send(buffers, number, partial(self._release_answer, number))
                         is_sent = True
         finally:

@@ -102,7 +102,7 @@ class _Question:
 
 
 async def _ask_all(by_peer: dict[PeerId, list[str]], question: _Question, timeout_s: float) -> Message:
-    """Asks peer after peer, the next after STAGGER_S or a failure, and returns the first answer that comes.
+    """Asks the peers, each STAGGER_S after the one before or at once after its failure; returns the first answer.
 
     Raises WrongRun or NotAdmitted when each peer that refused or answered wrongly did so for that reason, even if
     others were silent; else Unreachable, with every peer's reason.

@@ -156,9 +156,10 @@ class Network:
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
     async def ask_clocks(self, timeout_s: float, most: int = MOST_CLOCKS) -> list[float]:
-        """Pings up to `most` connected peers of the run at once; returns what those told that know the time.
+        """Pings up to `most` connected peers of the run at once; returns what their Pongs imply, in any order.
 
-        Each is the unix time at which, by that peer's clock, this machine's `boot_time` was 0. timeout_s: for all.
+        Each value is the unix time at which, by that peer's clock, this machine's `boot_time` was 0; peers that do not
+        know the time, or are late, give none. timeout_s: for all together.
         """
         peers = random.sample(sorted(self._connections), min(most, len(self._connections)))
         asked = [found for peer in peers if (found := self.connection_to(peer)) and not found.is_observer]
@@ -237,10 +238,10 @@ class Network:
         for older in list(self._connections.get(peer, ())):
             if not older.opened:  # an honest peer opens a second stream only when it has given the first one up
                 older.break_off("the peer opened a new stream")
-        self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
+        self.spawn(self._await_hello(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self, newcomer: Holder) -> bool:
-        """Returns whether one more connection fits, after breaking off one of `_choose_to_break` if need be.
+        """Returns whether one more connection may be made; breaks off another one for it if need be.
 
         Peers that have not said which run they train have `max_silent` connections together, whoever they are.
         """
@@ -264,7 +265,7 @@ class Network:
         largest = largest_holder(Counter(known.holder for known in silent), newcomer)
         return next((known for known in silent if known.holder == largest), silent[0])
 
-    async def _greet(self, connection: Connection) -> None:
+    async def _await_hello(self, connection: Connection) -> None:
         """Exchanges HELLO on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
         with contextlib.suppress(AgoraError):
             await connection.start()
@@ -329,6 +330,7 @@ class Network:
         return task
 
     def _all_connections(self) -> list[Connection]:
+        """Returns the connections to all peers, usable or not."""
         return [connection for connections in self._connections.values() for connection in connections]
 
     def _end_if_refused(self, connection: Connection) -> None:

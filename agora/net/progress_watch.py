@@ -14,6 +14,7 @@ STALLED_S: Final = 15.0
 PRESSED_S: Final = 3.0
 """The same seconds while others wait for memory; then it must bring LEAST_BYTES_PER_S."""
 LEAST_BYTES_PER_S: Final = 2048.0
+"""The least rate of a transfer while others wait for memory."""
 
 
 class TransferWatch:

@@ -14,6 +14,7 @@ from typing import Final
 from agora.moving_average import MovingAverage
 
 SAMPLE_S: Final = 0.25
+"""Seconds between two calls of `measure`."""
 LEAST_WAITING_BYTES: Final = 65_536
 """Bytes that must wait at both ends of a sample: less may just be on its way through the buffers."""
 

@@ -85,7 +85,7 @@ class BaseSupply:
         return await self._giver.answer(call.message)
 
     def folder_to_check(self) -> Path | None:
-        """Returns the folder for Family.check_machine: the owner's, else the store's, which is made. Blocks.
+        """Returns the folder for Family.check_machine: the owner's, otherwise the store's, which it creates. Blocks.
 
         None when this machine has no folder and cannot fetch. Raises DiskError.
         """

@@ -26,6 +26,7 @@ from agora.node import paths
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
 IDLE_SECONDS = 300.0
+"""Seconds after which a connection without a question is closed."""
 POLL_SECONDS = 0.5
 """Time between two checks whether the client is still there."""
 

@@ -14,7 +14,9 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 LEAST_FREE_BYTES = 64 * 2**20
+"""Disk space that must be free for a daemon to start."""
 PROBE_BYTES = 64 * 1024
+"""Bytes that are written to find out whether the directory can be written."""
 _ADVICE = "free some space there, or choose another --dir."
 BASE_BYTES = 256 * 2**20
 """Memory of a daemon without stages: torch, the event loop, p2pd."""

@@ -39,7 +39,9 @@ from agora.swarm.admission_book import AdmissionBook
 from agora.swarm.view import View
 
 FETCH_SECONDS = 15.0
+"""Seconds within which each peer must answer with the manifest."""
 NEIGHBOUR_SECONDS = 60.0
+"""Seconds to wait, in all, for other daemons of this machine that are still starting."""
 MORE_ADDRESSES = 8
 """An invite has at most this many of this peer's own addresses, and as many of other peers."""
 

@@ -56,11 +56,15 @@ from agora.train.memory import available_bytes
 from agora.train.weight_versions import LIMIT_PER_SEAT
 
 SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30
+"""The part of the free memory, and the bytes, that seats beyond the usual number may take; the lesser counts."""
 LEAST_HELD_BYTES = 64 * 2**20
+"""Bytes of payloads that the network may hold in any run."""
 REMEMBER_S = 15.0
+"""Seconds between two writes of other peers' addresses to disk."""
 REDIAL_S = 5.0
 """Seconds between two checks of which peers are missing from the view."""
 DIAL_SECONDS = 4.0
+"""Seconds that redialling missing peers may take."""
 MEET_S = 2.0
 """Seconds that reading the directory waits for strangers to be met."""
 
@@ -189,7 +193,7 @@ class LocalPeer:
         for peer, known in by_peer.items():
             self.network.learn(peer, known)
             self._redialling.learn(loop_time(), peer, known)
-        await clock.settle(by_peer)
+        await clock.ask_at_start(by_peer)
         await self._directory.bootstrap(others)
         self.tasks.start("membership", self.membership.run())
         self.tasks.start("bans", self.admission.exchange_ban_lists(self._directory))
@@ -254,13 +258,13 @@ class LocalPeer:
         await asyncio.gather(*dials, return_exceptions=True)
 
     async def _measure_uplink(self) -> None:
-        """Every 0.25 s, measures the uplink by what was sent and what still waits; until cancelled."""
+        """Every SAMPLE_S, until cancelled, measures the uplink by the bytes that were sent and those that wait."""
         while True:
             self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
             await asyncio.sleep(SAMPLE_S)
 
     async def _redial_the_missing(self) -> None:
-        """Every REDIAL_S, dials peers that have left the view, so that no swarm stays in two parts; see Redialling."""
+        """Every REDIAL_S, until cancelled, dials peers that have left the view, so that no swarm stays split in two."""
         while True:
             await asyncio.sleep(REDIAL_S)
             now, view = loop_time(), self.membership.view
@@ -273,7 +277,7 @@ class LocalPeer:
                 await self._directory.bootstrap(addresses, timeout_s=DIAL_SECONDS)
 
     async def _remember_addresses(self) -> None:
-        """Every 15 s, writes up to 16 addresses of other peers to the disk for the next start."""
+        """Every REMEMBER_S, until cancelled, writes up to 16 addresses of other peers to disk for the next start."""
         home, run = self.startup.home, self.signed.run_id
         while True:
             await asyncio.sleep(REMEMBER_S)

@@ -28,10 +28,13 @@ from agora.train.device import choose_device
 from agora.train.memory import give_back_freed_memory, limit_memory, resident_bytes
 
 LOOK_S: Final = 0.5
-"""Seconds between two looks: what is allocated in between may go beyond the limit."""
+"""Seconds between two readings: what is allocated in between may go beyond the limit."""
 EASE_SHARE, SHRINK_SHARE, REFUSE_SHARE = 0.8, 0.85, 0.95
+"""Parts of the limit at which the reactions of the table above begin and end."""
 PATIENCE_LOOKS: Final = 60
+"""Readings in a row above the limit, with nothing in hand, after which the daemon leaves."""
 SHORT: Final = "short of memory"
+"""Completes "this peer is ..." for callers whose work is refused."""
 
 
 class Reaction(enum.Enum):
@@ -72,7 +75,9 @@ class Seats(Protocol):
     """Completes "this peer is ..." while new work is refused for it; "" when it is not."""
 
     @property
-    def taken(self) -> int: ...
+    def taken(self) -> int:
+        """How many microbatches are in work."""
+
     def give_up_a_seat(self, reason: str) -> None:
         """Lowers by one how many microbatches may be in work at once. reason: for the log."""
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agora.train.trained_stage import StageProgress
 
 RATE_WINDOW_S = 15.0
+"""Seconds over which tokens per second are averaged."""
 NO_TRAFFIC = Traffic(0, 0, 0)
 IDLE_BELOW = 0.9
 """A device that is busy for a smaller part of its time has time left: what limits it is then noted."""

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 107
+"""The longest path of a Unix socket on Linux."""
 HOME_VARIABLE = "AGORA_HOME"
 RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
 

@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from agora.node.run_admission import RunAdmission
 
 DRAIN_SECONDS = 90.0
+"""Seconds that `drain` waits for open microbatches."""
 EVALUATE_SECONDS = 300.0
 EVALUATE_BATCHES = 16
+"""Held-out batches of an evaluation, unless the question says how many."""
 MAX_EVALUATE_BATCHES = 4096
 MOVE_SECONDS = 3600.0
+"""Seconds that a move may take, including the fetch of the new stages' state."""
 
 
 def questions_of(node: Node) -> Mapping[str, Question]:

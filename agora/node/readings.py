@@ -79,8 +79,8 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         clock_is_synchronised=_clock_is_synchronised(),
         listen_problems=tuple((address, problem) for address, problem in listen if problem),
-        has_ipv4=any(_is_outer(a.address) for a in addresses if a.family == socket.AF_INET),
-        has_ipv6=any(_is_outer(a.address) for a in addresses if a.family == socket.AF_INET6),
+        has_ipv4=any(_is_routable(a.address) for a in addresses if a.family == socket.AF_INET),
+        has_ipv6=any(_is_routable(a.address) for a in addresses if a.family == socket.AF_INET6),
         has_public_address=any(_is_public(a.address) for a in addresses),
         announces=bool(chosen.announce),
         daemon_pid=daemon.pid,
@@ -248,7 +248,7 @@ def listen_problem(multiaddr: str) -> str:
     return ""
 
 
-def _is_outer(address: str) -> bool:
+def _is_routable(address: str) -> bool:
     """Returns whether an interface's address is neither loopback nor link-local."""
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])

@@ -52,6 +52,7 @@ from agora.pipeline.ledger import WorkLedger
 from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
+"""Milliseconds after which a caller may ask again that was refused while no span was held."""
 STATUS_S: Final = 0.25
 """Seconds for which the same status is sent again: making one costs more than sending it."""
 

@@ -42,6 +42,7 @@ SHARE_S = 10.0
 BAN_LIST_S = 10.0
 """Seconds between two reads of the ban lists in the DHT."""
 BAN_LIST_LIFETIME_S = 60.0
+"""Seconds after which a published ban list expires, unless it is published again."""
 BAN_SHARD = Shard(0)
 """Where ban lists are published."""
 
@@ -96,9 +97,9 @@ class RunAdmission:
         self._forgetful: tuple[Forgetful, ...] = ()
 
     def attach(self, network: Network, *forgetful: Forgetful) -> None:
-        """Passes revocations on over `network` from now on, and has these drop whoever is banned or expired."""
+        """From now on, sends revocations over `network`, and has `forgetful` drop peers that are banned or expired."""
         self._network, self._forgetful = network, forgetful
-        self.gate.on_member = self._tell
+        self.gate.on_member = self._send_known
 
     # --- who takes part (a DhtGuard)
 
@@ -123,9 +124,9 @@ class RunAdmission:
         return caller == publisher
 
     def admits_record(self, record: Record) -> bool:
-        """Returns whether a record is of a member: a claim shows a proof, other records follow a claim.
+        """Returns whether a verified record is kept: of a member, which a claim proves by the proof in it.
 
-        A ban list counts by the signatures in it, whoever publishes it.
+        A ban list is always kept: the signatures in it count, whoever publishes it.
         """
         if isinstance(record, Claim):
             return self.book.takes_part(record.peer, record.proof, self._unix())
@@ -154,7 +155,7 @@ class RunAdmission:
                 new.append(data)
                 self._startup.report_event(events.PeerBanned(revocation.subject, f"by {revocation.issuer}"))
         if new:
-            self._remember()
+            self._write_revocations()
             self.enforce()
             for peer in self._network.members() if self._network is not None else ():
                 self._send(peer, new)
@@ -173,14 +174,14 @@ class RunAdmission:
         for each in self._forgetful:
             each.forget_refused()
 
-    def _remember(self) -> None:
+    def _write_revocations(self) -> None:
         """Writes the revocations to the disk; when that fails, it is reported and they hold until the daemon ends."""
         try:
             admission_files.write_revocations(self._startup.home, self._run, self.book.sealed_revocations())
         except DiskError as error:
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
-    def _tell(self, peer: PeerId) -> None:
+    def _send_known(self, peer: PeerId) -> None:
         """Called when HELLO was exchanged with a member: sends it all revocations that are known here."""
         if sealed := self.book.sealed_revocations():
             self._send(peer, sealed)
@@ -188,19 +189,21 @@ class RunAdmission:
     def _send(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
         """Sends revocations to a neighbour, in a task. If that fails, it gets them at its next HELLO or by the DHT."""
         if self._network is not None:
-            self._network.spawn(self._share(self._network.call, peer, sealed))
+            self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))
 
-    async def _share(self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Makes the calls of `_send`, one after another, and stops at the first that fails."""
+    async def _call_in_parts(
+        self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]
+    ) -> None:
+        """Sends revocations by `call`, MAX_SHARED_REVOCATIONS at a time; stops at the first failure."""
         with contextlib.suppress(AgoraError):
             for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
                 request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))
                 await call(peer, request, deadline=loop_time() + SHARE_S)
 
     async def exchange_ban_lists(self, directory: Directory) -> None:
-        """Until cancelled: publishes the newest revocations in the DHT, and takes those that others have published.
+        """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes those of others.
 
-        Also drops, each time, whoever's tickets have expired.
+        Also drops peers whose tickets have expired.
         """
         while True:
             await asyncio.sleep(BAN_LIST_S)

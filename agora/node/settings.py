@@ -122,7 +122,7 @@ class Settings(pydantic.BaseModel):
 
 
 def _as_multiaddr(address: str) -> str:
-    """Returns a multiaddr as it is, and HOST:PORT as /ip4/HOST/tcp/PORT. Raises ValueError for anything else."""
+    """Returns a multiaddr unchanged, and HOST:PORT as /ip4/HOST/tcp/PORT. Raises ValueError for anything else."""
     if address.startswith("/"):
         return address
     match = _HOST_PORT.fullmatch(address)

@@ -40,9 +40,9 @@ class Epochs:
     circle: OriginCircle
 
     def resume(self, step: int) -> None:
-        """Goes on where the checkpoint of stage 0 at `step`, or the newest before it, was.
+        """Restores the state of the epochs that was recorded at `step` of stage 0, or at the newest step before it.
 
-        Raises DataError when that was of other rows. What is malformed is passed over: the epoch then begins anew.
+        Without such a record, or with a malformed one, the epoch starts over. Raises DataError for one of other rows.
         """
         if (state := self.record.newest(step)) is not None:
             with suppress(ValueError):

@@ -42,7 +42,7 @@ class DhtGuard(Protocol):
         """Returns whether `caller` may store a record of `publisher` here."""
 
     def admits_record(self, record: Record) -> bool:
-        """Returns whether a verified record, read from whichever node, is of a member of the run."""
+        """Returns whether a record, already verified, is of a member of the run, whichever node it was read from."""
 
 
 class OpenGuard:
@@ -69,7 +69,7 @@ class OpenGuard:
         return True
 
 
-class DhtDoor:
+class GuardedDhtProtocol:
     """Guards hivemind's DHTProtocol: its `rpc_...` methods answer other nodes, if the guard lets them through.
 
     protocol: of a node that was created in client mode, so that it answers nobody before `open`.
@@ -139,9 +139,9 @@ class DhtDoor:
 
 
 class _GuardedStub:
-    """hivemind's stub for one other node, whose calls wait until HELLO was exchanged with that node.
+    """Wraps hivemind's stub for one other node: each call first waits until HELLO was exchanged with that node.
 
-    A node that answers SAY_HELLO does not know this peer's connection any more: then HELLO is said anew, once.
+    A node that answers SAY_HELLO does not know this peer's connection any more: then HELLO is exchanged again, once.
     """
 
     def __init__(self, greet: Callable[[PeerId, bool], Awaitable[None]], stub: Any, peer: PeerId) -> None:
