@@ -94,11 +94,11 @@ class BoundedP2P:
 
     @property
     def peer_id(self) -> Any:
-        """This peer's id, as hivemind's."""
+        """This peer's id, as hivemind's PeerID."""
         return self._p2p.peer_id
 
     async def remove_protobuf_handler(self, name: str, **_: Any) -> None:
-        """Stops answering calls of a name."""
+        """Stops answering other nodes' calls of `name`."""
         await self._p2p.remove_protobuf_handler(name)
 
     # --- what others ask

@@ -27,7 +27,7 @@ _FIXED_BYTES: Final = {"ip4": 4, "ip6": 16, "tcp": 2, CIRCUIT: 0}
 
 
 class HopType(IntEnum):
-    """What a message on a hop stream is."""
+    """The types of messages on a hop stream."""
 
     RESERVE = 0
     CONNECT = 1
@@ -35,14 +35,14 @@ class HopType(IntEnum):
 
 
 class StopType(IntEnum):
-    """What a message on a stop stream is."""
+    """The types of messages on a stop stream."""
 
     CONNECT = 0
     STATUS = 1
 
 
 class Status(IntEnum):
-    """How a request ended."""
+    """The result of a request, in a STATUS message: libp2p's codes."""
 
     OK = 100
     RESERVATION_REFUSED = 200

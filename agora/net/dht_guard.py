@@ -90,17 +90,17 @@ class GuardedDhtProtocol:
 
     async def rpc_ping(self, request: Any, context: Any) -> Any:
         """Answers a ping. Raises NotAdmitted, whose text the caller gets."""
-        self._check(context)
+        self._require_greeted(context)
         return await self._protocol.rpc_ping(request, context)
 
     async def rpc_find(self, request: Any, context: Any) -> Any:
         """Answers a search. Raises NotAdmitted, whose text the caller gets."""
-        self._check(context)
+        self._require_greeted(context)
         return await self._protocol.rpc_find(request, context)
 
     async def rpc_store(self, request: Any, context: Any) -> Any:
         """Stores the values that the caller may store; answers for each whether it was. Raises NotAdmitted."""
-        caller = self._check(context)
+        caller = self._require_greeted(context)
         may_store = [self._may_store(caller, subkey) for subkey in request.subkeys]
         allowed = dht_pb2.StoreRequest(peer=request.peer)
         for field in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
@@ -112,7 +112,7 @@ class GuardedDhtProtocol:
         response.store_ok.extend(next(stored) if is_allowed else False for is_allowed in may_store)
         return response
 
-    def _check(self, context: Any) -> PeerId:
+    def _require_greeted(self, context: Any) -> PeerId:
         """Returns the caller. Raises NotAdmitted unless HELLO was exchanged with it."""
         caller = PeerId(str(context.remote_id))
         if not self._guard.is_greeted(caller):

@@ -87,7 +87,7 @@ class LinkSpec:
 
 
 class TokenBucket:
-    """Computes when bytes have passed one direction of a link at `rate` bytes per second.
+    """Computes when bytes have passed one direction of a link at `rate` bytes per second; does not wait.
 
     depth_s: seconds of unused rate that are saved up. rate: may be changed, for the bytes booked after that.
     """

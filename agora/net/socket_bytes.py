@@ -35,7 +35,7 @@ RECEIVED_AT, SENT_AT = 128, 200
 
 @dataclass(frozen=True, slots=True)
 class CarriedBytes:
-    """Bytes on the line, TCP/IP headers included by estimate."""
+    """Bytes that sockets have sent and received, with an estimate of their TCP/IP headers. Immutable."""
 
     sent: int = 0
     received: int = 0

@@ -32,7 +32,7 @@ peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """hivemind's validator of each record that a node is asked to store or gets from another.
+    """Validates, for hivemind, each record that a node is asked to store or gets from another.
 
     It accepts records of this run that are signed by their peer and under their key; counts others by error code.
     """
@@ -110,7 +110,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage, in which a key keeps the MAX_KEY_RECORDS records of the peers with the smallest hashes.
+    """Stores records for hivemind's node; a key keeps the MAX_KEY_RECORDS ones of the peers with the smallest hashes.
 
     No record replaces one that expires later.
     """

@@ -25,7 +25,7 @@ from agora.net.circuit_wire import (
 PEER = Identity.generate().peer
 RELAY = Identity.generate().peer
 RESERVE = bytes.fromhex("020800")
-"""What go-libp2p sends for a place at a relay."""
+"""What go-libp2p sends for a reservation at a relay."""
 
 
 @pytest.mark.parametrize(
