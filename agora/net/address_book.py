@@ -18,7 +18,7 @@ MAX_PEERS: Final = 16_384  # peers whose addresses are remembered, at most
 
 
 def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
-    """Returns the multiaddrs by the peer that ends them. Raises InputError for the first that is malformed."""
+    """Returns the multiaddrs grouped by the peer whose id ends them. Raises InputError for the first malformed one."""
     by_peer: dict[PeerId, list[str]] = defaultdict(list)
     for address in addresses:
         if problem := address_problem(address):
@@ -28,7 +28,7 @@ def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
 
 
 class AddressBook:
-    """Each peer's last announced addresses; of more than MAX_PEERS peers, the least recently updated are dropped."""
+    """Remembers each peer's last announced addresses; beyond MAX_PEERS peers, forgets the oldest one."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()

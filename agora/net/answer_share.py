@@ -24,6 +24,7 @@ from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, Ge
 from agora.net.fair_share import Holder, Places, WorkBuckets
 
 INDEX_BYTES: Final = 1_048_576
+"""The most bytes of an index of a state or of a base model."""
 ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetChunk: STATE_CHUNK_BYTES,
     GetPiece: STATE_CHUNK_BYTES,
@@ -36,15 +37,18 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
 MOST_EACH: Final = 0.5
 """The fraction of all bytes for answers that one peer's unread answers may hold."""
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
+"""Rationed requests of one peer: this many a second, and this many at once after a pause."""
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
+"""The same for all peers of one network together."""
 REFUSAL_BURST: Final = 200.0
-"""A peer that asks so often beyond its ration breaks the protocol: refusing costs something too."""
+"""A peer that goes on after this many refusals breaks the protocol: refusing costs something too."""
 RATIONED: Final = (GetStatus, GetManifest)
 RETRY_MS: Final = 1000
+"""Milliseconds after which a peer that was refused as Busy may ask again."""
 
 
 class AnswerShare:
-    """Decides whether an answer may be made now, for all connections of this peer; `places` counts bytes."""
+    """Reserves the bytes of answers for all connections of this peer; `places` counts them."""
 
     def __init__(self, limit: int) -> None:
         """limit: bytes of all reserved answers that are not written yet."""
@@ -56,8 +60,8 @@ class AnswerShare:
     def reserve(self, holder: Holder, request: Message | None, now: float) -> int:
         """Reserves the bytes of the answer to a request, and returns them, for `release`; 0 when none are needed.
 
-        Raises Busy when the holder has its part of the bytes, or asks for its status too often; ProtocolError when it
-        goes on asking although it was refused REFUSAL_BURST times.
+        request: None reserves nothing. Raises Busy when the holder has its part of the bytes, or asks for the status or
+        the manifest too often; ProtocolError when it goes on asking although it was refused REFUSAL_BURST times.
         """
         if isinstance(request, RATIONED):
             is_within = self._by_peer.take(holder.peer, now)
@@ -71,6 +75,6 @@ class AnswerShare:
         return size
 
     def release(self, holder: Holder, size: int) -> None:
-        """Gives reserved bytes back."""
+        """Gives back the bytes that `reserve` returned; 0 does nothing."""
         if size:
             self.places.leave(holder, size)

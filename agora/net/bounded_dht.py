@@ -38,20 +38,22 @@ MAX_ANSWER_BYTES: Final = 4_000_000
 MAX_NODES: Final = 20
 """Nodes that a reply may name for each key: hivemind's bucket size."""
 SHARDS_PER_STAGE: Final = 3
-"""A peer publishes a record under at most so many keys for each stage."""
+"""A peer publishes a record under at most this many keys for each stage."""
 MIN_KEYS: Final = 64
+"""Keys that a find may have in a run of fewer stages."""
 TOKENS_PER_S: Final = 200.0
 TOKENS_PER_STAGE: Final = 8.0
 """A peer may spend TOKENS_PER_S + TOKENS_PER_STAGE * stages tokens a second: a small run is read whole, key by key."""
 BURST_S: Final = 10.0
-"""A bucket holds the tokens of so many seconds."""
+"""A bucket holds the tokens of this many seconds."""
 RECORD_PRICE: Final = 4.0
 """Tokens for each record to store; a key, and a kilobyte, cost 1."""
 SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
-"""How many signatures that this peer has not seen before it verifies of one peer's replies."""
+"""New signatures in one peer's replies that are verified: this many a second, and this many at once after a pause."""
 VERIFIED_AT_ONCE: Final = 16
-"""Signatures that are verified before others on the loop have their turn."""
+"""Signatures that are verified before other tasks on the event loop have their turn."""
 RETRY_MS: Final = 2000
+"""Milliseconds after which a node that was refused as Busy may ask again."""
 _DICTIONARY: Final = 0x50
 """The msgpack extension type in which hivemind packs a dictionary of records."""
 _PACKED_NONE: Final = pack(None)
@@ -71,10 +73,11 @@ def node_id_of(peer: Any) -> Any:
 
 
 class BoundedP2P:
-    """What hivemind's DHTNode takes for its P2P: passes its handlers and calls on to p2pd, within bounds.
+    """Takes the place of hivemind's P2P in its DHTNode: registers handlers and makes calls by p2pd, within bounds.
 
-    What was refused is counted in `validator.refused`, by reason. is_member: whether a peer may enter the routing table
-    by calling. is_answered: whether a peer is answered at all. report_violation: takes what no honest peer sends.
+    Counts in `validator.refused` what was refused, by reason. These functions may be set: `is_answered`, whether a peer
+    is answered at all; `is_member`, whether a caller may enter the routing table; `report_violation`, which is told of
+    what no honest peer sends; `stored_bytes`, the bytes of the values that this node stores under a key.
     """
 
     def __init__(self, p2p: Any, validator: SignedRecords, stages: int) -> None:
@@ -84,18 +87,18 @@ class BoundedP2P:
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
         self._work = WorkBuckets(rate, rate * BURST_S)
         self._signatures = WorkBuckets(SIGNATURES_PER_S, SIGNATURES_BURST)
-        self.stored_bytes: Callable[[Any], int] = lambda _key: 0  # of the values under a key
+        self.stored_bytes: Callable[[Any], int] = lambda _key: 0
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
         self.is_answered: Callable[[PeerId], bool] = lambda _peer: True
         self.report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
 
     @property
     def peer_id(self) -> Any:
-        """This peer's id, as hivemind's."""
+        """This peer's id, as hivemind's PeerID."""
         return self._p2p.peer_id
 
     async def remove_protobuf_handler(self, name: str, **_: Any) -> None:
-        """Stops answering calls of a name."""
+        """Stops answering other nodes' calls of `name`."""
         await self._p2p.remove_protobuf_handler(name)
 
     # --- what others ask
@@ -103,16 +106,16 @@ class BoundedP2P:
     async def add_protobuf_handler(
         self, name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_protobuf_type: Any, **_: Any
     ) -> None:
-        """Answers calls of `name` by `handler`, those that are within bounds."""
+        """From now on, answers other nodes' calls of `name` by `handler`; refuses those that exceed the bounds."""
         kind = name.rpartition(".")[2]
 
         async def answer(raw: bytes, remote: Any) -> bytes:
-            """Answers one request. What it raises is told to the caller as an error of the call."""
+            """Returns the response to one request; the text of an error that it raises is sent to the caller."""
             peer = PeerId(str(remote))
             if not self.is_answered(peer):
                 raise NotAdmitted("say HELLO first")
             try:
-                request = self._parse(kind, raw, peer, input_protobuf_type)
+                request = self._parse_and_charge(kind, raw, peer, input_protobuf_type)
             except ProtocolError as error:
                 self._validator.refused[error.code] += 1
                 self.report_violation(peer, error)
@@ -129,10 +132,10 @@ class BoundedP2P:
 
         await self._p2p._client.add_unary_handler(name, answer)
 
-    def _parse(self, kind: str, raw: bytes, peer: PeerId, message_type: Any) -> Any:
-        """Returns a request of at most MAX_REQUEST_BYTES, whose keys and records are paid for.
+    def _parse_and_charge(self, kind: str, raw: bytes, peer: PeerId, message_type: Any) -> Any:
+        """Parses a request and charges its caller's bucket for its bytes, keys and records; returns the request.
 
-        Raises ProtocolError for one that no honest peer makes, Busy for one that its caller's bucket does not pay.
+        Raises ProtocolError for one that no honest peer makes, Busy when the bucket is too low.
         """
         if len(raw) > MAX_REQUEST_BYTES:
             raise ProtocolError("too-large", f"A DHT request of {len(raw)} bytes; {MAX_REQUEST_BYTES} are the most.")
@@ -168,18 +171,18 @@ class BoundedP2P:
         self._charge(peer, RECORD_PRICE * count)
 
     def _charge(self, peer: PeerId, price: float) -> None:
-        """Takes a price out of the peer's bucket. Raises Busy when that does not hold as much."""
+        """Takes `price` tokens out of the peer's bucket. Raises Busy, and counts it, when the bucket holds fewer."""
         if not self._work.take(peer, loop_time(), price):
             self._validator.refused["busy"] += 1
             raise Busy("you ask this node of the DHT for more than its part for each peer", RETRY_MS)
 
     def _bind_node_id(self, request: Any, remote: Any, peer: PeerId) -> None:
-        """Clears the request's node id, so that its sender stays out of the routing table, unless it may be there."""
+        """Clears the request's node id unless it is the sender's own and the sender may enter the routing table."""
         if request.peer.node_id and (request.peer.node_id != node_id_of(remote).to_bytes() or not self.is_member(peer)):
             request.ClearField("peer")
 
     async def _keep_own_records(self, request: Any, peer: PeerId) -> list[bool]:
-        """Leaves in a store the valid records of the caller itself; returns for each record whether it stays."""
+        """Removes from a store all records but the caller's own valid ones; returns for each whether it stays."""
         subkey, verdicts = pack(str(peer)), list[bool]()
         entries = list(
             zip(request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache, strict=True)
@@ -206,7 +209,10 @@ class BoundedP2P:
     # --- what others reply
 
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
-        """Calls another node and returns its reply within bounds. Raises ProtocolError for a reply without form."""
+        """Calls another node, and returns its reply without what exceeds the bounds or is not valid.
+
+        Raises ProtocolError for a reply that no honest node sends, or hivemind's errors when the call fails.
+        """
         raw = await self._p2p._client.call_unary_handler(peer_id, name, input.SerializeToString())
         response = output_protobuf_type.FromString(raw)
         if response.peer.node_id and response.peer.node_id != node_id_of(peer_id).to_bytes():
@@ -221,7 +227,7 @@ class BoundedP2P:
         return response
 
     async def _screen(self, response: Any, keys: Any, peer: PeerId) -> None:
-        """Takes out of a find's reply what is beyond the bounds or not valid. Raises ProtocolError for too much."""
+        """Removes from a find's reply what is not valid. ProtocolError if it exceeds a bound of the table above."""
         if len(response.results) != len(keys):
             raise ProtocolError("bad-message", f"{len(response.results)} results for {len(keys)} keys.")
         for key, result in zip(keys, response.results, strict=True):
@@ -232,7 +238,7 @@ class BoundedP2P:
                 result.type = dht_pb2.NOT_FOUND  # every record has a subkey
 
     async def _screen_records(self, key: bytes, result: Any, peer: PeerId) -> None:
-        """Leaves in a result the valid records, of which those with unknown signatures are within the budget."""
+        """Removes from a result the records that are not valid, and new ones whose signatures exceed the budget."""
         entries, kept = read_dictionary(result.value), list[ReplyEntry]()
         for number, entry in enumerate(entries):
             record = DHTRecord(key, pack(entry.subkey), entry.packed, entry.expires_unix)
@@ -248,9 +254,9 @@ class BoundedP2P:
 
 
 def _screen_nodes(result: Any, own_id: bytes) -> None:
-    """Leaves at most MAX_NODES nodes in a result, those whose ids belong together. Raises ProtocolError for more.
+    """Removes from a result the nodes whose id is not the hash of their peer id, and this node (`own_id`) itself.
 
-    This node itself is left out: hivemind's search takes for granted that nobody names it.
+    hivemind's search takes for granted that nobody names this node. Raises ProtocolError for more than MAX_NODES.
     """
     count = len(result.nearest_node_ids)
     if count > MAX_NODES or len(result.nearest_peer_ids) != count:
@@ -265,7 +271,7 @@ def _screen_nodes(result: Any, own_id: bytes) -> None:
 
 
 def read_dictionary(value: bytes) -> list[ReplyEntry]:
-    """Returns the records of one key as hivemind packs them. Raises ProtocolError for bad form, or more than a key has.
+    """Returns the records of one key as hivemind packs them. Raises ProtocolError for other bytes, or too many records.
 
     Nothing of their contents is read.
     """
@@ -282,7 +288,7 @@ def read_dictionary(value: bytes) -> list[ReplyEntry]:
 
 
 def _entries(items: Any) -> Iterator[ReplyEntry]:
-    """Yields each record of an unpacked dictionary. Raises ValueError for one of another form."""
+    """Yields the records of an unpacked dictionary. Raises ValueError if one has other fields, or is too large."""
     for subkey, packed, expires_unix in items:
         is_small = isinstance(packed, bytes) and len(packed) <= 2 * MAX_RECORD_BYTES
         if not (isinstance(subkey, str) and is_small and isinstance(expires_unix, float)):
@@ -291,7 +297,7 @@ def _entries(items: Any) -> Iterator[ReplyEntry]:
 
 
 def pack_dictionary(entries: list[ReplyEntry]) -> bytes:
-    """Returns records as hivemind packs those of one key."""
+    """Returns the records of one key, at least one, packed as hivemind packs them."""
     latest = max(entry.expires_unix for entry in entries)
     data = msgpack.packb([None, latest, [list(entry) for entry in entries]], use_bin_type=True)
     return bytes(msgpack.packb(msgpack.ExtType(_DICTIONARY, data)))

@@ -15,9 +15,9 @@ from typing import Final
 from agora.net.hive import PeerID
 
 HOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/hop"
-"""A peer asks a relay on such a stream."""
+"""The protocol of the streams on which a peer asks a relay for a reservation or a circuit."""
 STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"
-"""A relay tells a peer on such a stream that another one connects to it."""
+"""The protocol of the streams on which a relay offers a peer a circuit from another one."""
 MAX_MESSAGE_BYTES: Final = 4096
 CIRCUIT: Final = "p2p-circuit"
 
@@ -27,7 +27,7 @@ _FIXED_BYTES: Final = {"ip4": 4, "ip6": 16, "tcp": 2, CIRCUIT: 0}
 
 
 class HopType(IntEnum):
-    """What a message on a hop stream is."""
+    """The types of messages on a hop stream."""
 
     RESERVE = 0
     CONNECT = 1
@@ -35,14 +35,14 @@ class HopType(IntEnum):
 
 
 class StopType(IntEnum):
-    """What a message on a stop stream is."""
+    """The types of messages on a stop stream."""
 
     CONNECT = 0
     STATUS = 1
 
 
 class Status(IntEnum):
-    """How a request ended."""
+    """The result of a request, in a STATUS message: libp2p's codes."""
 
     OK = 100
     RESERVATION_REFUSED = 200
@@ -130,14 +130,16 @@ def read_varint(data: bytes) -> tuple[int, bytes]:
 
 
 def _value_bytes(name: str, value: str) -> bytes:
-    """Returns the bytes of one part's value, its length before it where that varies. Raises ValueError."""
+    """Returns the bytes of one part's value, with its length before it where that varies. ValueError if malformed."""
     if name in ("ip4", "ip6"):
         packed = ipaddress.ip_address(value).packed
         if len(packed) != _FIXED_BYTES[name]:
             raise ValueError(f"{value} is no value of /{name}")
         return packed
     if name == "tcp":
-        return int(value).to_bytes(2, "big") if 0 <= int(value) < 65_536 else b""
+        if not 0 <= int(value) < 65_536:
+            raise ValueError(f"{value} is no TCP port")
+        return int(value).to_bytes(2, "big")
     if not value:
         raise ValueError(f"/{name} has no value")
     raw = PeerID.from_base58(value).to_bytes() if name == "p2p" else value.encode()

@@ -151,7 +151,7 @@ class Connection:
         self._fail(ConnectionBroken(reason))
 
     def _fail(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
-        """Ends it once: open calls raise `error`, an unfinished `start` raises `handshake_error` or the same."""
+        """Breaks the connection, once. Open calls raise `error`, a waiting `start` `handshake_error` if set."""
         if self.broken is not None:
             return
         self.broken = error
@@ -171,7 +171,7 @@ class Connection:
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Waits until fewer than `max_calls` are open, sends the request, and returns the reply; raises as `_ask`."""
+        """Waits until fewer than `max_calls` are open, sends the request, returns the reply; raises as `_ask` does."""
         self._owner.count_sent(request, tensors)
         async with self._slots:
             self._awaited += 1
@@ -182,7 +182,10 @@ class Connection:
                 self._end_when_idle()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Sends a request now and returns the reply; raises the peer's refusal. When cancelled, tells the peer."""
+        """Sends a request now and returns the reply. When cancelled, withdraws the request, or sends CANCEL.
+
+        Raises what the peer refuses it with, or what broke the connection.
+        """
         if self.broken is not None:
             raise self.broken
         number, self._next_call = self._next_call, self._next_call + 2
@@ -242,9 +245,9 @@ class Connection:
             self.break_off(f"the peer has been silent for {now - self._liveness.alive_at:.0f} s")
 
     def _find_stall(self, now: float) -> str:
-        """Returns why this connection is given up: what comes, or what the peer should read, does not move; "" if not.
+        """Returns which transfer has stalled, as a reason to break the connection off, in words; "" if none has.
 
-        What it holds is then free for others.
+        The memory that a stalled transfer holds is then free for others.
         """
         stream, budget = self.stream, self._owner.budget
         is_reading = stream.is_mid_payload and not stream.is_waiting
@@ -348,7 +351,10 @@ class Connection:
         self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.gate.hello_to(self.peer)))
 
     def _on_hello(self, hello: Hello) -> None:
-        """Makes the connection ready if the gate admits the peer, else ends it. A second HELLO raises ProtocolError."""
+        """Makes the connection ready if the gate admits the peer, and ends it otherwise.
+
+        Raises ProtocolError for a second HELLO or a malformed proof.
+        """
         if self.role is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
         try:

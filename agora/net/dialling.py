@@ -29,7 +29,7 @@ TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again 
 
 
 class Dialler:
-    """Dials peers, each once at a time, however many callers wait for it."""
+    """Dials peers; callers that want the same peer at the same time share one dial."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Dialler:
         self._ways = ways
 
     def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers where a peer says that it, or its relays, can be dialled: only addresses that may be."""
+        """Remembers where a peer says that it, or its relays, can be dialled; ignores addresses that must not be."""
         usable = [address for address in addresses if self._ways.may_dial(address)]
         self.learn(peer, usable)
         for relay, its_addresses in relays_of(usable).items():
@@ -71,7 +71,7 @@ class Dialler:
                 self.learn(relay, its_addresses)
 
     def wake(self, peer: PeerId) -> None:
-        """Ends the wait of a dial for a stream that `peer` opens, which it has done now."""
+        """Tells a dial that waits for `peer` to open a stream, after crossed dials, that the peer has done so."""
         if peer in self._awaited:
             self._awaited[peer].set()
 

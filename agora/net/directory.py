@@ -23,7 +23,7 @@ from agora_protocol.shards import Shard
 from agora.clock import loop_time
 from agora.net.address_book import addresses_by_peer
 from agora.net.bounded_dht import BoundedP2P, node_id_of
-from agora.net.dht_door import DhtDoor, DhtGuard, OpenGuard
+from agora.net.dht_guard import DhtGuard, GuardedDhtProtocol, OpenGuard
 from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS, KeyHolders
@@ -101,13 +101,13 @@ class Directory:
             blacklist_time=2.0,
             num_workers=8,
             record_validator=validator,
-            client_mode=True,  # until the door is open
+            client_mode=True,  # until the guard is in place
         )
         node.protocol.storage = storage = BoundedStorage(run)
         bounds.stored_bytes = storage.bytes_under
         node.protocol.cache = BoundedStorage(run, maxsize=1)
         bounds.is_answered = guard.is_greeted
-        await DhtDoor(node.protocol, guard).open()
+        await GuardedDhtProtocol(node.protocol, guard).open()
         directory = cls(host, run, node, validator, bounds, guard, unix or time.time)
         await directory.bootstrap(bootstrap)
         return directory
@@ -210,7 +210,10 @@ class Directory:
         return found
 
     def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
-        """Decodes the entries under one key; leaves out those that have expired, are not valid, or not of members."""
+        """Decodes the entries under one key; leaves out those that are expired, invalid or refused by the guard.
+
+        Members come first, then smaller hashes; at most MAX_KEY_RECORDS. Also remembers when an own record expires.
+        """
         now_unix = self._unix()
         records = []
         for peer, (packed, expires_unix) in entries.items():
@@ -222,7 +225,7 @@ class Directory:
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
 
-        # Members first: whoever invents many peers could choose theirs to have the least hashes.
+        # Members first: whoever invents many peers can choose ids with the smallest hashes.
         def rank(record: Record) -> tuple[bool, int]:
             """Returns what the records are sorted by: members first, then by the peers' hashes."""
             return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
@@ -230,7 +233,7 @@ class Directory:
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]
 
     def forget_refused(self) -> None:
-        """Forgets the records and the nodes of peers that must not be called any more."""
+        """Removes from storage and routing table the records and nodes of peers that must not be called any more."""
         protocol = self._node.protocol
         protocol.storage.keep_only(self._guard.may_call)
         for peer, node in list(protocol.routing_table.peer_id_to_uid.items()):

@@ -1,8 +1,8 @@
 """Decides who may use how much of what this peer shares with others: rates, and places. Deterministic.
 
 Knows: holders (a peer and the address prefix that it comes from), counts and amounts. Must not know: what is shared,
-clocks (`now` is an argument), sockets. A holder's prefix matters because anybody can make as many peer ids as he likes,
-but not as many networks.
+clocks (`now` is an argument), sockets. A holder's prefix matters because anyone can create as many peer ids as they
+like, but not as many networks.
 
 | shared | rule | function |
 |---|---|---|
@@ -53,10 +53,10 @@ class WorkBucket:
 
 
 class WorkBuckets:
-    """One bucket for each holder, full when it asks first; at most MAX_HOLDERS of them."""
+    """Keeps one bucket of tokens for each holder, full at its first request; at most MAX_HOLDERS buckets."""
 
     def __init__(self, rate: float, burst: float) -> None:
-        """rate: tokens a second. burst: the most that a bucket holds, and so the highest price that is ever paid."""
+        """rate: tokens that a bucket gains each second. burst: the most that it holds, and so the highest price."""
         self.rate, self.burst = rate, burst
         self._buckets: OrderedDict[Hashable, WorkBucket] = OrderedDict()
 
@@ -74,7 +74,7 @@ class WorkBuckets:
 def may_enter(
     held: Mapping[Holder, int], holder: Holder, places: int, size: int = 1, free: float = FREE_FRACTION
 ) -> bool:
-    """Returns whether `holder` may take `size` more of `places`, of which `held` says who has how many.
+    """Returns whether `holder` may take `size` more of `places`. held: how many places each holder has now.
 
     | places taken then | may take them |
     |---|---|
@@ -115,10 +115,10 @@ def largest_holder(held: Mapping[Holder, int], newcomer: Holder) -> Holder | Non
 
 
 class Places:
-    """Counts who holds which of `limit` places, and lets in by may_enter. It changes only by enter and leave."""
+    """Counts how many of `limit` places each holder has, and applies may_enter. It changes only by enter and leave."""
 
     def __init__(self, limit: int, most_each: float = 1.0) -> None:
-        """most_each: the fraction of the places that one holder has at most, even if nobody else asks for any."""
+        """most_each: the largest fraction of the places that one holder may have, even if nobody else wants any."""
         self.limit = limit
         self.held: Counter[Holder] = Counter()
         self._most_each = most_each

@@ -1,12 +1,12 @@
-"""The gate between this peer and all others: what it says first, whom it lets in, whom it calls.
+"""The gate between this peer and all others: makes its HELLO, judges theirs, and says whom it may call.
 
 Knows: HELLO, roles, who has said HELLO. Must not know: tickets, modes, bans (agora/swarm/admission.py judges), streams.
 
 | what | asks the gate |
 |---|---|
 | a stream that this peer opens | `refusal` before it dials, `hello_to`, then `admit` with the peer's HELLO |
-| a stream that a peer opens | `refusal`, then `admit` with its HELLO, and only then `hello_to` |
-| a request | the role that `admit` has returned |
+| a stream that a peer opens | `admit` with the peer's HELLO, and only then `hello_to` |
+| a request | nothing: the connection keeps the role that `admit` returned, and `still_refuses` ends it |
 | a call of the DHT, both ways | `is_greeted`: HELLO was exchanged with that peer, as members of the run |
 """
 
@@ -27,11 +27,11 @@ MAX_GREETED: Final = 16_384
 """Peers that are remembered to have said HELLO, at most; those that said it longest ago are forgotten first."""
 
 Judge = Callable[[PeerId, bytes], str]
-"""Returns the role, MEMBER or READER, of a peer that shows these proof bytes. Raises NotAdmitted or ProtocolError."""
+"""Returns the role, MEMBER or READER, that a peer's proof bytes grant it. Raises NotAdmitted or ProtocolError."""
 
 
 def admit_everyone(peer: PeerId, proof: bytes) -> str:
-    """A Judge for where there is nothing to protect yet, or in tests."""
+    """Returns MEMBER: a Judge for a peer that has nothing to protect yet, and for tests."""
     return MEMBER
 
 
@@ -50,9 +50,10 @@ class Gate:
         why_not: Callable[[PeerId], str] = lambda _: "",
         version: int = PROTOCOL_VERSION,
     ) -> None:
-        """proof: this peer's own tickets. why_not: returns why a peer is neither called nor answered, "" if it may be.
+        """me, run, software, addresses, proof: what this peer's HELLO says; proof: its tickets, b"" for none.
 
-        addresses: where this peer can be dialled.
+        judge: returns the role that a peer's proof grants. why_not: returns why a peer must be neither called nor
+        answered, "" if it may be. `addresses`, `role` and `on_member` may be set after this.
         """
         self.role = MEMBER
         self.on_member: Callable[[PeerId], None] = lambda _: None  # called when HELLO was exchanged with a member
@@ -67,16 +68,16 @@ class Gate:
         self._greeted: OrderedDict[PeerId, None] = OrderedDict()
 
     def hello_to(self, peer: PeerId) -> Hello:
-        """Returns what this peer says first on a stream to `peer`."""
+        """Returns the HELLO for a stream to `peer`. Others can neither use it nor tell the run from it."""
         salt = os.urandom(SALT_BYTES)
         token = run_token(self._run, salt, self._me, peer)
         return Hello(self.version, salt, token, self.role, self._proof, self._software, tuple(self.addresses()))
 
     def admit(self, peer: PeerId, hello: Hello) -> str:
-        """Returns the role in which `peer` is admitted by its HELLO.
+        """Returns the role in which `peer` is admitted by its HELLO; remembers members, see `is_greeted`.
 
-        Raises NotAdmitted, WrongRun, or ProtocolError: "wrong-version", or what is wrong with the proof. None of their
-        texts names the run.
+        A peer that asks to be a READER becomes one, whatever its tickets grant. Raises NotAdmitted, WrongRun, or
+        ProtocolError: "wrong-version", or what is wrong with the proof. No error text reveals the run id to a stranger.
         """
         if hello.version != self.version:
             text = f"Protocol version {hello.version} meets version {self.version}; update the older one."
@@ -95,7 +96,10 @@ class Gate:
         return MEMBER
 
     def still_refuses(self, peer: PeerId, proof: bytes, role: str) -> AgoraError | None:
-        """Returns the error with which a peer that was admitted in `role` by its HELLO is refused now, else None."""
+        """Returns the error with which a peer, once admitted in `role` with `proof`, is refused now; None if it is not.
+
+        For connections that stay open while tickets expire and peers are banned.
+        """
         try:
             is_same = self._judge(peer, proof) in (MEMBER, role)
         except AgoraError as error:
@@ -103,7 +107,7 @@ class Gate:
         return None if is_same else NotAdmitted("The peer may not take part in the run any more; ask its founder.")
 
     def refusal(self, peer: PeerId) -> AgoraError | None:
-        """Returns the error with which `peer` is not called, whatever it may say in its HELLO; None if it may be."""
+        """Returns the error to raise instead of calling `peer`, judged without its HELLO; None if it may be called."""
         why = self._why_not(peer)
         return NotAdmitted(f"{peer} is not admitted: {why}.") if why else None
 
@@ -112,5 +116,5 @@ class Gate:
         return peer in self._greeted and not self._why_not(peer)
 
     def forget(self, peer: PeerId) -> None:
-        """Forgets that `peer` has said HELLO: it must say it again."""
+        """Forgets that `peer` has said HELLO: `is_greeted` is False until it says it again."""
         self._greeted.pop(peer, None)

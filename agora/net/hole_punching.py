@@ -26,11 +26,11 @@ from agora.net.own_addresses import host_and_port
 from agora.net.raw_streams import READ_BYTES, RawStream, splice
 
 PUNCH_S: Final = 4.0
-"""Seconds after which a hole that is not open is given up: time for three packets of each end."""
+"""Seconds after which an attempt to open a hole is given up: time for three packets of each end."""
 AGAIN_S: Final = 0.1
-"""Seconds from a connection that was refused to the next attempt."""
+"""Seconds from a refused connection to the next attempt."""
 MAX_HOLES: Final = 64
-"""Holes open, or being opened, at once at most."""
+"""At most this many holes are open, or being opened, at once."""
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
@@ -42,11 +42,11 @@ class HolePuncher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def has_room(self) -> bool:
-        """Returns whether another hole may be opened."""
+        """Returns whether fewer than MAX_HOLES are open or being opened; `connect` and `expect` do not check it."""
         return len(self._tasks) < MAX_HOLES
 
     async def connect(self, peer: PeerId, address: str) -> None:
-        """Opens a hole to `address`, where `peer` is awaiting it, and has p2pd connect to the peer through it.
+        """Opens a hole to `address`, from where `peer` must open one at the same time, and connects p2pd through it.
 
         Raises ConnectionBroken when that fails.
         """
@@ -74,7 +74,10 @@ class HolePuncher:
                 came.cancel()
 
     def expect(self, address: str) -> None:
-        """Begins to open a hole to `address`, from where a peer will connect to this host's p2pd."""
+        """Starts a task that opens a hole to `address`, and connects what comes through it to this host's p2pd.
+
+        For the peer that is dialled: the other one calls `connect` at the same time. A failure is not reported.
+        """
         self._start(self._serve(address))
 
     async def close(self) -> None:
@@ -91,7 +94,7 @@ class HolePuncher:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, hole: RawStream, came: asyncio.Future[RawStream], port: int) -> None:
-        """Carries p2pd's connection to `port` through the hole, to its end."""
+        """Waits for p2pd's connection to loopback `port`, and carries it through the hole until either end closes."""
         self._host.tunnel_ports.add(port)
         try:
             await splice(await came, hole)
@@ -100,7 +103,7 @@ class HolePuncher:
             self._host.tunnel_ports.discard(port)
 
     async def _serve(self, address: str) -> None:
-        """Opens a hole and connects what comes through it to this host's p2pd, to its end."""
+        """Opens a hole, and carries what comes through it to and from this host's p2pd until either end closes."""
         with contextlib.suppress(ConnectionBroken, OSError):
             hole = await self._open(address)
             with contextlib.ExitStack() as undo:
@@ -112,7 +115,10 @@ class HolePuncher:
                 await splice(RawStream(*pair), hole)
 
     async def _open(self, address: str) -> RawStream:
-        """Returns a connection to `address` from the port at which p2pd listens. Raises ConnectionBroken."""
+        """Returns a TCP connection to `address`, made from the port at which p2pd listens.
+
+        Raises ConnectionBroken for an unusable address, or when none opens within PUNCH_S.
+        """
         parts = host_and_port(address)
         if parts is None or parts[0] not in self._host.listens:
             raise ConnectionBroken(f"no hole can be punched to {address or 'an unknown address'}")
@@ -128,7 +134,7 @@ class HolePuncher:
 
 
 async def _connect_from(family: socket.AddressFamily, own_port: int, host: str, port: int) -> RawStream:
-    """Returns a TCP connection from one of this machine's ports. Raises OSError."""
+    """Returns a TCP connection to `host`:`port` made from `own_port` of this machine. Raises OSError."""
     end = socket.socket(family)
     with contextlib.ExitStack() as undo:
         undo.callback(end.close)
@@ -146,5 +152,5 @@ async def _connect_from(family: socket.AddressFamily, own_port: int, host: str, 
 
 
 def _kind(address: str) -> str:
-    """Returns "ip4" or "ip6"."""
+    """Returns the kind of IP address that a multiaddr begins with: "ip4" or "ip6"."""
     return address.split("/")[1]

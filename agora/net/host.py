@@ -36,7 +36,10 @@ from agora.net.shaping import AccessLink, ShapedTransport
 from agora.net.streams import MAX_PREAMBLE_BYTES, FrameStream
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
-"""Takes a stream that a peer has opened, to attach a sink or close it; that peer; and how it goes, see `_path`."""
+"""Takes a stream that a peer has opened, to attach a sink or close it; that peer; and the stream's path.
+
+A path is "direct", "punched" or "relayed".
+"""
 
 ANSWER_S: Final = 5.0  # seconds for p2pd to answer what needs no network
 MORE_PEERS_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
@@ -87,8 +90,8 @@ class Host:
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
         those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not.
         allow_private: whether p2pd tells others this machine's private addresses. upnp: whether it asks the router to
-        forward its ports; it then tells all addresses. Raises IdentityError for the key file, LocalError for a taken
-        port or a p2pd that does not start. limits: for all traffic, p2pd's own included.
+        forward its ports; it then tells all addresses. limits: for all traffic, p2pd's own included. Raises
+        IdentityError for the key file, LocalError for a taken port or a p2pd that does not start.
         """
         identity = Identity.load(identity_path)
         for address in listen:
@@ -179,14 +182,14 @@ class Host:
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
     ) -> tuple[FrameStream, str]:
-        """Returns a new stream to `peer`, and how it goes, see `_path`. Raises as `reach` does."""
+        """Returns a new stream to `peer` and its path ("direct", "punched" or "relayed"). Raises as `reach` does."""
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
         )
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
         )
-        return self._shape(stream), self._path(peer, response.streamInfo.addr)
+        return self._shape(stream), self._note_path(peer, response.streamInfo.addr)
 
     async def open_raw(self, peer: PeerId, protocol: str, timeout_s: float) -> RawStream:
         """Returns a new stream of plain bytes to `peer`. Raises ConnectionBroken when there is none in time."""
@@ -256,10 +259,13 @@ class Host:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
             peer = PeerId(str(PeerID(info.peer)))
             stream.prefix = address_prefix(_address_text(info.addr))
-            on_stream(self._shape(stream), peer, self._path(peer, info.addr))
+            on_stream(self._shape(stream), peer, self._note_path(peer, info.addr))
 
-    def _path(self, peer: PeerId, raw: bytes) -> str:
-        """Returns how a stream to `peer` goes by its multiaddr from p2pd: "direct", "punched" or "relayed"."""
+    def _note_path(self, peer: PeerId, raw: bytes) -> str:
+        """Returns the path of a stream, "direct", "punched" or "relayed", as its multiaddr from p2pd (`raw`) shows.
+
+        Also remembers the address of a direct one, for `remote_address`.
+        """
         address = _address_text(raw)
         if own_addresses.is_circuit(address):
             return "relayed"

@@ -53,7 +53,7 @@ class NetLimits:
 
 @dataclass(slots=True)
 class IncomingCall:
-    """One request of a peer that the gate has admitted, and that may ask this. `deadline` is loop time.
+    """One request of a peer that the gate has admitted, and which its sender may make. `deadline` is loop time.
 
     `progress` sends the caller how far the work is; it never waits, and does nothing once the caller is gone.
     """
@@ -63,8 +63,8 @@ class IncomingCall:
     tensors: list[WireTensor]
     deadline: float
     progress: OnProgress = lambda _: None
-    prefix: str = ""  # the network that the caller's address is of
-    caller_gone: bool = False
+    prefix: str = ""  # the network of the caller's address
+    is_caller_gone: bool = False
 
 
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
@@ -91,7 +91,7 @@ class PayloadBudget:
         return bool(self.waiting) or 2 * self.used > self.limit
 
     def reserve(self, size: int) -> None:
-        """Reserves bytes, also beyond the limit."""
+        """Reserves bytes, even beyond the limit."""
         self.used += size
         self.peak = max(self.peak, self.used)
 
@@ -266,7 +266,7 @@ class IncomingCalls:
         return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.patience_s * 1000)))
 
     def refuse(self, number: int, error: AgoraError) -> Intake:
-        """Sends the peer a REFUSAL of its request with `error`. Returns DROP: its payload is thrown away."""
+        """Sends the peer a REFUSAL of its request with `error`, releases the bytes of its answer, and returns DROP."""
         self._release_answer(number)
         self._stream.enqueue(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
         return Intake.DROP
@@ -288,22 +288,22 @@ class IncomingCalls:
         """Cancels the work for a call that the peer has given up, and takes back an answer that waits to be sent."""
         if number in self._open:
             call, task = self._open.pop(number)
-            call.caller_gone = True
+            call.is_caller_gone = True
             task.cancel()
         self._stream.withdraw(number)
 
     def on_lost(self) -> None:
         """Called when the connection is lost: releases memory; work goes on, as its result may be asked for again."""
         for call, _ in self._open.values():
-            call.caller_gone = True
+            call.is_caller_gone = True
         for number in list(self._reserved):
             self._release_answer(number)
         self.share.close()
 
     def _send_progress(self, number: int, advance: Advance) -> None:
         """Sends a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
-        if number in self._open and not self._open[number][0].caller_gone:
-            self._stream.send_news(encode_frame(FrameType.PROGRESS, number, advance), number)
+        if number in self._open and not self._open[number][0].is_caller_gone:
+            self._stream.enqueue_droppable(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
         """Has one request handled, then sends the answer unless the caller is gone or room comes after the deadline."""
@@ -312,7 +312,7 @@ class IncomingCalls:
             buffers = await self._answer(number, call)
             with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
                 async with asyncio.timeout_at(call.deadline):  # ends a wait for room, but no send that need not wait
-                    if not call.caller_gone:
+                    if not call.is_caller_gone:
                         await self._stream.send(buffers, number, partial(self._release_answer, number))
                         is_sent = True
         finally:

@@ -40,7 +40,7 @@ LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers that it asks for
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who asks: a key, and the proof that it may read, b"" where it has none. A new key is a stranger's."""
+    """Who asks: a key, and the tickets (`proof`) that let it read or ban, b"" for none. A new key is a stranger's."""
 
     identity: Identity
     proof: bytes = b""
@@ -65,7 +65,7 @@ def share_revocations(
     credentials: Credentials,
     timeout_s: float = TIMEOUT_S,
 ) -> messages.TookRevocations:
-    """Brings revocations to the first peer of the run that answers, and returns its answer; raises as fetch_status."""
+    """Sends sealed revocations to the first peer of a run that answers; returns its answer. Raises as fetch_status."""
     answer = _ask_run(addresses, run, messages.ShareRevocations(tuple(sealed)), timeout_s, credentials)
     if not isinstance(answer, messages.TookRevocations):
         raise ProtocolError("bad-message", "The peer answers a revocation with something else.")
@@ -75,7 +75,7 @@ def share_revocations(
 def _ask_run(
     addresses: Sequence[str], run: RunId, request: Message, timeout_s: float, credentials: Credentials | None
 ) -> Message:
-    """Asks the peers at `addresses` one request, and returns the first answer. Raises as `fetch_status` does."""
+    """Sends one request to the peers at `addresses`, returns the first answer. Raises as `fetch_status` does."""
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
     asker = credentials or Credentials(Identity.generate())
     answer: Message = trio.run(_ask_all, addresses_by_peer(addresses), _Question(run, request, asker), timeout_s)
@@ -84,25 +84,25 @@ def _ask_run(
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is asked of each peer, and by whom."""
+    """The request that is sent to each peer, its run, and who asks. Immutable."""
 
     run: RunId
     request: Message
     asker: Credentials
 
     def hello_to(self, peer: PeerId) -> messages.Hello:
-        """Returns the HELLO of a reader of the run."""
+        """Returns the HELLO for a stream to `peer`, which asks to be a reader of the run."""
         salt, me = os.urandom(SALT_BYTES), self.asker.identity.peer
         token = run_token(self.run, salt, me, peer)
         return messages.Hello(PROTOCOL_VERSION, salt, token, READER, self.asker.proof, SOFTWARE, ())
 
     def is_of_run(self, hello: messages.Hello, peer: PeerId) -> bool:
-        """Returns whether the HELLO of `peer` names the run."""
+        """Returns whether the HELLO of `peer` is for this run."""
         return hello.run == run_token(self.run, hello.salt, peer, self.asker.identity.peer)
 
 
 async def _ask_all(by_peer: dict[PeerId, list[str]], question: _Question, timeout_s: float) -> Message:
-    """Asks peer after peer, the next after STAGGER_S or a failure, and returns the first answer that comes.
+    """Asks the peers, each STAGGER_S after the one before or at once after its failure; returns the first answer.
 
     Raises WrongRun or NotAdmitted when each peer that refused or answered wrongly did so for that reason, even if
     others were silent; else Unreachable, with every peer's reason.

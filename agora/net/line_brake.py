@@ -17,16 +17,19 @@ from agora.net.shaping import AccessLink
 from agora.net.socket_bytes import CarriedBytes, SocketCounter
 
 LOOK_S: Final = 0.25
-"""Seconds between two looks at what was carried."""
+"""Seconds between two counts of the bytes that were carried."""
 FREE_LINK: Final = LinkSpec(1.25e9, 0.0)
 """A link that delays nothing, and is as fast as this program can be."""
 
 
 class LineBrake:
-    """Slows down the streams that `link` shapes, from when it is made until `close`. carried: the newest totals."""
+    """Slows down the streams that `link` shapes, from its creation until `close`.
+
+    carried: the newest totals of all sockets; None before the first count, or where they cannot be counted.
+    """
 
     def __init__(self, pid: int, limits: RateLimits, link: AccessLink | None) -> None:
-        """pid: of p2pd. link: the imitated link, if there is one; the limits then hold beside it."""
+        """pid: of p2pd. link: the imitated link, if there is one; the limits then hold as well."""
         self.carried: CarriedBytes | None = None
         self.link = link if link is not None else AccessLink(FREE_LINK, random.Random(0))
         self._counter = SocketCounter(pid)
@@ -35,11 +38,11 @@ class LineBrake:
         self._task = asyncio.create_task(self._run(), name="line brake")
 
     def close(self) -> None:
-        """Stops looking; the rates stay as they are."""
+        """Stops measuring; the rates stay as they are."""
         self._task.cancel()
 
     async def _run(self) -> None:
-        """Looks every LOOK_S at what all sockets and the streams have carried, and sets the streams' rates."""
+        """Every LOOK_S, until cancelled, counts what sockets and streams have carried, and sets the streams' rates."""
         up, down = self._brakes
         while True:
             self.carried = carried = await asyncio.to_thread(self._counter.read)

@@ -37,7 +37,7 @@ _PARTS: Final = (
 
 
 class LinkError(InputError):
-    """Error of `LinkSpec.parse`: the text is malformed or has extreme values; the message says what to write."""
+    """Raised by `LinkSpec.parse` for a malformed text or extreme values; the message says what to write."""
 
     code = "bad-link"
 
@@ -87,7 +87,7 @@ class LinkSpec:
 
 
 class TokenBucket:
-    """Computes when bytes have passed one direction of a link at `rate` bytes per second.
+    """Computes when bytes have passed one direction of a link at `rate` bytes per second; does not wait.
 
     depth_s: seconds of unused rate that are saved up. rate: may be changed, for the bytes booked after that.
     """

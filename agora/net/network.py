@@ -38,7 +38,7 @@ from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails in the last 0.1 s before this peer's deadline has reached its own
-DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by so many milliseconds is not worth a new message
+DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
 MOST_CLOCKS: Final = 16  # peers that are asked for the time at once
@@ -64,7 +64,7 @@ class Network:
         report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
         peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
         count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
-        `tell_time` may be set: it returns the swarm's time, which goes into every Pong; 0 while it is not known.
+        `tell_time` may be set: it returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
@@ -124,7 +124,7 @@ class Network:
 
     async def connect(self, peer: PeerId) -> None:
         """Opens a connection to `peer` unless there is one. Raises as `call` does."""
-        self._refuse_shut_out(peer)
+        self._refuse_to_call(peer)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
 
@@ -156,9 +156,10 @@ class Network:
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
     async def ask_clocks(self, timeout_s: float, most: int = MOST_CLOCKS) -> list[float]:
-        """Pings up to `most` connected peers of the run at once; returns what those told that know the time.
+        """Pings up to `most` connected peers of the run at once; returns what their Pongs imply, in any order.
 
-        Each is the unix time at which, by that peer's clock, this machine's `boot_time` was 0. timeout_s: for all.
+        Each value is the unix time at which, by that peer's clock, this machine's `boot_time` was 0; peers that do not
+        know the time, or are late, give none. timeout_s: for all together.
         """
         peers = random.sample(sorted(self._connections), min(most, len(self._connections)))
         asked = [found for peer in peers if (found := self.connection_to(peer)) and not found.is_observer]
@@ -210,13 +211,13 @@ class Network:
         return min(usable, key=lambda connection: connection.opened is not is_lower, default=None)
 
     def has_met(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with a peer of the run, and that they were connected within MET_S."""
+        """Returns whether HELLO was exchanged with `peer`, a member, and they are connected or were within MET_S."""
         met_at = self._met.get(peer)
         return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
 
     async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as a dial does."""
-        self._refuse_shut_out(peer)
+        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as `call` does."""
+        self._refuse_to_call(peer)
         self.learn_announced(peer, addresses)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
@@ -237,10 +238,10 @@ class Network:
         for older in list(self._connections.get(peer, ())):
             if not older.opened:  # an honest peer opens a second stream only when it has given the first one up
                 older.break_off("the peer opened a new stream")
-        self.spawn(self._greet(self._add_connection(stream, peer, opened=False, path=path)))
+        self.spawn(self._await_hello(self._add_connection(stream, peer, opened=False, path=path)))
 
     def _make_room(self, newcomer: Holder) -> bool:
-        """Returns whether one more connection fits, after breaking off one of `_choose_to_break` if need be.
+        """Returns whether one more connection may be made; breaks off another one for it if need be.
 
         Peers that have not said which run they train have `max_silent` connections together, whoever they are.
         """
@@ -264,7 +265,7 @@ class Network:
         largest = largest_holder(Counter(known.holder for known in silent), newcomer)
         return next((known for known in silent if known.holder == largest), silent[0])
 
-    async def _greet(self, connection: Connection) -> None:
+    async def _await_hello(self, connection: Connection) -> None:
         """Exchanges HELLO on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
         with contextlib.suppress(AgoraError):
             await connection.start()
@@ -329,10 +330,11 @@ class Network:
         return task
 
     def _all_connections(self) -> list[Connection]:
+        """Returns the connections to all peers, usable or not."""
         return [connection for connections in self._connections.values() for connection in connections]
 
     def _end_if_refused(self, connection: Connection) -> None:
-        """Ends a connection to a peer that is not admitted any more, or that is shut out."""
+        """Ends a connection to a peer that is not admitted any more or is shut out; otherwise does nothing."""
         if (role := connection.role) is None:
             return
         if refusal := self.gate.still_refuses(connection.peer, connection.proof, role):
@@ -343,7 +345,7 @@ class Network:
     async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
         """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is a member now.
 
-        anew: breaks off the connections that there are, of which the peer does not know any more.
+        anew: first breaks off connections that the peer does not know of any more.
         """
         for connection in list(self._connections.get(peer, ())) if anew else ():
             connection.break_off("the peer does not know of the connection")

@@ -12,7 +12,10 @@ class ConnectionBroken(AgoraError):
 
 
 class DialsCrossed(AgoraError):
-    """Raised by a dial when both peers dialled each other at once (simultaneous open); p2pd then waits some seconds."""
+    """Raised by a dial when both peers dialled each other at once (simultaneous open).
+
+    p2pd then backs off for some seconds; the peer with the lower id dials again first, see dialling.py.
+    """
 
     code = "crossed"
 

@@ -36,7 +36,10 @@ def is_circuit(address: str) -> bool:
 
 
 def is_private(address: str) -> bool:
-    """Returns whether a multiaddr begins with an IP address that not all of the internet can dial; False for names."""
+    """Returns whether not all of the internet can dial the IP address that a multiaddr begins with.
+
+    False for host names; True for a malformed address.
+    """
     words = address.split("/")
     if len(words) < 3 or words[1] not in ANY:
         return len(words) < 3 or not words[1].startswith("dns")
@@ -52,7 +55,7 @@ def public_only(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def interface_addresses(listen: Sequence[str]) -> list[str]:
-    """Returns the direct multiaddrs at which this machine listens, each of its interfaces' for 0.0.0.0 and ::."""
+    """Returns the direct multiaddrs of `listen`; 0.0.0.0 and :: become one for each address of the interfaces."""
     found = []
     for address in listen:
         parts = host_and_port(address)
@@ -65,7 +68,10 @@ def interface_addresses(listen: Sequence[str]) -> list[str]:
 
 
 def listening_places(listen: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Returns by "ip4" and "ip6" the host and port at which this machine itself reaches what listens at `listen`."""
+    """Returns, by "ip4" and "ip6", the host and port at which this machine itself can dial what listens at `listen`.
+
+    Loopback is preferred.
+    """
     places = {}
     for kind, host, port in filter(None, map(host_and_port, listen)):
         if kind not in places or host.startswith("127."):
@@ -74,7 +80,7 @@ def listening_places(listen: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 
 def _own_ips(family: socket.AddressFamily) -> list[str]:
-    """Returns the IP addresses of one family on this machine's interfaces, without those of one cable only."""
+    """Returns the IP addresses of one family on this machine's interfaces, link-local IPv6 ones left out."""
     known = [each.address for listed in psutil.net_if_addrs().values() for each in listed if each.family == family]
     return [each for each in known if "%" not in each]
 
@@ -89,7 +95,7 @@ class HeldPorts:
         self._sockets: list[socket.socket] = []
 
     def fix(self, address: str) -> str:
-        """Returns the multiaddr with a free port in place of port 0; any other address as it is."""
+        """Returns the multiaddr with a free port, held from now on, in place of port 0; any other address as it is."""
         parts = host_and_port(address)
         if parts is None or parts[2] != 0:
             return address
@@ -103,7 +109,7 @@ class HeldPorts:
         return f"/{kind}/{host}/tcp/{held.getsockname()[1]}"
 
     def close(self) -> None:
-        """Gives the ports up. May be called twice."""
+        """Stops holding the ports. May be called twice."""
         for held in self._sockets:
             held.close()
         self._sockets.clear()

@@ -20,7 +20,7 @@ from agora_protocol.errors import LocalError
 
 from agora.net.hive import P2P, P2PDaemonError
 
-STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine; many on two cores take their turns
+STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start at once
 SOCKET_PREFIX: Final = "agora-net-"  # how the names of the folders begin that hold p2pd's Unix sockets
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
 
@@ -33,7 +33,7 @@ _GUARD: Final = (
 
 
 class _GuardedP2P(P2P):  # type: ignore[misc]
-    """A p2pd that the kernel kills together with this process, however that ends.
+    """hivemind's P2P, with a p2pd that the kernel kills together with this process, however that ends.
 
     By itself p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a daemon that is not there.
     """

@@ -14,17 +14,18 @@ STALLED_S: Final = 15.0
 PRESSED_S: Final = 3.0
 """The same seconds while others wait for memory; then it must bring LEAST_BYTES_PER_S."""
 LEAST_BYTES_PER_S: Final = 2048.0
+"""The least rate of a transfer while others wait for memory."""
 
 
 class TransferWatch:
-    """Watches one direction of one stream. Asked about twice a second."""
+    """Watches the bytes of one direction of one stream; `is_stalled` is to be called about twice a second."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # the beginning of the present look; None while nothing is under way
+        self._since: float | None = None  # the start of the present time window; None while nothing is under way
         self._moved = 0
 
     def is_stalled(self, now: float, moved: int, *, under_way: bool, pressed: bool) -> bool:
-        """Returns whether the transfer that is under way has brought too little for too long.
+        """Returns whether the transfer has moved too few bytes for too long; False while none is under way.
 
         moved: bytes that the stream has moved in this direction since it began. pressed: others wait for memory.
         """

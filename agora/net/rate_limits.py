@@ -25,9 +25,9 @@ UNCOUNTED_SHARE: Final = 0.9
 MEMORY_S: Final = 4.0
 """Seconds over which what else is sent is averaged."""
 DEBT_S: Final = 4.0
-"""Seconds in which what was sent above or below the limit is made up for."""
+"""Seconds in which bytes sent above the limit are made up for."""
 MOST_DEBT_S: Final = 1.0
-"""What was sent above or below the limit is remembered up to so many seconds' worth of it."""
+"""Bytes sent above the limit are remembered up to what the limit allows in this many seconds."""
 _RATE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kMG]?)(bit|B)(?:/s|ps)?")
 _FACTORS: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -78,9 +78,9 @@ class StreamBrake:
         self.rate = limit
 
     def update(self, now: float, carried: int | None, streamed: int) -> float:
-        """Takes the bytes that all sockets have carried, None where nobody can tell, and those of streams among them.
+        """Takes what all sockets have carried (None: cannot be counted), and what streams have, which is part of it.
 
-        now: seconds. Both counts are totals since the start. Returns the new `rate`.
+        now: seconds. Both counts are totals in bytes since the start. Returns the new `rate`.
         """
         if self._limit == math.inf:
             return self.rate

@@ -18,7 +18,10 @@ READ_BYTES: Final = 262_144
 
 
 class RawStream:
-    """Reads and writes bytes on one stream to a peer, which p2pd has named; is_relayed: through another peer."""
+    """Reads and writes plain bytes on one stream. peer: the other end, as p2pd names it, "" for a local connection.
+
+    is_relayed: whether the stream goes through another peer.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: PeerId | None = None) -> None:
         self.peer = peer or PeerId("")
@@ -27,8 +30,9 @@ class RawStream:
         self._writer = writer
 
     async def read_message(self, most: int) -> bytes:
-        """Returns the next message, which has its length before it. Raises ConnectionBroken when there is none, and
-        ValueError when it is longer than `most` bytes.
+        """Returns the next message, without the length (a varint) before it.
+
+        Raises ConnectionBroken when the stream ends first, ValueError for a length above `most` bytes.
         """
         try:
             length = shift = 0

@@ -30,14 +30,17 @@ RELAY_S: Final = 3.0
 """Seconds that are kept for the way through a relay."""
 
 PunchHole = Callable[[PeerId, PeerId], Awaitable[None]]
-"""Has p2pd connect to the peer given first through a hole, introduced by the second. Raises an AgoraError."""
+"""Connects p2pd to the first peer through a punched hole; the second is the relay that introduces the two.
+
+Raises an AgoraError when that fails.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How peers may be reached. may_dial: whether an address that a peer announces may be dialled.
+    """The ways in which peers may be reached.
 
-    punch_hole: None where no holes are punched.
+    may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None to punch no holes.
     """
 
     may_dial: Callable[[str], bool] = lambda _address: True
@@ -57,7 +60,10 @@ def relays_of(addresses: Sequence[str]) -> dict[PeerId, list[str]]:
 async def reach_by_any_way(
     host: Host, peer: PeerId, addresses: Sequence[str], punch_hole: PunchHole | None, timeout_s: float
 ) -> None:
-    """Has p2pd connect to `peer`, unless it is connected. Raises ConnectionBroken, or DialsCrossed, as Host.reach."""
+    """Has p2pd connect to `peer` unless it is connected, trying the ways of the module's table in order.
+
+    Raises ConnectionBroken, with the reason for each way, or DialsCrossed as Host.reach does.
+    """
     direct = [address for address in addresses if not is_circuit(address)]
     circuits = [address for address in addresses if is_circuit(address)]
     if not circuits:

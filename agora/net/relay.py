@@ -1,4 +1,4 @@
-"""Relays connections between peers that cannot dial each other, and reserves a place at other relays.
+"""Relays connections between peers that cannot dial each other, and makes reservations at other relays.
 
 Knows: the hop and stop streams of libp2p's circuit relay, the owner's cap. Must not know: who is public, which relay to
 choose. Between its ends a circuit is encrypted like any other connection: a relay carries bytes that it cannot read.
@@ -25,17 +25,17 @@ from agora.net.network_errors import ConnectionBroken
 from agora.net.raw_streams import RawStream, splice
 
 RESERVED_S: Final = 120.0
-"""Seconds for which a place is reserved."""
+"""Seconds for which a reservation lasts."""
 ANSWER_S: Final = 10.0
-"""Seconds that a message of a circuit's beginning may take."""
+"""Seconds within which each message that opens a circuit must come."""
 CIRCUITS_PER_PEER: Final = 8
-"""Circuits that one peer may have opened through this relay at once; all together, so many for each place."""
+"""At most this many circuits of one peer through this relay at once; of all peers, `most_peers` times as many."""
 MAX_OPENING: Final = 32
-"""Streams that have not said yet what they want, at most."""
+"""At most this many streams whose first message has not come yet."""
 
 
 class RelayService:
-    """Relays for at most `most_peers` admitted peers at once; with 0 it refuses every request."""
+    """Grants reservations to up to `most_peers` admitted peers, and carries circuits to them; with 0 it refuses all."""
 
     def __init__(
         self, host: Host, most_peers: int, is_admitted: Callable[[PeerId], bool], bytes_per_s: float = 0.0
@@ -51,17 +51,17 @@ class RelayService:
         self._opening = 0
 
     async def start(self) -> None:
-        """Begins to answer on the host. Raises ConnectionBroken when that is gone."""
+        """Begins to answer requests on the host. Raises ConnectionBroken when p2pd is gone."""
         await self._host.serve_raw(circuit_wire.HOP_PROTOCOL, self._answer)
 
     def reserved(self) -> list[PeerId]:
-        """Returns the peers that have a place now."""
+        """Returns the peers that hold a reservation now; forgets expired ones."""
         now = loop_time()
         self._reserved = {peer: until for peer, until in self._reserved.items() if until > now}
         return list(self._reserved)
 
     async def _answer(self, stream: RawStream) -> None:
-        """Serves one hop stream from its first message to the end of the circuit."""
+        """Serves one hop stream: answers its first message, and carries the circuit that it opens until that ends."""
         if self._opening >= MAX_OPENING:
             return
         self._opening += 1
@@ -83,8 +83,9 @@ class RelayService:
             self._circuits += Counter()  # forgets peers without circuits
 
     async def _begin(self, stream: RawStream, message: CircuitMessage) -> RawStream | None:
-        """Answers the first message of a hop stream. Returns the stream to the other end of the circuit that it asked
-        for; None when there is none.
+        """Answers the first message of a hop stream; a RESERVE is granted for RESERVED_S, if it may be.
+
+        Returns for a CONNECT the stream to the other end of the circuit; None for a refused one, and for a RESERVE.
         """
         expires_unix, other = 0, None
         status = self._judge(stream, message)
@@ -99,7 +100,7 @@ class RelayService:
         return other
 
     def _judge(self, stream: RawStream, message: CircuitMessage) -> Status:
-        """Returns whether a request may be served, as the status to answer."""
+        """Returns the status to answer a request with: OK if it may be served, otherwise why not."""
         peers = self.reserved()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
             return Status.PERMISSION_DENIED
@@ -115,7 +116,7 @@ class RelayService:
         return Status.OK if has_room else Status.RESOURCE_LIMIT_EXCEEDED
 
     async def _reach(self, caller: PeerId, peer: PeerId) -> RawStream | None:
-        """Returns a stream to `peer` that it has accepted as a circuit from `caller`; None when it did not."""
+        """Offers `peer` a circuit from `caller` on a new stop stream; returns the stream if it accepts, else None."""
         try:
             stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_S)
         except ConnectionBroken:
@@ -137,7 +138,7 @@ class RelayService:
 
 
 async def reserve(host: Host, relay: PeerId) -> None:
-    """Reserves a place at a connected relay, or renews it; it holds for RESERVED_S. Raises ConnectionBroken if not."""
+    """Makes or renews a reservation, of RESERVED_S, at a connected relay. Raises ConnectionBroken if it is refused."""
     stream = await host.open_raw(relay, circuit_wire.HOP_PROTOCOL, ANSWER_S)
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -148,4 +149,4 @@ async def reserve(host: Host, relay: PeerId) -> None:
     finally:
         stream.abort()
     if answer.status != Status.OK:
-        raise ConnectionBroken(f"the relay refused a place (status {answer.status})")
+        raise ConnectionBroken(f"the relay refused a reservation (status {answer.status})")

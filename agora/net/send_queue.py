@@ -13,7 +13,7 @@ from typing import Final
 
 SMALL_BYTES: Final = 16_384  # frames up to this size go before bulk, but interrupt none that is being written
 MAX_SMALL_BYTES: Final = 8_388_608  # when more bytes of small frames wait, the peer has stopped reading
-NEWS_BYTES: Final = 65_536  # when more bytes of small frames wait, progress messages, which may be lost, are dropped
+DROPPABLE_BYTES: Final = 65_536  # when this many bytes of small frames wait, new progress messages are dropped
 MAX_BULK_BYTES: Final = 67_108_864  # when more bytes of bulk frames wait, their senders wait
 
 Buffers = Sequence[bytes | memoryview]
@@ -27,7 +27,7 @@ def _do_nothing() -> None:
 class QueuedFrame:
     """One frame that waits to be written. `call`: the number of its call, 0 for none.
 
-    on_gone: called once, when the kernel has most of it, or when it will never be written.
+    on_gone: called once: when the transport has passed on most of the frame, or when it will never be written.
     """
 
     buffers: Buffers
@@ -37,7 +37,7 @@ class QueuedFrame:
 
 
 class SendQueue:
-    """Orders the frames of one stream that have not begun to be written: small ones first; bulk waits for room."""
+    """Holds the frames of one stream that wait to be written: small ones go first, senders of bulk wait for room."""
 
     def __init__(self) -> None:
         self._small: deque[QueuedFrame] = deque()
@@ -64,7 +64,7 @@ class SendQueue:
         return self._take(queue, queue[0]) if queue else None
 
     def withdraw(self, call: int) -> bool:
-        """Removes one frame of `call`, so that it is never written. Returns False when none waits."""
+        """Removes one waiting frame of `call`, and calls its `on_gone`. Returns False if none waits."""
         for queue in (self._small, self._bulk):
             for frame in queue:
                 if frame.call == call:
@@ -79,7 +79,7 @@ class SendQueue:
             await self._bulk_shrank.wait()
 
     def drop_bulk(self) -> None:
-        """Forgets all bulk frames, and ends every wait for room."""
+        """Forgets all bulk frames, ends every wait for room, and calls each frame's `on_gone`."""
         dropped = list(self._bulk)
         self._bulk.clear()
         self.bulk_bytes = 0

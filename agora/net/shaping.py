@@ -39,18 +39,18 @@ class AccessLink:
         self._brakes = math.inf, math.inf
 
     def change_rate(self, text: str) -> None:
-        """Gives the link another rate, such as "20Mbit", for what has not been booked yet. Raises LinkError."""
+        """Changes the rate of the imitated link, such as "20Mbit", for later bytes. Raises LinkError for other text."""
         self.spec = self.spec.at_rate(text)
         self.brake(*self._brakes)
 
     def brake(self, up: float, down: float) -> None:
-        """Lets no more pass than these rates, in bytes per second, also where the imitated link is faster."""
+        """Limits both directions to these rates, in bytes per second, even if the imitated link is faster."""
         self._brakes = up, down
         self.up.rate, self.down.rate = min(self.spec.rate, up), min(self.spec.rate, down)
 
     @property
     def sent_at_once(self) -> int:
-        """How many bytes one stream sends at its turn."""
+        """How many bytes one stream sends at its turn: the spec's chunk_bytes, or fewer under a lower limit."""
         return min(self.spec.chunk_bytes, max(LEAST_CHUNK, int(self.up.rate * CHUNK_S)))
 
     @property
@@ -145,7 +145,7 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._real.writelines(arrived)
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
-        """Takes up to `chunk_bytes` off the queue. Returns the size, whether a message ends in it, and the bytes."""
+        """Takes the bytes of one turn off the queue; returns how many, whether a message ends there, the bytes."""
         most = self._link.sent_at_once
         room, pieces, ends = most, [], False
         while self._queue and room:

@@ -18,7 +18,9 @@ SOCK_DIAG_BY_FAMILY: Final = 20
 REQUEST_DUMP: Final = 0x301
 """NLM_F_REQUEST and NLM_F_DUMP."""
 NLMSG_ERROR, NLMSG_DONE = 2, 3
+"""Kinds of netlink messages: a refusal, and the end of the list."""
 INET_DIAG_INFO: Final = 2
+"""The attribute of a socket that holds struct tcp_info."""
 HEADER_BYTES: Final = 52
 """Bytes of IPv4 and TCP headers with timestamps before each segment."""
 _HEADER: Final = struct.Struct("=IHHII")
@@ -28,11 +30,12 @@ _ATTRIBUTE: Final = struct.Struct("=HH")
 _RECEIVED: Final = struct.Struct("=QII")  # at 128 of struct tcp_info: bytes_received, segs_out, segs_in
 _SENT: Final = struct.Struct("=Q")  # at 200: bytes_sent, since Linux 4.19; it counts what is sent again
 RECEIVED_AT, SENT_AT = 128, 200
+"""Offsets in struct tcp_info of what _RECEIVED and _SENT read."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedBytes:
-    """Bytes on the line, TCP/IP headers included by estimate."""
+    """Bytes that sockets have sent and received, with an estimate of their TCP/IP headers. Immutable."""
 
     sent: int = 0
     received: int = 0
@@ -72,7 +75,7 @@ def _socket_inodes(pid: int) -> Iterator[int]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, CarriedBytes]]:
-    """Yields inode and bytes of each TCP socket of this network namespace. Raises OSError when nobody tells."""
+    """Yields inode and bytes of each TCP socket of this network namespace. Raises OSError if not told."""
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, kind, NETLINK_SOCK_DIAG) as channel:

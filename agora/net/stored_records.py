@@ -32,7 +32,7 @@ peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """hivemind's validator of each record that a node is asked to store or gets from another.
+    """Validates, for hivemind, each record that a node is asked to store or gets from another.
 
     It accepts records of this run that are signed by their peer and under their key; counts others by error code.
     """
@@ -110,7 +110,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage, in which a key keeps the MAX_KEY_RECORDS records of the peers with the smallest hashes.
+    """Stores records for hivemind's node; a key keeps the MAX_KEY_RECORDS ones of the peers with the smallest hashes.
 
     No record replaces one that expires later.
     """
@@ -162,7 +162,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         """Yields nothing: hivemind asks for what it should hand to a node that it meets.
 
         Each publisher stores its records itself, again every few seconds, so that nobody has to believe or carry
-        another one's; a stranger that meets many nodes would else have this one send all that it has each time.
+        another one's; otherwise a stranger that makes up many nodes would have this one send everything each time.
         """
         return iter(())
 

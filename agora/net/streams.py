@@ -20,7 +20,7 @@ from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES
 from agora_protocol.message_base import Message
 
 from agora.net.network_errors import ConnectionBroken
-from agora.net.send_queue import NEWS_BYTES, Buffers, QueuedFrame, SendQueue
+from agora.net.send_queue import DROPPABLE_BYTES, Buffers, QueuedFrame, SendQueue
 
 SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, wherever in the buffer it begins
 HEAD_BYTES: Final = 8192  # what is read before a payload's own buffer exists is copied there, so it is not much
@@ -51,13 +51,13 @@ class FrameSink(Protocol):
     """Protocol: checks and takes the frames that a FrameStream reads; called in read callbacks, it must not block."""
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """Called with each frame's prefix before its header is read. May raise ProtocolError; then nothing more is."""
+        """Called with each frame's prefix before its header is read. May raise ProtocolError, which ends reading."""
 
     def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
-        """Called when a header was read: returns whether its payload is read. May raise ProtocolError."""
+        """Called with each header: returns what to do with its payload. May raise ProtocolError, which ends reading."""
 
     def on_frame(self, frame: Frame) -> None:
-        """Called with each complete frame. May raise ProtocolError."""
+        """Called with each complete frame. May raise ProtocolError, which ends reading."""
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
         """Called when the peer broke the protocol, with the frame's prefix if known; nothing more is read from it."""
@@ -67,7 +67,7 @@ class FrameSink(Protocol):
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """Reads and writes frames on one stream, small ones first; the protocol of an asyncio transport.
+    """Reads frames from one stream and writes frames to it, small ones before bulk. It is an asyncio protocol.
 
     It first reads p2pd's preamble, which names the peer, then pauses reading until `attach` brings a sink for frames.
     """
@@ -92,7 +92,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._is_deaf = False  # what arrives is thrown away
         self._queue = SendQueue()
         self._written: QueuedFrame | None = None  # the last one that was handed to the transport
-        self.prefix = ""  # the network that the peer's address is of, see fair_share.address_prefix
+        self.prefix = ""  # the network of the peer's address, see agora_protocol.addresses.address_prefix
         self._is_paused = False
         self._is_closing = False
         self.is_lost = False
@@ -184,7 +184,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def is_mid_payload(self) -> bool:
-        """Whether a payload has begun to arrive and not ended."""
+        """Whether a payload is being read, waits to be read (WAIT), or is being thrown away."""
         return self._frame is not None or self._skip > 0
 
     def proceed(self, intake: Intake) -> None:
@@ -331,9 +331,9 @@ class FrameStream(asyncio.BufferedProtocol):
         else:
             self.abort()
 
-    def send_news(self, buffers: Buffers, call: int) -> None:
-        """Queues a small frame that may be lost: drops it if NEWS_BYTES of small frames are waiting already."""
-        if self._queue.small_bytes < NEWS_BYTES:
+    def enqueue_droppable(self, buffers: Buffers, call: int) -> None:
+        """Queues a small frame that may be lost: drops it if DROPPABLE_BYTES of small frames are waiting already."""
+        if self._queue.small_bytes < DROPPABLE_BYTES:
             self.enqueue(buffers, call)
 
     async def send(self, buffers: Buffers, call: int, on_gone: Callable[[], None] | None = None) -> None:
@@ -372,7 +372,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.writelines(frame.buffers)
 
     def _end_written(self) -> None:
-        """Called when the transport has room again, or is gone: ends the account of the frame that it had last."""
+        """Called when the transport has room again, or is gone: calls `on_gone` of the frame that it was given last."""
         written, self._written = self._written, None
         if written is not None:
             written.on_gone()

@@ -22,7 +22,7 @@ from agora_protocol.limits import MAX_PROOF_BYTES, MAX_REVOCATION_BYTES, MAX_REV
 from agora.node.paths import Home
 
 MAX_BANNED = 10_000
-"""Peers in banned.txt, at most."""
+"""At most this many peers are kept in banned.txt."""
 MAX_LINE_CHARACTERS = 64
 
 
@@ -38,7 +38,7 @@ def read_proof(home: Home, run: str) -> bytes:
 
 
 def write_proof(home: Home, run: str, proof: bytes) -> None:
-    """Writes this machine's proof for a run, over the old. Raises DiskError."""
+    """Replaces the file with this machine's proof for a run. Raises DiskError."""
     _write(home.ticket(run), proof.hex() + "\n")
 
 
@@ -49,7 +49,7 @@ def read_revocations(home: Home, run: str) -> list[bytes]:
 
 
 def write_revocations(home: Home, run: str, sealed: Iterable[bytes]) -> None:
-    """Writes the sealed revocations of a run, over the old. Raises DiskError."""
+    """Replaces the file with the sealed revocations of a run. Raises DiskError."""
     _write(home.revocations(run), "".join(f"{data.hex()}\n" for data in sealed))
 
 
@@ -60,7 +60,10 @@ def read_banned(home: Home) -> list[PeerId]:
 
 
 def add_banned(home: Home, peer: str) -> PeerId:
-    """Adds a peer to those that the owner has banned. Raises InputError for what is no peer id, DiskError."""
+    """Adds a peer to banned.txt, and returns its id.
+
+    Raises InputError for what is no peer id, LocalError for a full file, DiskError for one that cannot be written.
+    """
     if not is_peer_id(peer):
         raise InputError(f"{peer[:60]!r} is no peer id; `swarm status RUN --json` lists them, such as 12D3KooW...")
     banned = read_banned(home)
@@ -92,7 +95,7 @@ def _read(path: Path, most: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file of mode 0600, over an old one, at once: a reader finds the old or all of the new. DiskError."""
+    """Replaces a file (mode 0600) atomically: a reader finds all of the old or all of the new. Raises DiskError."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

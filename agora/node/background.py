@@ -11,7 +11,10 @@ from typing import Any
 
 
 async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
-    """Returns when one of these has ended; cancels the coroutines among them, and leaves the tasks to the caller."""
+    """Waits until one of these ends, then cancels the coroutines among them; tasks are left to the caller.
+
+    What they return or raise is dropped.
+    """
     tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

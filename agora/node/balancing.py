@@ -1,4 +1,4 @@
-"""Two tasks of the local peer: publishing how fast this machine is, and moving to where the swarm is slowest.
+"""Runs two tasks of the local peer: publishing how fast this machine is, and moving to where the swarm is slowest.
 
 Knows: when to decide, what was measured, how to ask for a move. Must not know: how that is decided
 (swarm/rebalancing.py), how a move is carried out (lifecycle.py).
@@ -26,7 +26,7 @@ REST_AFTER_FAILURE_S = 120.0
 
 
 async def publish_ability(local_peer: LocalPeer, serving: Callable[[], LoadedSpan | None]) -> None:
-    """Every 4 s, puts this machine's measured rate and uplink into its claim, until cancelled.
+    """Every MEASURE_S, until cancelled, puts this machine's measured rate and uplink into its claim.
 
     serving: returns the span that is held, None while there is none.
     """
@@ -42,9 +42,10 @@ async def publish_ability(local_peer: LocalPeer, serving: Callable[[], LoadedSpa
 async def keep_balance(
     local_peer: LocalPeer, serving: Callable[[], LoadedSpan | None], move: Callable[[Span], Awaitable[None]]
 ) -> None:
-    """At random moments, decides whether this peer should hold other stages, and then moves; until cancelled.
+    """At random moments, until cancelled, decides whether this peer should hold other stages, and if so moves there.
 
-    serving: returns the span that is held, None while the peer should not move. A move that fails is not repeated soon.
+    serving: returns the span that is held, None while the peer should not move. After a failed move it rests for
+    REST_AFTER_FAILURE_S. Each decision to move is reported as MoveChosen.
     """
     rng = random.Random()
     while True:

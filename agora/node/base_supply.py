@@ -34,11 +34,11 @@ from agora.threads import run_in_thread
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What to fetch: `nbytes` bytes. missing: the numbers of the pieces that are not here, by tensor number."""
+    """What to fetch of the base model: `nbytes` in all. missing: by tensor number, its missing pieces' numbers."""
 
     missing: Mapping[int, Sequence[int]]
     nbytes: int
-    here: int  # tensors that were fetched earlier
+    here: int  # number of the needed tensors that were fetched earlier
 
 
 class BaseSupply:
@@ -73,7 +73,7 @@ class BaseSupply:
             self._giver = BaseGiver(self._base, startup.report_event)
 
     async def close(self) -> None:
-        """Ends the answering of other peers' requests."""
+        """Stops answering other peers' requests."""
         if self._giver is not None:
             await self._giver.close()
 
@@ -85,7 +85,7 @@ class BaseSupply:
         return await self._giver.answer(call.message)
 
     def folder_to_check(self) -> Path | None:
-        """Returns the folder for Family.check_machine: the owner's, else the store's, which is made. Blocks.
+        """Returns the folder for Family.check_machine: the owner's, otherwise the store's, which it creates. Blocks.
 
         None when this machine has no folder and cannot fetch. Raises DiskError.
         """
@@ -117,7 +117,7 @@ class BaseSupply:
         return base.store.folder
 
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
-        """Fetches the lacking tensors that are not in the store yet. Returns in words how much came from how many."""
+        """Fetches the lacking tensors that are not in the store yet; returns in words what came, see describe_fetch."""
         fetch = BaseFetch(
             self._caller,
             base.list_hash,
@@ -144,7 +144,7 @@ class BaseSupply:
 
 
 def add_fetched(base: BaseTensors, number: int) -> None:
-    """Lets other peers get tensor `number`, which has just been completed in the store."""
+    """Offers other peers tensor `number`, which has just been completed in the store."""
     listed = base.listed(number)
     place = base.store.find(number, listed) if listed is not None else None
     if place is not None:

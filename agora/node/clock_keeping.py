@@ -21,12 +21,13 @@ from agora.observe import events, faults
 from agora.swarm.swarm_clock import clock_remark
 
 ASK_S: Final = 4.0
-"""Seconds that a question for the time may take, dialling included."""
+"""Seconds within which peers must answer with the time, dialling included."""
 MORE_ANSWERS_S: Final = 0.5
 """Seconds that a start waits for further answers once it has one."""
 FIRST_ASK_S: Final = 5.0
 """Seconds from the start to the first question to those that are connected then."""
 ASK_AGAIN_S: Final = 20.0
+"""Seconds between later questions."""
 
 
 class ClockKeeper:
@@ -36,15 +37,18 @@ class ClockKeeper:
         self._startup = startup
         self._network = network
 
-    async def settle(self, known: Mapping[PeerId, Sequence[str]]) -> None:
-        """Asks these peers for the time, so that the first records are judged and published by it. known: addresses."""
+    async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
+        """Asks peers for the time at the start, so that even the first records are judged and published by it.
+
+        known: multiaddrs by peer. Dials up to MOST_CLOCKS of them; takes 2 * ASK_S at most.
+        """
         with self._startup.steps.step("clock") as note:
             peers = list(known)[:MOST_CLOCKS]
             for peer in peers:
                 self._network.learn(peer, known[peer])
             await self._await_answers(peers)
             told = await self._network.ask_clocks(ASK_S)
-            self._follow(told)
+            self._correct_clock(told)
             note.text = f"{len(told)} peers told the time, corrected by {self._startup.clock.correction.seconds:.2f} s"
 
     async def run(self) -> None:
@@ -52,7 +56,7 @@ class ClockKeeper:
         for wait_s in itertools.chain([FIRST_ASK_S], itertools.repeat(ASK_AGAIN_S)):
             await asyncio.sleep(wait_s)
             await faults.reach("clock.asked")
-            self._follow(await self._network.ask_clocks(ASK_S))
+            self._correct_clock(await self._network.ask_clocks(ASK_S))
 
     async def _await_answers(self, peers: Sequence[PeerId]) -> None:
         """Pings these peers; returns MORE_ANSWERS_S after the first answer, or when none comes in ASK_S."""
@@ -69,8 +73,8 @@ class ClockKeeper:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def _follow(self, told: Sequence[float]) -> None:
-        """Corrects the clock by what others told, see Network.ask_clocks; tells the owner what is new about it."""
+    def _correct_clock(self, told: Sequence[float]) -> None:
+        """Corrects the clock by what others told, see Network.ask_clocks; tells the owner a new remark on it."""
         clock = self._startup.clock
         former = clock_remark(clock.correction)
         clock.follow(told)

@@ -20,17 +20,17 @@ from agora.swarm.lost_peers import LostPeers
 from agora.swarm.view import PeerView, View
 
 LOOK_S: Final = 1.0
-"""Seconds between two looks at who is connected."""
+"""Seconds between two checks of who is connected."""
 DIAL_S: Final = 4.0
-"""Seconds after which a dial has failed."""
+"""Seconds after which a dial counts as failed."""
 
 
 async def watch_connections(
     host: Host, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
 ) -> None:
-    """Every second, until cancelled, dials the peers of the view whose connection broke, and records who is lost.
+    """Every second, until cancelled, dials the peers of the view whose connection broke, and records failures.
 
-    on_lost: called after each peer that is lost.
+    lost: says whom to dial, and whether a failed dial makes a peer count as lost. on_lost: called after each such peer.
     """
     while True:
         await asyncio.sleep(LOOK_S)

@@ -26,6 +26,7 @@ from agora.node import paths
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
 IDLE_SECONDS = 300.0
+"""Seconds after which a connection without a question is closed."""
 POLL_SECONDS = 0.5
 """Time between two checks whether the client is still there."""
 
@@ -34,7 +35,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question that can be asked: its handler, its arguments with their JSON types, and seconds until it fails."""
+    """A question that can be asked: its handler, the JSON types of its optional arguments, seconds until it fails."""
 
     handler: Callable[..., Awaitable[Answer]]
     arguments: Mapping[str, type]
@@ -84,7 +85,7 @@ class ControlSocket:
         paths.unregister(self.path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """asyncio calls this for a new connection: serves it in a task, or answers "busy" and closes it."""
+        """Called by asyncio for a new connection: serves it in a task, or answers "busy" and closes it."""
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.write(_error("busy", f"{MAX_CONNECTIONS} connections are open; close some"))
             writer.close()

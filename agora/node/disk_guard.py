@@ -27,7 +27,7 @@ EXPORTS: Final = ("collected", "weights")
 
 
 class DiskGuard:
-    """Makes room in one data directory. limit_bytes: what it may hold, 0 for no limit."""
+    """Removes files of one data directory when it would grow beyond `limit_bytes`; 0 for no limit."""
 
     def __init__(self, home: Home, limit_bytes: int) -> None:
         self._home = home
@@ -52,11 +52,11 @@ class DiskGuard:
         )
 
     def _fits(self, nbytes: int) -> bool:
-        """Returns whether so many bytes more stay within the limit."""
+        """Returns whether this many more bytes stay within the limit."""
         return stored_bytes(self._home.root) + nbytes <= self._limit
 
     def _spare(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
-        """Yields the folders that may be removed, in the module's order. base: the list hash of its base model."""
+        """Yields the folders that may be removed, in the module's order. base: list hash of the run's base model."""
         runs = sorted(self._home.runs.glob("*"))
         yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())
         for folder in runs:

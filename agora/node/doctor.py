@@ -14,7 +14,9 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 LEAST_FREE_BYTES = 64 * 2**20
+"""Disk space that must be free for a daemon to start."""
 PROBE_BYTES = 64 * 1024
+"""Bytes that are written to find out whether the directory can be written."""
 _ADVICE = "free some space there, or choose another --dir."
 BASE_BYTES = 256 * 2**20
 """Memory of a daemon without stages: torch, the event loop, p2pd."""
@@ -45,7 +47,7 @@ def check_disk(directory: Path) -> str:
 def check_memory(
     manifest: Manifest, span: Span, free_bytes: int, limit_gib: float, base_bytes: int = BASE_BYTES
 ) -> str:
-    """Returns a note with the memory that daemon and span need at least. Raises MemoryError_ if that is not allowed.
+    """Returns a note with the memory that daemon and span need at least; MemoryError_ if less is free or allowed.
 
     free_bytes, limit_gib: see `allowed_bytes`. base_bytes: what the daemon takes without stages.
     """
@@ -64,7 +66,7 @@ def allowed_bytes(free_bytes: int, limit_gib: float) -> int:
 
 
 def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES) -> int:
-    """Returns the bytes that a daemon which trains `span` takes at least, `base_bytes` without it. Imports torch."""
+    """Returns the least bytes of memory of a daemon that trains `span`: `base_bytes`, and the span's. Imports torch."""
     from agora.model import family_of
 
     return base_bytes + int(family_of(manifest.model).memory_bytes(manifest, span))

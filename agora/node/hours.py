@@ -16,9 +16,9 @@ _RANGE: Final = re.compile(r"(\d{1,2})(?::(\d{2}))?-(\d{1,2})(?::(\d{2}))?")
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Ranges of minutes of the day, each [begin, end); one whose end is not after its begin goes on over midnight.
+    """The hours of work: ranges of minutes of the day, [begin, end), in local time; none: all day. Immutable.
 
-    No ranges: all day.
+    A range whose end is not after its begin goes on past midnight.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
@@ -38,7 +38,7 @@ class Hours:
         )
 
     def next_begin(self, minute: int) -> str:
-        """Returns when the hours begin next after this minute of the day, as HH:MM; "" where they never end."""
+        """Returns when the next range begins, at or after this minute of the day, as HH:MM; "" for all day."""
         begins = [begin for begin, _ in self.ranges]
         return _clock_face(min(begins, key=lambda begin: (begin - minute) % DAY_MINUTES)) if begins else ""
 
@@ -47,7 +47,7 @@ class Hours:
 
 
 def _parse_range(text: str) -> tuple[int, int]:
-    """Returns the minutes of the day at which a range begins and ends. Raises ValueError."""
+    """Returns the minutes of the day at which a range FROM-TO begins and ends. Raises ValueError for other text."""
     match = _RANGE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no range of hours; write 22-07 or 22:30-07:00, and several with commas")
@@ -59,5 +59,5 @@ def _parse_range(text: str) -> tuple[int, int]:
 
 
 def _clock_face(minute: int) -> str:
-    """Returns a minute of the day as HH:MM."""
+    """Returns a minute of the day as text, HH:MM."""
     return f"{minute // 60:02d}:{minute % 60:02d}"

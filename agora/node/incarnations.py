@@ -1,4 +1,4 @@
-"""Numbers the starts of a daemon, so that a later one has the greater number even when the clock was set back.
+"""Numbers the starts of a daemon, so that a later one has a higher number even when the clock was set back.
 
 Knows: one small file. Must not know: what the number is for (claims: the newest incarnation of a peer counts).
 """
@@ -13,15 +13,15 @@ from agora_protocol.errors import DiskError
 from agora.node.paths import replace_text
 
 MOVES_NS: Final = 1_000_000_000
-"""How much greater than the last number the next one is at least: each move of a daemon adds 1 to its number."""
+"""The next number is at least this much higher than the last: each move of a daemon adds 1 to its number."""
 MAX_INCARNATION: Final = 2**62
-"""A greater number in the file is not believed, and the clock counts."""
+"""A higher number in the file is ignored, and the clock alone counts."""
 
 
 def next_incarnation(file: Path, now_ns: int) -> int:
-    """Returns the number of this start, and keeps it in `file`: the unix time in nanoseconds, or more if the last was.
+    """Returns the number of this start and writes it to `file`: `now_ns`, or more if the last number was about as high.
 
-    A file that is not there, or holds no number, says nothing. Raises DiskError when it cannot be written.
+    now_ns: unix time in nanoseconds. A missing or malformed file counts as none. Raises DiskError if writing fails.
     """
     try:
         last = int(file.read_text(encoding="ascii").strip() or 0)

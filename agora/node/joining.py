@@ -39,9 +39,11 @@ from agora.swarm.admission_book import AdmissionBook
 from agora.swarm.view import View
 
 FETCH_SECONDS = 15.0
+"""Seconds within which each peer must answer with the manifest."""
 NEIGHBOUR_SECONDS = 60.0
+"""Seconds to wait, in all, for other daemons of this machine that are still starting."""
 MORE_ADDRESSES = 8
-"""An invite has so many of this peer's own addresses, and of other peers, at most."""
+"""An invite has at most this many of this peer's own addresses, and as many of other peers."""
 
 
 class RunUnreachable(LocalError):
@@ -52,9 +54,9 @@ class RunUnreachable(LocalError):
 
 
 async def read_manifest(startup: Startup) -> SignedManifest:
-    """Returns the signed manifest of a file or of a run that this machine has joined; stores and registers it.
+    """Returns the signed manifest of a file or of a joined run; stores it and registers this daemon under its run.
 
-    For an unsigned one it takes the manifest that a running daemon here has signed; without one it signs it as founder.
+    An unsigned file: takes the manifest that a running daemon here has signed, or else signs it as founder.
     """
     reference, adopt = startup.reference, partial(_adopt_run, startup)
     with startup.steps.step("manifest") as note:
@@ -121,7 +123,7 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
 
 
 def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
-    """Stores the manifest and registers this daemon, for commands to find.
+    """Stores the manifest and this machine's proof, and registers this daemon, so that commands find it.
 
     Raises NotAdmitted when the run does not admit this peer as a member, DiskError when it cannot be stored.
     """
@@ -138,7 +140,7 @@ def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
 
 
 def register_resting(startup: Startup, signed: SignedManifest | None) -> None:
-    """Registers this daemon, for commands to find, also where it rests since its start and has no manifest yet."""
+    """Registers a resting daemon, so that commands find it, even one that has no manifest yet (`signed` is None)."""
     reference, manifest = startup.reference, signed or startup.reference.signed
     run, name = (manifest.run_id, manifest.manifest.name) if manifest else (reference.run, reference.name)
     socket, root = str(paths.socket_of(startup.home)), str(startup.home.root)
@@ -147,7 +149,7 @@ def register_resting(startup: Startup, signed: SignedManifest | None) -> None:
 
 
 def renew(startup: Startup, signed: SignedManifest | None) -> Startup:
-    """Returns what a daemon that has rested starts with: a greater incarnation, and the addresses known by now."""
+    """Returns what a daemon starts with after a rest: a higher incarnation (also on disk), and all known addresses."""
     reference, number = startup.reference, next_incarnation(startup.home.incarnation, time.time_ns())
     run = signed.run_id if signed is not None else reference.run
     known = runs.remembered_addresses(startup.home, run) if run else ()
@@ -156,14 +158,14 @@ def renew(startup: Startup, signed: SignedManifest | None) -> Startup:
 
 
 def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View) -> Invite:
-    """Returns an invite with up to MORE_ADDRESSES of this peer's addresses, and of other serving peers."""
+    """Returns an invite with up to MORE_ADDRESSES of `own`, and one address each of as many other serving peers."""
     serving = (seen for seen in view.peers.values() if seen.peer != me and seen.state == "serving")
     others = [address for seen in serving for address in seen.addresses[:1]]
     return Invite(signed.run_id, (*own[:MORE_ADDRESSES], *others[:MORE_ADDRESSES]), signed.manifest.name)
 
 
 def own_proof(startup: Startup, run: RunId) -> bytes:
-    """Returns the proof that this machine shows: by the invite's ticket, else the one on its disk, b"" for none.
+    """Returns the proof that this machine shows: of the invite's ticket, else the one on its disk; b"" for none.
 
     Raises InputError for a ticket that is not for this machine, LocalError or DiskError for the file.
     """
@@ -221,7 +223,7 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
 
 
 def may_be_dialled(startup: Startup, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
-    """Returns the addresses of peers that may be dialled: not of those that are banned here, or from a known run."""
+    """Returns the addresses whose peers may be dialled: not banned here, nor, if `signed` is known, from the run."""
     if signed is None:
         banned = set(admission_files.read_banned(startup.home))
         return tuple(address for address in known if peer_of_address(address) not in banned)

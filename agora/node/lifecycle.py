@@ -40,11 +40,11 @@ from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
 LEAVE_SECONDS = 9.0
-"""Seconds that all of leaving takes at most: one less than is promised."""
+"""Seconds that all of leaving takes at most: one less than the 10 s that users are told."""
 ANNOUNCE_SECONDS = 1.5
-"""Seconds that the directory has for storing the claim that says `leaving`."""
+"""Seconds that storing the claim that says `leaving` in the directory may take."""
 ORIGIN_SECONDS = 5.0
-"""Seconds that this origin's microbatches have when the daemon leaves, or when it moves while a stage has no peer."""
+"""Seconds left to this origin's microbatches when the daemon leaves, or moves while a stage has no peer."""
 CLOSE_SECONDS = 3.0
 """Seconds that closing the span and the local peer takes at most."""
 MOVE_FINISH_SECONDS = 30.0
@@ -55,20 +55,21 @@ MOVE_CHECKPOINT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A requested move to `span`. done: a future that ends when that is served, or with an error."""
+    """A requested move to `span`. done: a future that is set when the span is served, or to the error if it failed."""
 
     span: Span
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class _CannotGoOn(LocalError):
-    """Raised when p2pd or a background task has ended by itself: the daemon leaves in order and fails."""
+class _FatalError(LocalError):
+    """Raised when p2pd or a background task has ended: the daemon shuts down cleanly and exits with an error."""
 
 
 class Node:
-    """One daemon: opens the local peer, serves a span, moves to others when asked, and leaves once `stop` is set.
+    """Runs one daemon: opens the local peer, serves a span, moves to others when asked, leaves once `stop` is set.
 
-    `loaded` is None before the first span is served and again during a move. reason: why the daemon leaves.
+    `loaded` is None before the first span is served, during a move and at rest; `local_peer` before it is open, and at
+    rest; `signed`, the manifest, until it is known. reason: why the daemon leaves, for the log.
     """
 
     def __init__(self, startup: Startup) -> None:
@@ -92,7 +93,7 @@ class Node:
         self._span_closing = AsyncExitStack()
 
     async def run(self) -> None:
-        """Joins, serves until asked to leave, and leaves in order. Raises an AgoraError if it cannot start or go on."""
+        """Joins, serves or rests until `stop` is set, then leaves. Raises an AgoraError if it cannot start or go on."""
         control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
         await control.start()
         self._tasks.start("watchdog", self._watchdog.run())
@@ -103,7 +104,7 @@ class Node:
                 else:
                     await self._serve_until_stopped()
             await self._leave(self.reason)
-        except _CannotGoOn as error:
+        except _FatalError as error:
             await self._leave(str(error))
             raise
         finally:
@@ -115,7 +116,7 @@ class Node:
     # --- the present state
 
     def serving_span(self) -> LoadedSpan:
-        """Returns the span that is held; raises LocalError while there is none."""
+        """Returns the span that is served. Raises LocalError, which says what the daemon does, while there is none."""
         if self.loaded is None:
             raise LocalError(f"this daemon is {self._describe_state()}; ask again when it serves")
         return self.loaded
@@ -127,7 +128,7 @@ class Node:
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def invite(self) -> Invite:
-        """Returns an invite with addresses of this and 8 other serving peers. Raises LocalError while it has none."""
+        """Returns an invite with addresses of this peer and up to 8 others. LocalError while its own are not known."""
         if self.signed is None or not self._addresses:
             missing = "know its run" if self.signed is None else "have an address"
             raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
@@ -181,7 +182,7 @@ class Node:
     # --- start and serve
 
     async def _serve_until_stopped(self) -> None:
-        """Starts and serves until `stop` is set or the daemon shall rest; raises the error that ends it before."""
+        """Starts and serves until `stop` is set or the daemon is to rest; raises the error that ends it before."""
         serving = asyncio.create_task(self._start_and_serve(), name="serve")
         await wait_for_any(serving, self.stop.wait(), self.pause.wait_until(resting=True))
         if serving.done() and not self.stop.is_set():
@@ -192,7 +193,7 @@ class Node:
     async def _rest(self) -> None:
         """Withdraws the claim, gives back what is in hand, closes everything but the control socket, and waits.
 
-        Returns when the daemon shall work again, as a newcomer with a greater incarnation, or shall stop.
+        Returns when the daemon is to stop, or to work again: then `startup` has a higher incarnation number.
         """
         self._report_event(events.StateChanged("paused", self.pause.reason))
         await self._hand_back("paused")
@@ -259,7 +260,7 @@ class Node:
         return loaded
 
     async def _until_asked_to_move(self, local_peer: LocalPeer) -> None:
-        """Returns when a move is asked for. Raises _CannotGoOn if p2pd or a task has ended."""
+        """Waits until a move is asked for. Raises _FatalError if p2pd or a background task ends before."""
         groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
         running = [task for group in groups for task in group.started]
@@ -269,23 +270,23 @@ class Node:
             for wait in waits:
                 wait.cancel()
         if local_peer.host.died.is_set():
-            raise _CannotGoOn(
+            raise _FatalError(
                 "the network process p2pd ended by itself; start the daemon again, and look at its memory"
             )
         for task, error in (ended for group in groups if (ended := group.first_ended()) is not None):
             text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
             self._report_event(events.TaskFailed(task, text))
             is_known = isinstance(error, AgoraError)
-            raise _CannotGoOn(str(error) if is_known else f"its task {task} failed ({text}); please report this")
+            raise _FatalError(str(error) if is_known else f"its task {task} failed ({text}); please report this")
 
     # --- move
 
     def _movable_span(self) -> LoadedSpan | None:
-        """Returns the span that is held, None while the daemon moves already."""
+        """Returns the span that is served; None while none is, or while a move is already asked for."""
         return None if self._move is not None else self.loaded
 
     async def move(self, stages: Span) -> None:
-        """Makes the daemon hold other stages; returns when it serves them. LocalError or InputError if it cannot begin.
+        """Asks for a move to `stages`; returns when they are served. LocalError or InputError if it cannot begin.
 
         When the new stages cannot be loaded, the former ones are loaded again and that error is raised.
         """
@@ -326,7 +327,7 @@ class Node:
                 move.done.exception()  # nobody may be waiting any more
 
     async def _give_up(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
-        """Finishes or cancels what the span has in hand, writes checkpoints, closes it. Sets `self.loaded` to None."""
+        """Finishes or cancels the work in hand, writes checkpoints, sets `self.loaded` to None, and closes the span."""
         # While a stage has no peer, this origin's own microbatches cannot come back.
         patience_s = ORIGIN_SECONDS if self.take_node_report().empty_stages else MOVE_FINISH_SECONDS
         await self._finish(local_peer, loaded, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
@@ -337,7 +338,7 @@ class Node:
     # --- leave
 
     async def _leave(self, reason: str) -> None:
-        """Tells systemd and the others that this daemon leaves, and gives back what it has; within 9 s."""
+        """Tells systemd and other peers that this daemon leaves; finishes or gives back its work. See `_hand_back`."""
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
         await self._hand_back("leaving")
@@ -345,7 +346,7 @@ class Node:
     async def _hand_back(self, why: str) -> None:
         """Announces "leaving", finishes what is in hand or gives it back to its callers, and writes checkpoints.
 
-        Takes 9 s at most. why: completes "this peer is ..." for those whose work is given back.
+        Takes LEAVE_SECONDS at most. why: completes "this peer is ..." for those whose work is given back.
         """
         local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_SECONDS - 3.0
         if local_peer is not None and loaded is None:
@@ -384,7 +385,7 @@ class Node:
     async def _close(self) -> None:
         """Closes the span and the peer within CLOSE_SECONDS.
 
-        What is late is left to the process' end and reported; any other error is raised.
+        What is not closed in time is reported and left to the end of the process; any other error is raised.
         """
         self._past_traffic = self._traffic()
         self.loaded = self.local_peer = None

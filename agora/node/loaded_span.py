@@ -39,11 +39,11 @@ from agora.train.compute import Compute
 from agora.train.trained_stage import stage_layout
 
 MOST_UNSUPERVISED = 64
-"""Of this many tokens of a microbatch at least one is assumed to be supervised, whatever its answers say."""
+"""At least one of this many tokens of a microbatch is assumed to be supervised, however few were measured."""
 
 
 class LoadedSpan:
-    """The stages that this daemon holds, and the hop, origin, replicas and keeper that work on them, wired together."""
+    """Wires together what works on the stages that this daemon holds: hop, origin, replicas, keeper, collector."""
 
     def __init__(self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, data: TrainingData | None) -> None:
         """data: the data that the origin draws from; None without stage 0."""
@@ -89,7 +89,7 @@ class LoadedSpan:
         self.tasks = BackgroundTasks()
 
     def _share_epochs(self, epochs: Epochs) -> EpochGossip:
-        """Returns the gossip by which the origins share the epochs of the run's samples among them."""
+        """Returns the gossip by which origins share the epochs of the samples; tells `epochs` who the others are."""
         local_peer = self._local_peer
         epochs.circle.others = self._other_origins
         return EpochGossip(
@@ -120,7 +120,7 @@ class LoadedSpan:
         return Origin(config, self.hop, source, startup.report_event, self._look_around)
 
     def _look_around(self) -> Surroundings:
-        """Returns what the origin must know: whether every stage has enough replicas, the path's time, and its limits.
+        """Returns what the origin decides by: whether every stage has enough replicas, the path's time, and its limits.
 
         While this peer is not in its own view, it counts as the only origin.
         """
@@ -142,7 +142,7 @@ class LoadedSpan:
         return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
 
     def _tokens_per_microbatch(self) -> float:
-        """Returns how many tokens of a microbatch count, on average; of samples, not all are supervised."""
+        """Returns how many tokens of a microbatch count, on average: of samples, only the supervised ones."""
         manifest = self._local_peer.manifest
         measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
         whole = manifest.tokens_per_microbatch
@@ -178,7 +178,7 @@ class LoadedSpan:
         )
 
     def _steps_behind(self, stage: int) -> int:
-        """Returns how many steps the stage is behind the live replica that has reported most; 0 when it is not."""
+        """Returns how many steps the stage is behind the live replica that has taken most; 0 if it is not behind."""
         gossip, step = self.replicas.gossip, self.compute.step_of(stage)
         live = live_replicas(gossip.known(stage), gossip.listed_others(stage), loop_time())
         return max([0, *(last.direct.step - step for last in live.values())])

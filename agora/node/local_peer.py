@@ -56,17 +56,21 @@ from agora.train.memory import available_bytes
 from agora.train.weight_versions import LIMIT_PER_SEAT
 
 SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30
+"""The part of the free memory, and the bytes, that seats beyond the usual number may take; the lesser counts."""
 LEAST_HELD_BYTES = 64 * 2**20
+"""Bytes of payloads that the network may hold in any run."""
 REMEMBER_S = 15.0
+"""Seconds between two writes of other peers' addresses to disk."""
 REDIAL_S = 5.0
 """Seconds between two checks of which peers are missing from the view."""
 DIAL_SECONDS = 4.0
+"""Seconds that redialling missing peers may take."""
 MEET_S = 2.0
 """Seconds that reading the directory waits for strangers to be met."""
 
 
 class LocalPeer:
-    """This machine's place in the run, whichever stages it holds: network, membership, router and work ledger.
+    """Holds what takes part in the run whichever stages are held: network, membership, router, work ledger ...
 
     It implements averaging's ReplicaListing. seats: how many microbatches may be in work here at once.
     base_supply: gives and fetches tensors of the run's base model. ability: what this machine can do, for placement.
@@ -107,7 +111,7 @@ class LocalPeer:
         self._uplink = UplinkMeter()
 
     def _make_membership(self, directory: Directory, progress: Callable[[], Progress | None]) -> Membership:
-        """Returns the membership. It and the directory ask whom this peer has met; who misuses the directory pays."""
+        """Returns the membership. It and the directory ask `is_met`; misuse of the directory is an offence."""
         startup, admission, count = self.startup, self.admission, self.manifest.stage_count
         own = self.host.own if startup.settings.allow_private else public_only(self.host.own)
         addresses = tuple(f"{address}/p2p/{self.host.peer}" for address in own)[:MAX_ADDRESSES]
@@ -162,19 +166,22 @@ class LocalPeer:
         return network
 
     def _is_member(self, peer: PeerId) -> bool:
-        """Returns whether a peer is connected here as one of the run: only those may use this peer as their relay."""
+        """Returns whether `peer` is connected as a member and not shut out: only such peers may use this relay."""
         connection = self.network.connection_to(peer)
         return connection is not None and not connection.is_observer and self.offences.shut_out_s(peer) == 0
 
     def _on_view_change(self) -> None:
-        """Called when the view has changed: learns where peers can be dialled, and wakes the router."""
+        """Called when the view has changed: learns peers' addresses, and tells the router."""
         for peer, seen in self.membership.view.peers.items():
             if peer != self.startup.me:
                 self.network.learn_announced(peer, seen.addresses)
         self.router.view_changed()
 
     async def start(self, others: tuple[str, ...]) -> None:
-        """Starts serving requests, and the tasks membership, redial, addresses, uplink. others: addresses to redial."""
+        """Starts serving requests, asks peers for the time, joins the DHT, and starts the background tasks.
+
+        others: multiaddrs of known peers, which are asked first, and redialled when they are missing.
+        """
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
         self._closing.enter_context(self.requests.answering(REACH_REQUESTS, self.reachability.answer))
@@ -186,7 +193,7 @@ class LocalPeer:
         for peer, known in by_peer.items():
             self.network.learn(peer, known)
             self._redialling.learn(loop_time(), peer, known)
-        await clock.settle(by_peer)
+        await clock.ask_at_start(by_peer)
         await self._directory.bootstrap(others)
         self.tasks.start("membership", self.membership.run())
         self.tasks.start("bans", self.admission.exchange_ban_lists(self._directory))
@@ -210,12 +217,12 @@ class LocalPeer:
         await self.network.close()
 
     def listed(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns a stage's replicas by id, with the bytes per second that count for owning parts, 0 when unknown."""
+        """Returns, by replica of a stage, the bytes per second that count for owning parts; 0 when unknown."""
         replicas = self.membership.view.replicas(stage)
         return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
-        """Returns a stage's replicas by id, with the number of steps that each has taken."""
+        """Returns, by replica of a stage, the number of steps that it has taken."""
         return {seen.peer: seen.step_of(stage) for seen in self.membership.view.replicas(stage)}
 
     def steps_of_run(self) -> list[Collection[int]]:
@@ -223,7 +230,7 @@ class LocalPeer:
         return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
 
     def uplink(self) -> float | None:
-        """Returns the measured rate of this peer's uplink in bytes per second, None while nothing waits for it."""
+        """Returns the measured rate of this peer's uplink in bytes per second; None until bytes had to wait for it."""
         return self._uplink.rate.value
 
     def is_connected(self) -> bool:
@@ -236,11 +243,14 @@ class LocalPeer:
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
     def is_met(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with a peer lately, and it is not shut out for its conduct."""
+        """Returns whether `peer` counts as met (see Network.has_met) and is not shut out for its conduct."""
         return self.network.has_met(peer) and self.offences.shut_out_s(peer) <= 0.0
 
     async def meet(self, strangers: Sequence[PeerView]) -> None:
-        """Exchanges HELLO with strangers whose claims were read; returns after MEET_S, while slower dials go on."""
+        """Exchanges HELLO with strangers whose claims were read, for MEET_S at most; slower dials go on afterwards.
+
+        Errors are ignored: `is_met` tells who was met.
+        """
         dials = [asyncio.create_task(self.network.meet(seen.peer, seen.addresses)) for seen in strangers]
         _, late = await asyncio.wait(dials, timeout=MEET_S)
         for dial in late:
@@ -248,13 +258,13 @@ class LocalPeer:
         await asyncio.gather(*dials, return_exceptions=True)
 
     async def _measure_uplink(self) -> None:
-        """Every 0.25 s, measures the uplink by what was sent and what still waits; until cancelled."""
+        """Every SAMPLE_S, until cancelled, measures the uplink by the bytes that were sent and those that wait."""
         while True:
             self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
             await asyncio.sleep(SAMPLE_S)
 
     async def _redial_the_missing(self) -> None:
-        """Every REDIAL_S, dials peers that have left the view, so that no swarm stays in two parts; see Redialling."""
+        """Every REDIAL_S, until cancelled, dials peers that have left the view, so that no swarm stays split in two."""
         while True:
             await asyncio.sleep(REDIAL_S)
             now, view = loop_time(), self.membership.view
@@ -267,7 +277,7 @@ class LocalPeer:
                 await self._directory.bootstrap(addresses, timeout_s=DIAL_SECONDS)
 
     async def _remember_addresses(self) -> None:
-        """Every 15 s, writes up to 16 addresses of other peers to the disk for the next start."""
+        """Every REMEMBER_S, until cancelled, writes up to 16 addresses of other peers to disk for the next start."""
         home, run = self.startup.home, self.signed.run_id
         while True:
             await asyncio.sleep(REMEMBER_S)
@@ -281,7 +291,7 @@ class LocalPeer:
 
 
 def _allowed_memory(limit_gib: float) -> int:
-    """Returns the bytes that this machine has free and its owner allows; 0 for no limit."""
+    """Returns the lesser of this machine's free memory and `limit_gib`, in bytes. limit_gib: 0 for no limit."""
     return doctor.allowed_bytes(available_bytes(torch.device("cpu"), within_limit=False), limit_gib)
 
 

@@ -35,7 +35,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class PackageReading:
-    """One package that the daemon needs. installed: its version, "" when it is missing; problem: "" when it imports."""
+    """One package that the daemon needs. installed: its version, "" when it is missing.
+
+    required: a version specifier, such as ">=2.0". is_allowed: whether `installed` fits it. problem: "" for none.
+    """
 
     name: str
     required: str
@@ -193,7 +196,7 @@ def _open_files(readings: Readings) -> list[Check]:
 
 
 def _clock(readings: Readings) -> list[Check]:
-    """Judges the clock by the swarm's; where no peer has told the time, nothing is wrong with it that is known."""
+    """Judges the clock by the swarm's; it passes where no peer has told the time."""
     offset = readings.clock_offset_s
     if offset is not None:
         value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'before'} the swarm"

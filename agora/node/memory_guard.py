@@ -28,14 +28,17 @@ from agora.train.device import choose_device
 from agora.train.memory import give_back_freed_memory, limit_memory, resident_bytes
 
 LOOK_S: Final = 0.5
-"""Seconds between two looks: what is allocated in between may go beyond the limit."""
+"""Seconds between two readings: what is allocated in between may go beyond the limit."""
 EASE_SHARE, SHRINK_SHARE, REFUSE_SHARE = 0.8, 0.85, 0.95
+"""Parts of the limit at which the reactions of the table above begin and end."""
 PATIENCE_LOOKS: Final = 60
+"""Readings in a row above the limit, with nothing in hand, after which the daemon leaves."""
 SHORT: Final = "short of memory"
+"""Completes "this peer is ..." for callers whose work is refused."""
 
 
 class Reaction(enum.Enum):
-    """What follows from one look, by the module's table."""
+    """What the daemon does after one reading of its memory, by the module's table."""
 
     NOTHING = "nothing"
     SHRINK = "shrink"
@@ -45,14 +48,17 @@ class Reaction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """What is known from earlier looks. looks_over: how many in a row were above the limit with nothing in hand."""
+    """What is kept between readings. looks_over: how many in a row were above the limit with nothing in hand."""
 
     is_refusing: bool = False
     looks_over: int = 0
 
 
 def judge_memory(state: MemoryState, used: int, limit: int, in_hand: int) -> tuple[MemoryState, Reaction]:
-    """Returns the next state, and what follows from a look by the module's table. used, limit: in bytes."""
+    """Returns the next state and the reaction to a reading, by the module's table.
+
+    used, limit: resident bytes, and how many are allowed. in_hand: microbatches in work.
+    """
     share = used / limit
     looks_over = state.looks_over + 1 if share > 1.0 and in_hand == 0 else 0
     if looks_over >= PATIENCE_LOOKS:
@@ -63,19 +69,21 @@ def judge_memory(state: MemoryState, used: int, limit: int, in_hand: int) -> tup
 
 
 class Seats(Protocol):
-    """The seats of a work ledger."""
+    """Protocol: what the guard needs of a work ledger."""
 
     shortage: str
     """Completes "this peer is ..." while new work is refused for it; "" when it is not."""
 
     @property
-    def taken(self) -> int: ...
+    def taken(self) -> int:
+        """How many microbatches are in work."""
+
     def give_up_a_seat(self, reason: str) -> None:
-        """Takes one microbatch less at once."""
+        """Lowers by one how many microbatches may be in work at once. reason: for the log."""
 
 
 class MemoryGuard:
-    """Looks at the memory of this process and its children every LOOK_S, and takes seats away where it is short."""
+    """Reads the memory of this process and its children every LOOK_S, and takes seats away when it is short."""
 
     def __init__(self, limit_bytes: int, seats: Seats, report: events.Report) -> None:
         self._limit = limit_bytes
@@ -84,14 +92,20 @@ class MemoryGuard:
         self._state = MemoryState()
 
     async def run(self, read: Callable[[], int] | None = None) -> None:
-        """Looks until cancelled. Raises MemoryError_ when the limit cannot be kept. read: resident bytes, for tests."""
+        """Calls `look` every LOOK_S until cancelled. Raises MemoryError_ when the limit cannot be kept.
+
+        read: returns the resident bytes; tests replace it.
+        """
         read = read or resident_bytes
         while True:
             await asyncio.sleep(LOOK_S)
             self.look(await asyncio.to_thread(read))
 
     def look(self, used: int) -> None:
-        """Reacts to one reading of the resident bytes. Raises MemoryError_ when the daemon must leave."""
+        """Reacts to one reading of the resident bytes (`used`): refuses work, gives up a seat, or tells the owner.
+
+        Raises MemoryError_ when the daemon must leave.
+        """
         former = self._state
         self._state, reaction = judge_memory(former, used, self._limit, self._seats.taken)
         self._seats.shortage = SHORT if self._state.is_refusing else ""
@@ -109,7 +123,7 @@ class MemoryGuard:
 
 
 def limit_device(name: str, limit_bytes: int) -> None:
-    """Lets what is planned for the device that `name` means keep to the limit, and torch take no more of a GPU.
+    """Sets the memory limit of this process: for what is planned, and for torch on a GPU that `name` means.
 
     Raises DeviceError when there is no such device.
     """

@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from agora.train.trained_stage import StageProgress
 
 RATE_WINDOW_S = 15.0
+"""Seconds over which tokens per second are averaged."""
 NO_TRAFFIC = Traffic(0, 0, 0)
 IDLE_BELOW = 0.9
-"""A device that works for a smaller part of its time could do more."""
+"""A device that is busy for a smaller part of its time has time left: what limits it is then noted."""
 LEAST_BEHIND = 2
 """Steps behind its replicas that are worth a note: replicas take a step within moments of each other, not at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """A snapshot of the span held here. waits_for: what each stage waits for, in words. gradient_wire: how gradients
-    are sent, and why.
+    """A snapshot of the span held here. Immutable.
 
+    waits_for: what each stage waits for, in words. gradient_wire: how gradients are sent, and why.
     behind: how many steps each stage is behind the replica that is furthest, 0 for none.
     busy_fraction: the part of its time that the device thread spends on jobs. queue: microbatches at the device.
     path_s: seconds from here to the last stage and back, None until measured. loss, metrics: the origin's averages.
@@ -64,7 +65,7 @@ class SpanReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A snapshot of one daemon.
+    """A snapshot of one daemon. Immutable.
 
     state: the state of its claim (joining, serving, leaving). step_of_start: the step of its start that runs, or "".
     resting: why it rests, "" when it works. clock_remark: a sentence on its clock, "" for none.
@@ -96,7 +97,7 @@ class NodeReport:
 
 
 def status_json(report: NodeReport) -> dict[str, Any]:
-    """Returns what `swarm status --json` prints, also as the answer to a peer's GetStatus."""
+    """Returns what `swarm status --json` prints, and what a peer's GetStatus is answered with."""
     view, own, paths = report.view, progress_record(report), {**report.paths, report.peer: "self"}
     if own is not None:  # newer than what this peer has published
         view = merge(view, [own], report.now_unix, 0.0)
@@ -213,12 +214,12 @@ def report_json(report: NodeReport) -> dict[str, Any]:
 
 
 def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
-    """Returns the sums of both."""
+    """Returns the sums of the two, field by field."""
     return Traffic(*map(sum, zip(astuple(former), astuple(latter), strict=True)))
 
 
 class WindowedRate:
-    """The rate per second of a growing total over the last 15 s."""
+    """Computes the rate per second of a growing total over the last RATE_WINDOW_S."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()

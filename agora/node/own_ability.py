@@ -25,7 +25,10 @@ from agora.train.memory import available_bytes, resident_bytes
 
 
 class OwnAbility:
-    """This machine's ability. demands: of the run; both are known once `look_at_machine` has ended."""
+    """Measures this machine's ability for placement. demands: what the run's stages ask of a machine.
+
+    `ability` is complete once `look_at_machine` has returned, and more exact after each `measure`.
+    """
 
     def __init__(self, manifest: Manifest, settings: Settings, folder: Path) -> None:
         """folder: where the profile of an earlier start lies."""
@@ -43,14 +46,15 @@ class OwnAbility:
     async def look_at_machine(self) -> None:
         """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
 
-        Takes a second at most for the speed. Where that would take longer, the speed stays unknown until `measure`.
+        The speed comes from a profile that an earlier start has written, or that is measured now in about a second.
+        Where that would take longer, it stays unknown (0) until `measure`.
         """
         self._longest = await run_in_thread(self._longest_spans)
         if not self._speed:
             self._speed = await run_in_thread(self._profiled_speed)
 
     def _longest_spans(self) -> tuple[int, ...]:
-        """Returns the longest span from each stage on that fits, see longest_spans."""
+        """Returns for each first stage how many stages fit into the memory that is free now, see longest_spans."""
         free, settings = available_bytes(torch.device("cpu"), within_limit=False), self._settings
         allowed = doctor.allowed_bytes(free, settings.memory_gib) - self.base_bytes
         return longest_spans(run_cost(self._manifest, in_flight=1), allowed, settings.most_stages)
@@ -69,11 +73,14 @@ class OwnAbility:
 
     @property
     def ability(self) -> Ability:
-        """What this machine can do, as far as it was measured."""
+        """What this machine can do, as far as it is known: 0 for an unknown speed or bandwidth."""
         return Ability(self._speed, self._bandwidth, self._longest)
 
     def measure(self, span: Span, service_s: float, bandwidth: float | None) -> float:
-        """Records the device seconds of a microbatch in `span`, and the uplink's rate; returns its rate per second."""
+        """Records how fast this machine is; returns the microbatches per second that it can do in `span`.
+
+        service_s: device seconds of one microbatch in `span`. bandwidth: of the uplink, in bytes per second, or None.
+        """
         capacity = 1.0 / max(service_s, 1e-9)
         self._speed = capacity * sum(self.demands.work[stage] for stage in span.stages)
         self._bandwidth = bandwidth or self._bandwidth

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 107
+"""The longest path of a Unix socket on Linux."""
 HOME_VARIABLE = "AGORA_HOME"
 RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
 
@@ -145,7 +146,7 @@ class Entry:
 
     @property
     def alive(self) -> bool:
-        """Whether the process exists; a killed daemon leaves its files behind."""
+        """Whether a process with that id exists and is this user's; a killed daemon leaves its files behind."""
         try:
             os.kill(self.pid, 0)
         except OSError:  # another user's process may have the number now

@@ -16,18 +16,18 @@ from agora_protocol.errors import DiskError
 from agora.node.hours import Hours
 
 LOOK_S: Final = 1.0
-"""Seconds between two looks at the time of day."""
+"""Seconds between two checks of the time of day."""
 BY_OWNER: Final = "paused by its owner"
 
 
 class OwnersPause:
-    """Says why the daemon rests now, "" when it does not; `changed` is set whenever the owner has said another thing.
+    """Knows whether the daemon is to rest, and why: a pause by its owner, or the time of day.
 
-    A pause stands until `resume`, also after a restart. Hours come and go by themselves.
+    A pause lasts until `resume`, even after a restart. `changed` is set at each pause and resume.
     """
 
     def __init__(self, file: Path, hours: Hours, unix: Callable[[], float]) -> None:
-        """file: there while the daemon is paused. unix: the present time in unix seconds."""
+        """file: exists while the daemon is paused. unix: returns the present time in unix seconds."""
         self._file = file
         self._hours = hours
         self._unix = unix
@@ -46,7 +46,7 @@ class OwnersPause:
 
     @property
     def remedy(self) -> str:
-        """What ends the rest."""
+        """A phrase that tells the owner how the rest ends; only meaningful while `reason` is not ""."""
         if self._is_paused:
             return "run `agora-node resume` to go on"
         return "it goes on by itself; `hours` in agora.toml says when"
@@ -72,7 +72,7 @@ class OwnersPause:
         return self.reason
 
     async def wait_until(self, *, resting: bool) -> None:
-        """Returns when the daemon should rest (or no more rest) and is told so by its owner or the time of day."""
+        """Waits until the daemon is to rest (resting=True), or to work (False); returns at once if that is so."""
         while bool(self.reason) is not resting:
             self.changed.clear()
             try:

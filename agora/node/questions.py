@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from agora.node.run_admission import RunAdmission
 
 DRAIN_SECONDS = 90.0
+"""Seconds that `drain` waits for open microbatches."""
 EVALUATE_SECONDS = 300.0
 EVALUATE_BATCHES = 16
+"""Held-out batches of an evaluation, unless the question says how many."""
 MAX_EVALUATE_BATCHES = 4096
 MOVE_SECONDS = 3600.0
+"""Seconds that a move may take, including the fetch of the new stages' state."""
 
 
 def questions_of(node: Node) -> Mapping[str, Question]:
@@ -71,13 +74,13 @@ class ControlAnswers:
         return {"invite": str(self._node.invite())}
 
     async def pause(self) -> Answer:
-        """Makes the daemon rest until `resume`: within 10 s nothing is left but its control socket."""
+        """Makes the daemon rest until `resume`, and answers at once; within 10 s only its control socket is left."""
         self._node.pause.pause()
         text = "paused: it finishes what it holds, withdraws its claim and closes all connections within 10 s"
         return {"text": f"{text}. It stays so after a restart; go on with `agora-node resume`."}
 
     async def resume(self) -> Answer:
-        """Lets the daemon join again after `pause`; it serves as soon as its state is there."""
+        """Ends a pause, and answers at once: the daemon joins again unless it is outside its hours."""
         still = self._node.pause.resume()
         return {"text": f"resumed, but it is {still}." if still else "resumed: it joins again."}
 
@@ -97,13 +100,19 @@ class ControlAnswers:
         return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
 
     async def ban(self, peer: str = "") -> Answer:
-        """Bans a peer from this machine, in every run and for good. InputError for what is no peer id."""
+        """Bans a peer from this machine, in every run, until its line in banned.txt is removed.
+
+        Raises InputError for what is no peer id, DiskError or LocalError when banned.txt cannot take it.
+        """
         banned = admission_files.add_banned(self._node.startup.home, peer)
         self._admission().ban_here(banned)
         return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}
 
     async def revoke(self, revocation: str = "") -> Answer:
-        """Takes a sealed revocation, in hex, and passes it on. InputError for one that does not count."""
+        """Enforces a sealed revocation, in hex, and sends it to all neighbours; returns {"new": how many were new}.
+
+        Raises InputError for one that does not count.
+        """
         try:
             new, refused = self._admission().take([bytes.fromhex(revocation)])
         except ValueError:
@@ -119,7 +128,7 @@ class ControlAnswers:
         return self._node.local_peer.admission
 
     async def link(self, rate: str = "") -> Answer:
-        """Gives the imitated link of this peer another rate, such as "20Mbit". LocalError without a link."""
+        """Changes the rate of the imitated link of this peer, such as "20Mbit". LocalError without a link."""
         local_peer = self._node.local_peer
         link = local_peer.host.link if local_peer is not None else None
         if link is None:

@@ -1,6 +1,6 @@
 """Finds out how others can connect to this peer, has it announced, and helps others to find out and to meet.
 
-Knows: whom to ask and when, places at relays, introductions. Must not know: what the answers mean
+Knows: whom to ask and when, reservations at relays, introductions. Must not know: what the answers mean
 (swarm/reachability.py), how holes are punched or circuits relayed (net).
 """
 
@@ -28,34 +28,47 @@ from agora.net.network import Network
 from agora.net.network_errors import ConnectionBroken
 from agora.net.own_addresses import host_and_port, is_circuit, is_private, public_only
 from agora.swarm.membership import Membership
-from agora.swarm.reachability import ASKED, Announcement, Findings, RelayRefusals, announce, choose_relays, needs_relays
+from agora.swarm.reachability import (
+    ASKED,
+    CONFIRMING,
+    Announcement,
+    Findings,
+    RelayRefusals,
+    announce,
+    choose_relays,
+    confirmed_addresses,
+    needs_relays,
+)
 from agora.swarm.view import View
 
 LOOK_S: Final = 2.0
-"""Seconds from one look at relays and neighbours to the next."""
+"""Seconds between two checks of what is due: asking neighbours, renewing reservations, announcing."""
 RENEW_S: Final = 40.0
-"""Seconds after which a place at a relay is renewed: it holds three times as long."""
+"""Seconds after which a reservation at a relay is renewed: it lasts three times as long (relay.RESERVED_S)."""
 DIAL_S: Final = 3.0
-"""Seconds that dialling one port back may take."""
+"""Seconds within which a TCP connection to a caller's port must open, for that port to count as reached."""
 ANSWER_S: Final = 6.0
-"""Seconds that a neighbour has to answer."""
+"""Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them."""
 NO_HOLE_S: Final = 300.0
-"""Seconds for which no hole is tried to a peer to which none could be opened."""
+"""Seconds before hole punching to a peer is retried after a failure."""
 POLL_S: Final = 0.1
-"""Seconds from one look whether a peer has dialled to the next."""
+"""Seconds between two checks whether an expected peer has connected."""
 MAX_HELPED: Final = 16
-"""Peers that are dialled back or introduced at once, at most."""
+"""At most this many requests of other peers (DialBack, Introduce, Meet) are worked on at once."""
 
 
 class ReachabilityKeeper:
-    """This peer's reachability, from its first look around to the daemon's end."""
+    """Keeps this peer reachable: asks neighbours to dial back, holds relay reservations, announces the addresses.
+
+    Also punches holes to peers behind NATs, and does for others what their keepers ask: see `answer`.
+    """
 
     def __init__(
         self, host: Host, network: Network, membership: Membership, allow_private: bool, upnp: bool, relays_for: int
     ) -> None:
-        """allow_private: whether private addresses are announced and dialled. upnp: whether the router forwards ports.
+        """allow_private: whether private addresses are announced, and dialled when peers announce them.
 
-        relays_for: see Announcement.
+        upnp: whether the router was asked to forward ports. relays_for: how many peers this one relays for; 0 for none.
         """
         self.findings = Findings()
         self._host = host
@@ -72,18 +85,18 @@ class ReachabilityKeeper:
         self._helped = 0
 
     def announcement(self) -> Announcement:
-        """Returns what the claim and HELLO say now of how to connect to this peer."""
+        """Returns what this peer's claim and HELLO are to say now of how to connect to it."""
         seen = self._membership.view.peers
         addresses = {peer: public_or_any(seen[peer].addresses) for peer in self.findings.relays if peer in seen}
         own = [address for address in self._own if self._may_be_used(address)]
         return announce(self._host.peer, own, self.findings, addresses, self._relays_for)
 
     def may_dial(self, address: str) -> bool:
-        """Returns whether an address that a peer has announced may be dialled: no private one, unless allowed."""
+        """Returns whether an address that a peer announces may be dialled: a private one only with allow_private."""
         return self._may_be_used(address)
 
     async def run(self) -> None:
-        """Until cancelled, looks every LOOK_S whether neighbours are to be asked or places at relays renewed."""
+        """Does every LOOK_S what is due (see `_look`), until it is cancelled; then closes all holes."""
         try:
             while True:
                 await self._look()
@@ -92,13 +105,13 @@ class ReachabilityKeeper:
             await self._holes.close()
 
     async def _look(self) -> None:
-        """Asks neighbours if that is due, holds places at relays if any are needed, announces."""
+        """Asks neighbours if that is due, makes or renews relay reservations if they are needed, then announces."""
         if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
             listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
             self._own = tuple(dict.fromkeys((*self._host.own, *listed)))
         if self.findings.is_due(loop_time()):
             await self._ask_neighbours()
-        # Who is asked first: a peer that can be dialled must not be met through a relay, which would then stay.
+        # Neighbours are asked first: a peer that can be dialled must not be met through a relay, since a circuit stays.
         is_needed = self.findings.asked_at is not None and needs_relays(self.findings, self._own)
         relays = await self._hold_relays(self._membership.view) if is_needed else ()
         was_punched = self.findings.was_punched or "punched" in self._network.paths.values()
@@ -108,7 +121,10 @@ class ReachabilityKeeper:
     # --- finding out
 
     async def _ask_neighbours(self) -> None:
-        """Asks up to ASKED neighbours to dial back, and records at which addresses they reached this peer."""
+        """Asks up to ASKED directly connected neighbours to dial back; records which addresses they confirm as reached.
+
+        Without any connection it first dials peers of the view. When nobody answers, the former findings stay.
+        """
         if not self._network.paths:
             known = [seen for seen in self._membership.view.peers.values() if seen.peer != self._host.peer]
             dialled = [seen.peer for seen in known if not all(map(is_circuit, seen.addresses))]
@@ -116,16 +132,24 @@ class ReachabilityKeeper:
         neighbours = [peer for peer, path in self._network.paths.items() if path == "direct"]
         chosen = random.sample(neighbours, min(ASKED, len(neighbours)))
         answers = [answer for answer in await asyncio.gather(*map(self._ask, chosen)) if answer is not None]
-        reached = []
-        for answer in answers:
-            seen = host_and_port(answer.seen)
-            if seen is not None and self._may_be_used(answer.seen):
-                reached += [f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._ports()]
         if answers:
-            self.findings = replace(self.findings, asked_at=loop_time(), reached=tuple(dict.fromkeys(reached)))
+            reached = confirmed_addresses([self._reached_by(answer) for answer in answers], self._own, len(chosen))
+            findings = replace(self.findings, asked_at=loop_time(), reached=reached)
+            is_confirmed = len(chosen) >= CONFIRMING or not needs_relays(findings, self._own)
+            self.findings = replace(findings, is_confirmed=is_confirmed)
+
+    def _reached_by(self, answer: DialedBack) -> set[str]:
+        """Returns the addresses, without /p2p/PEER, at which a neighbour says that it reached this peer.
+
+        Left out are ports that it was not asked to dial, and private addresses unless these are allowed.
+        """
+        seen = host_and_port(answer.seen)
+        if seen is None or not self._may_be_used(answer.seen):
+            return set()
+        return {f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._ports()}
 
     async def _ask(self, peer: PeerId) -> DialedBack | None:
-        """Returns a neighbour's answer; None when it gives none."""
+        """Asks a neighbour to dial this peer back, and returns its answer; None if none comes within ANSWER_S."""
         try:
             reply = await self._network.call(peer, DialBack(tuple(self._ports())), deadline=loop_time() + ANSWER_S)
         except AgoraError:
@@ -133,12 +157,15 @@ class ReachabilityKeeper:
         return reply.message if isinstance(reply.message, DialedBack) else None
 
     def _ports(self) -> list[int]:
-        """Returns the ports at which this peer listens, or says that it does."""
+        """Returns the TCP ports of this peer's own addresses (listening or announced): distinct, at most MAX_PORTS."""
         ports = [parts[2] for parts in map(host_and_port, self._own) if parts is not None]
         return list(dict.fromkeys(ports))[:MAX_PORTS]
 
     async def _hold_relays(self, view: View) -> tuple[PeerId, ...]:
-        """Renews or gets places at relays; returns those at which this peer has one."""
+        """Makes or renews reservations at the chosen relays; returns the relays where this peer now holds one.
+
+        A relay that fails or refuses is remembered, and not asked again for a while.
+        """
         now = loop_time()
         self._renewed_at = {peer: at for peer, at in self._renewed_at.items() if peer in self._network.paths}
         chosen = choose_relays(self._host.peer, view, self._renewed_at, self._refusals.refused(now))
@@ -156,18 +183,26 @@ class ReachabilityKeeper:
     # --- holes
 
     async def punch_hole(self, peer: PeerId, relay_peer: PeerId) -> None:
-        """Connects to a peer through a hole, introduced by a relay. Raises an AgoraError when that fails."""
+        """Connects directly to a peer behind a NAT by hole punching, coordinated by `relay_peer`.
+
+        Raises an AgoraError when that fails, and then for NO_HOLE_S at once for the same peer.
+        """
         now = loop_time()
         self._no_hole_until = {known: until for known, until in self._no_hole_until.items() if until > now}
-        if peer in self._no_hole_until or not self._holes.has_room():
-            raise ConnectionBroken("none could be opened a short time ago")
-        with contextlib.ExitStack() as undo:  # also when the caller gives it up
+        if peer in self._no_hole_until:
+            raise ConnectionBroken("hole punching to this peer failed recently")
+        if not self._holes.has_room():
+            raise ConnectionBroken("too many hole punches are in progress")
+        with contextlib.ExitStack() as undo:  # a failure is remembered also when the caller cancels
             undo.callback(self._no_hole_until.__setitem__, peer, now + NO_HOLE_S)
             await self._punch(peer, relay_peer)
             undo.pop_all()
 
     async def _punch(self, peer: PeerId, relay_peer: PeerId) -> None:
-        """Asks for an introduction, then opens a hole or waits to be dialled. Raises an AgoraError when that fails."""
+        """Asks the relay for an introduction, then punches a hole, or waits to be dialled if this peer is public.
+
+        Raises an AgoraError when that fails.
+        """
         now = loop_time()
         reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
         if self.findings.reached:
@@ -178,7 +213,7 @@ class ReachabilityKeeper:
         await self._holes.connect(peer, reply.message.seen)
 
     async def _await_dial(self, peer: PeerId) -> None:
-        """Waits until a peer that was told to dial this one has. Raises ConnectionBroken after PUNCH_S."""
+        """Waits until a peer, which the relay told to dial this one, is connected. ConnectionBroken after PUNCH_S."""
         until = loop_time() + PUNCH_S
         while not await self._host.is_connected(peer):
             if loop_time() > until:
@@ -188,7 +223,10 @@ class ReachabilityKeeper:
     # --- helping others
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers DialBack, Introduce and Meet. Raises Busy beyond MAX_HELPED at once, and Refused."""
+        """Answers a DialBack, Introduce or Meet request of an admitted peer.
+
+        Raises Busy when MAX_HELPED are being answered; Refused for other messages, and when it cannot help.
+        """
         if self._helped >= MAX_HELPED:
             raise Busy("this peer helps many others now; ask another", 1000)
         self._helped += 1
@@ -205,7 +243,10 @@ class ReachabilityKeeper:
             self._helped -= 1
 
     async def _dial_back(self, peer: PeerId, request: DialBack) -> DialedBack:
-        """Opens TCP connections to the caller's ports, at no other IP address than the one that it calls from."""
+        """Opens and closes TCP connections to the caller's ports, only at the IP address that it calls from.
+
+        Returns the address that this peer sees, and the ports that opened; "" and none for a caller through a relay.
+        """
         seen = self._host.remote_address(peer)
         parts = host_and_port(seen)
         if parts is None:
@@ -216,12 +257,15 @@ class ReachabilityKeeper:
         return DialedBack(f"/{parts[0]}/{parts[1]}/tcp/{parts[2]}", reached)
 
     async def try_to_connect(self, peer: PeerId) -> None:
-        """Connects to a peer unless it is connected; a failure is nobody's to handle: whoever needs it dials again."""
+        """Connects to a peer unless it is connected. Errors are ignored: whoever needs the connection dials again."""
         with contextlib.suppress(AgoraError):
             await self._network.connect(peer)
 
     async def _introduce(self, call: IncomingCall, peer: PeerId) -> Meeting:
-        """Has `peer` dial the caller. Returns where this one sees `peer`. Raises Refused unless both are connected."""
+        """Sends `peer` a Meet with the caller's address as seen here; returns a Meeting with that of `peer`.
+
+        Raises Refused unless both are connected to this peer directly, or an AgoraError when `peer` does not agree.
+        """
         caller_seen, peer_seen = self._host.remote_address(call.peer), self._host.remote_address(peer)
         is_direct = self._network.paths.get(peer) == "direct" == self._network.paths.get(call.peer)
         if not is_direct or not caller_seen or not peer_seen:
@@ -230,9 +274,9 @@ class ReachabilityKeeper:
         return Meeting(peer_seen)
 
     def _meet(self, request: Meet) -> Meeting:
-        """Begins to open a hole to the peer that asked for the introduction, or to dial it, where it can be dialled.
+        """Starts dialling the peer that asked for the introduction if it is public; else starts to open a hole to it.
 
-        Raises Refused, or Busy.
+        Does not wait for either. Raises Refused for a private address, Busy when too many holes are being opened.
         """
         seen = self._membership.view.peers.get(request.peer)
         if seen is not None and seen.reachability == "public":
@@ -247,12 +291,12 @@ class ReachabilityKeeper:
 
 
 def public_or_any(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the first two of a relay's addresses that are public; where it has none, of all."""
+    """Returns the first two public ones of a relay's addresses; the first two of all if none is public."""
     return (public_only(addresses) or addresses)[:2]
 
 
 async def _can_open(host: str, port: int) -> bool:
-    """Returns whether a TCP connection can be opened within DIAL_S; closes it at once."""
+    """Tries to open a TCP connection within DIAL_S, and closes it at once; returns whether it opened."""
     try:
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)

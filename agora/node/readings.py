@@ -1,8 +1,8 @@
 """Gathers the facts about this machine and a run that `agora-node doctor` checks.
 
 Knows: files, sockets, packages, the kernel. Must not know: what is good or bad (machine_checks.py). Nothing here
-raises: a fact that cannot be read is a problem in words. Takes some seconds, for torch's import and for addresses that
-do not answer.
+raises: a fact that cannot be read becomes a sentence in a field `..._problem`. Takes some seconds, for torch's import
+and for addresses that do not answer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
     identity, identity_problem = _identity(home)
     daemon = _daemon(home)
     device, device_problem = _try_device(chosen.device)
-    listen = [] if daemon.pid is not None else [(address, problem_of_listening(address)) for address in chosen.listen]
+    listen = [] if daemon.pid is not None else [(address, listen_problem(address)) for address in chosen.listen]
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
     of_run = _read_run(run, home, identity) if run else {}
     manifest = of_run.pop("manifest", None)
@@ -79,8 +79,8 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         clock_is_synchronised=_clock_is_synchronised(),
         listen_problems=tuple((address, problem) for address, problem in listen if problem),
-        has_ipv4=any(_is_outer(a.address) for a in addresses if a.family == socket.AF_INET),
-        has_ipv6=any(_is_outer(a.address) for a in addresses if a.family == socket.AF_INET6),
+        has_ipv4=any(_is_routable(a.address) for a in addresses if a.family == socket.AF_INET),
+        has_ipv6=any(_is_routable(a.address) for a in addresses if a.family == socket.AF_INET6),
         has_public_address=any(_is_public(a.address) for a in addresses),
         announces=bool(chosen.announce),
         daemon_pid=daemon.pid,
@@ -106,7 +106,7 @@ def _requirements() -> list[Requirement]:
 
 
 def _package(required: Requirement) -> PackageReading:
-    """Returns the reading of one required package, without importing it, since two of them exclude each other."""
+    """Returns the reading of one required package. Does not import it: two of them cannot be imported together."""
     spec = str(required.specifier)
     try:
         version = importlib.metadata.version(required.name)
@@ -137,7 +137,7 @@ def _settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Sett
 
 
 def _identity(home: paths.Home) -> tuple[str, str]:
-    """Returns this machine's peer id and the problem with its key file: one is "", before a first start both."""
+    """Returns (peer id, problem with the key file). One of them is ""; before the first start, both are."""
     if not os.path.lexists(home.identity):
         return "", ""
     try:
@@ -147,7 +147,7 @@ def _identity(home: paths.Home) -> tuple[str, str]:
 
 
 def _try_device(name: str) -> tuple[str, str]:
-    """Returns the device that `name` means, and why it cannot compute; "" when it has multiplied two matrices."""
+    """Returns (device that `name` means, why it cannot compute); the latter is "" if it multiplied two matrices."""
     try:
         import torch
 
@@ -162,7 +162,7 @@ def _try_device(name: str) -> tuple[str, str]:
 
 
 def _free_memory(chosen: settings.Settings) -> float:
-    """Returns the bytes that the daemon may use: what is free, at most what its owner allows."""
+    """Returns the bytes of memory that the daemon may use: what is free, at most what its owner allows."""
     free = float(psutil.virtual_memory().available)
     with contextlib.suppress(ImportError):
         import torch
@@ -174,7 +174,7 @@ def _free_memory(chosen: settings.Settings) -> float:
 
 
 def _needed_memory(manifest: Manifest | None) -> float:
-    """Returns the least bytes for a daemon: of the run's smallest stage, or MINIMUM_STAGE_BYTES without a run."""
+    """Returns the memory in bytes of a daemon with the run's smallest stage; with MINIMUM_STAGE_BYTES without a run."""
     if manifest is None:
         return float(doctor.BASE_BYTES + MINIMUM_STAGE_BYTES)
     spans = [Span(stage, stage) for stage in range(manifest.stage_count)]
@@ -197,7 +197,7 @@ def _free_disk(directory: Path) -> float:
 
 
 def _disk_problem(directory: Path, limit_bytes: int) -> str:
-    """Returns why a file cannot be written there, or that too little is free or allowed; "" for neither."""
+    """Returns why the data directory cannot be used: not writable, too little space free or allowed; "" if it can."""
     existing = _nearest_existing(directory)
     try:
         if not existing.is_dir():
@@ -230,8 +230,8 @@ def _clock_is_synchronised() -> bool | None:
     return None if state < 0 else bool(state != TIME_ERROR)
 
 
-def problem_of_listening(multiaddr: str) -> str:
-    """Returns why the TCP port of `multiaddr` cannot be listened on, by trying it; "" if it can, or for port 0."""
+def listen_problem(multiaddr: str) -> str:
+    """Tries to bind the TCP port of `multiaddr`; returns why that fails. "" if it works, or for nothing to try."""
     parts = multiaddr.strip("/").split("/")
     fields = dict(zip(parts[::2], parts[1::2], strict=False))
     host, port = fields.get("ip4") or fields.get("ip6"), fields.get("tcp")
@@ -248,7 +248,7 @@ def problem_of_listening(multiaddr: str) -> str:
     return ""
 
 
-def _is_outer(address: str) -> bool:
+def _is_routable(address: str) -> bool:
     """Returns whether an interface's address is neither loopback nor link-local."""
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
@@ -264,9 +264,9 @@ def _is_public(address: str) -> bool:
 
 
 class _DaemonReading(NamedTuple):
-    """The daemon in a data directory: its pid, the other peers that it sees, why it rests, and its reachability.
+    """What the daemon in a data directory says of itself; None and "" for what is not known.
 
-    None and "" for what is not known.
+    in_sight: how many other peers it sees. resting: why it rests, "" if it works.
     """
 
     pid: int | None = None
@@ -276,7 +276,7 @@ class _DaemonReading(NamedTuple):
 
 
 def _daemon(home: paths.Home) -> _DaemonReading:
-    """Returns what is known of the daemon in this data directory."""
+    """Finds the running daemon of this data directory and asks it for its status; returns what it says."""
     root = str(home.root.resolve())
     entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
     if entry is None:

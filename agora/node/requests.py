@@ -52,8 +52,9 @@ from agora.pipeline.ledger import WorkLedger
 from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
+"""Milliseconds after which a caller may ask again that was refused while no span was held."""
 STATUS_S: Final = 0.25
-"""Seconds for which a status is given again: making one costs more than sending it."""
+"""Seconds for which the same status is sent again: making one costs more than sending it."""
 
 WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
 """Requests that the span answers about its work."""
@@ -138,7 +139,7 @@ class RequestHandler:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
-        """Returns the answer of the present answerer of such requests; without one, a former span's to a repeat.
+        """Has a request answered by what `answering` set for its type, or a repeated Process by the ledger.
 
         Raises Busy when there is neither. A malformed request (not Process, Contribute) is an offence of the caller.
         """
@@ -159,12 +160,15 @@ class RequestHandler:
     def _recent_status(self) -> bytes:
         """Returns the status as JSON, made anew when the last one is older than STATUS_S."""
         if loop_time() - self._status_at >= STATUS_S:
-            self._status_bytes, self._status_at = fitting(self._status()), loop_time()
+            self._status_bytes, self._status_at = encode_status(self._status()), loop_time()
         return self._status_bytes
 
 
-def fitting(status: dict[str, Any]) -> bytes:
-    """Returns the status as JSON of at most MAX_STATUS_BYTES: as many of its peers as fit, and `peers_left_out`."""
+def encode_status(status: dict[str, Any]) -> bytes:
+    """Returns the status as JSON of at most MAX_STATUS_BYTES.
+
+    If it is longer, only some of its peers are kept, and `peers_left_out` says how many are not.
+    """
     data, peers = json.dumps(status).encode(), status["peers"]
     kept = len(peers)
     while len(data) > MAX_STATUS_BYTES and kept:

@@ -38,10 +38,11 @@ from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
 
 SHARE_S = 10.0
-"""Seconds that a neighbour has to take revocations."""
+"""Seconds within which a neighbour must answer each message of revocations."""
 BAN_LIST_S = 10.0
-"""Seconds from one look at the ban lists in the DHT to the next."""
+"""Seconds between two reads of the ban lists in the DHT."""
 BAN_LIST_LIFETIME_S = 60.0
+"""Seconds after which a published ban list expires, unless it is published again."""
 BAN_SHARD = Shard(0)
 """Where ban lists are published."""
 
@@ -57,16 +58,16 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionB
 
 
 class Forgetful(Protocol):
-    """Something that drops peers which take part no more."""
+    """Protocol: something that keeps data of peers, and drops those that are banned or expired."""
 
     def forget_refused(self) -> None:
-        """Drops them now."""
+        """Drops the data of all peers that must not be called any more."""
 
 
 class RunAdmission:
-    """Judges who takes part in a run, and is the guard of its DHT; `attach` connects it with what a ban must reach.
+    """Judges who takes part in a run, keeps its bans, and is the guard of its DHT (a DhtGuard).
 
-    gate: for the network. proof: this machine's own tickets, b"" for none.
+    gate: for the network. proof: this machine's own tickets, b"" for none. Bans reach connections after `attach`.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class RunAdmission:
         self._forgetful: tuple[Forgetful, ...] = ()
 
     def attach(self, network: Network, *forgetful: Forgetful) -> None:
-        """Passes revocations on over `network` from now on, and has these drop whoever is banned or expired."""
+        """From now on, sends revocations over `network`, and has `forgetful` drop peers that are banned or expired."""
         self._network, self._forgetful = network, forgetful
-        self.gate.on_member = self._tell
+        self.gate.on_member = self._send_known
 
     # --- who takes part (a DhtGuard)
 
     def is_member(self, peer: PeerId) -> bool:
-        """Returns whether `peer` takes part, by what it has shown so far."""
+        """Returns whether `peer` is a member by the last proof that it has shown, or without one in an open run."""
         return self.book.is_member(peer, self._unix())
 
     def may_call(self, peer: PeerId) -> bool:
@@ -115,7 +116,7 @@ class RunAdmission:
         return self.gate.is_greeted(peer)
 
     async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection, or in any case `anew`; returns if it is a member."""
+        """Exchanges HELLOs with `peer` if there is no connection (anew: in any case); returns if it is a member."""
         return self._network is not None and await self._network.greet(peer, anew=anew)
 
     def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
@@ -123,9 +124,9 @@ class RunAdmission:
         return caller == publisher
 
     def admits_record(self, record: Record) -> bool:
-        """Returns whether a record is of a member: a claim shows a proof, other records follow a claim.
+        """Returns whether a verified record is kept: of a member, which a claim proves by the proof in it.
 
-        A ban list counts by the signatures in it, whoever publishes it.
+        A ban list is always kept: the signatures in it count, whoever publishes it.
         """
         if isinstance(record, Claim):
             return self.book.takes_part(record.peer, record.proof, self._unix())
@@ -139,9 +140,9 @@ class RunAdmission:
         return Reply(TookRevocations(*self.take(call.message.revocations)))
 
     def take(self, sealed: Sequence[bytes]) -> tuple[int, int]:
-        """Takes those of the revocations that count and are new, and enforces them.
+        """Verifies revocations; new ones are written to disk, enforced, and sent to all neighbours.
 
-        Returns how many those are, and how many do not count.
+        Returns how many were new, and how many do not count; those known already are neither.
         """
         new, refused = list[bytes](), 0
         for data in sealed:
@@ -154,14 +155,14 @@ class RunAdmission:
                 new.append(data)
                 self._startup.report_event(events.PeerBanned(revocation.subject, f"by {revocation.issuer}"))
         if new:
-            self._remember()
+            self._write_revocations()
             self.enforce()
             for peer in self._network.members() if self._network is not None else ():
                 self._send(peer, new)
         return len(new), refused
 
     def ban_here(self, peer: PeerId) -> None:
-        """Bans a peer from this machine from now on; whoever asks for it has written it to the disk."""
+        """Bans a peer from this machine until the daemon ends; the caller writes it to banned.txt for later starts."""
         self.book.banned_here.add(peer)
         self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
         self.enforce()
@@ -173,34 +174,36 @@ class RunAdmission:
         for each in self._forgetful:
             each.forget_refused()
 
-    def _remember(self) -> None:
+    def _write_revocations(self) -> None:
         """Writes the revocations to the disk; when that fails, it is reported and they hold until the daemon ends."""
         try:
             admission_files.write_revocations(self._startup.home, self._run, self.book.sealed_revocations())
         except DiskError as error:
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
-    def _tell(self, peer: PeerId) -> None:
+    def _send_known(self, peer: PeerId) -> None:
         """Called when HELLO was exchanged with a member: sends it all revocations that are known here."""
         if sealed := self.book.sealed_revocations():
             self._send(peer, sealed)
 
     def _send(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Sends revocations to a neighbour, in a task. If that fails: at its next HELLO, or by the DHT."""
+        """Sends revocations to a neighbour, in a task. If that fails, it gets them at its next HELLO or by the DHT."""
         if self._network is not None:
-            self._network.spawn(self._share(self._network.call, peer, sealed))
+            self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))
 
-    async def _share(self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Makes the calls of `_send`; a failure ends them."""
+    async def _call_in_parts(
+        self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]
+    ) -> None:
+        """Sends revocations by `call`, MAX_SHARED_REVOCATIONS at a time; stops at the first failure."""
         with contextlib.suppress(AgoraError):
             for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
                 request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))
                 await call(peer, request, deadline=loop_time() + SHARE_S)
 
     async def exchange_ban_lists(self, directory: Directory) -> None:
-        """Until cancelled: publishes the newest revocations in the DHT, and takes those that others have published.
+        """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes those of others.
 
-        Also drops, each time, whoever's tickets have expired.
+        Also drops peers whose tickets have expired.
         """
         while True:
             await asyncio.sleep(BAN_LIST_S)

@@ -38,7 +38,7 @@ class RunReference:
     signed: SignedManifest | None = None
     draft: Manifest | None = None
     file: Path | None = None
-    ticket: str = ""  # that the invite carries, see agora_protocol.tickets.InviteTicket
+    ticket: str = ""  # carried by the invite, see agora_protocol.tickets.InviteTicket
 
     @property
     def base(self) -> Path:
@@ -161,7 +161,7 @@ def remember(home: paths.Home, signed: SignedManifest) -> None:
 
 
 def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> None:
-    """Writes addresses of the run's peers to the data directory for the next start, over the old. Raises OSError."""
+    """Replaces the file with addresses of the run's peers, for the next start. Raises OSError."""
     home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
 
 

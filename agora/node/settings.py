@@ -41,7 +41,7 @@ class SettingsError(LocalError):
 
 
 def _checked_rate(text: str) -> str:
-    """Returns the text of a rate. Raises InputError when it is none."""
+    """Returns `text` unchanged. Raises InputError when it is no rate, see parse_rate."""
     parse_rate(text)
     return text
 
@@ -61,7 +61,7 @@ class Settings(pydantic.BaseModel):
     relay_peers: int = pydantic.Field(16, ge=0, le=MAX_RELAYED_PEERS)  # for how many it relays, if it can be dialled
     relay_mbit: float = pydantic.Field(0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
-    """RATE,RTT[,JITTER[,LOSS]] that this peer's streams shall behave like; "" is the network as it is."""
+    """RATE,RTT[,JITTER[,LOSS]] that this peer's streams imitate; "" is the network as it is."""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes this many times slower, by sleeping
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
@@ -87,7 +87,7 @@ class Settings(pydantic.BaseModel):
 
     @property
     def link_spec(self) -> LinkSpec | None:
-        """The emulated link that the owner asked for; None: the network as it is."""
+        """The imitated link that the owner asked for; None: the network as it is."""
         return LinkSpec.parse(self.link) if self.link else None
 
     @property
@@ -122,7 +122,7 @@ class Settings(pydantic.BaseModel):
 
 
 def _as_multiaddr(address: str) -> str:
-    """Returns a multiaddr as it is, and HOST:PORT as /ip4/HOST/tcp/PORT. Raises ValueError for anything else."""
+    """Returns a multiaddr unchanged, and HOST:PORT as /ip4/HOST/tcp/PORT. Raises ValueError for anything else."""
     if address.startswith("/"):
         return address
     match = _HOST_PORT.fullmatch(address)

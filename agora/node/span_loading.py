@@ -38,9 +38,9 @@ from agora.train.compute import Compute
 from agora.train.memory import available_bytes
 
 MOST_LOADS = 3
-"""When other peers take the span while this one loads it, it loads another; the last one it serves in any case."""
+"""At most this many spans are loaded, one after another, if others take each meanwhile; the last one is served."""
 ASK_S = 3.0
-"""Seconds for a replica to say whether it has taken a step."""
+"""Seconds within which a replica must answer how many steps it has taken."""
 T = TypeVar("T")
 
 
@@ -51,7 +51,7 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
     wanted: None lets placement choose. Raises an AgoraError that says what to do.
     """
     async with AsyncExitStack() as closing:
-        loading = load_until_it_stands(
+        loading = load_until_confirmed(
             await _claim(local_peer, wanted),
             load=lambda span: _load_stages(local_peer, span),
             confirm=lambda: _confirm(local_peer),
@@ -135,10 +135,10 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
 
 
 async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Asks peers directly for the steps that they have taken at a stage; returns those of who answered in time."""
+    """Asks peers directly how many steps they have taken at a stage; returns the steps of those that answered."""
 
     async def ask(peer: PeerId) -> int:
-        """Returns the peer's step. Raises AgoraError when it does not tell it."""
+        """Returns the peer's own step. Raises AgoraError when it does not answer with it."""
         reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
         told = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
         steps = [entry[1] for entry in told if entry[0] == peer]
@@ -181,14 +181,14 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    """Raises MemoryError_ without the memory that the span needs; else returns why it was chosen and what it needs."""
+    """Returns in words why the span was chosen and what memory it needs. Raises MemoryError_ if it is not there."""
     free, limit_gib = available_bytes(torch.device("cpu"), within_limit=False), local_peer.startup.settings.memory_gib
     need = doctor.check_memory(local_peer.manifest, span, free, limit_gib, local_peer.ability.base_bytes)
     return f"stages {span}: {reason}; {need}"
 
 
 async def _confirm(local_peer: LocalPeer) -> Span | None:
-    """Asks whether this peer's claim still stands; returns None if so, or the span to load instead, already claimed."""
+    """Checks whether this peer's claim still stands. Returns None if so, else another span, which it has claimed."""
     with local_peer.startup.steps.step("confirm") as note:
         placement = await local_peer.membership.confirm()
         if placement is None or placement.span is None:
@@ -199,15 +199,15 @@ async def _confirm(local_peer: LocalPeer) -> Span | None:
 
 
 @asynccontextmanager
-async def load_until_it_stands(
+async def load_until_confirmed(
     span: Span,
     load: Callable[[Span], AbstractAsyncContextManager[T]],
     confirm: Callable[[], Awaitable[Span | None]],
     loads: int,
 ) -> AsyncIterator[T]:
-    """Loads the span and yields it; when `confirm` names another one before, closes it and loads that one instead.
+    """Loads the span; while `confirm` then returns another span, closes it and loads that one instead; yields it.
 
-    loads: the most loads in all; after the last one, `confirm` is not asked.
+    confirm: returns None if the loaded span stands. loads: the most loads in all; the last is not confirmed.
     """
     while True:
         async with load(span) as loaded:

@@ -28,7 +28,7 @@ WAIT_USEC = 300_000_000
 
 @dataclass
 class StepNote:
-    """Given to the block of a step of the start, which sets `text` to its result in a few words."""
+    """Holds the result of a step of the start: the step's block sets `text`, in a few words."""
 
     text: str = ""
 
@@ -54,7 +54,7 @@ class StartSteps:
         self.current = ""
 
     def report_progress(self, text: str) -> None:
-        """Says how far the step that runs is, to systemd, which then goes on waiting, and in `current`."""
+        """Tells systemd how far the running step is, so that it goes on waiting; also sets `current`."""
         name = self.current.partition(":")[0]
         self.current = f"{name}: {text}"
         self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
@@ -76,7 +76,7 @@ class Startup:
     began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
 
     def age_s(self) -> float:
-        """Returns for how many seconds this daemon has run."""
+        """Returns how many seconds this daemon has run."""
         return boot_time() - self.began_s
 
     @property

@@ -26,23 +26,23 @@ from agora.threads import run_in_thread
 
 @dataclass
 class OriginCircle:
-    """Knows the origins that share the epochs. others: returns the other live ones; set when the span is loaded."""
+    """Holds `others`, which returns the other live origins of the run; the span sets it when it is loaded."""
 
     others: Callable[[], Collection[PeerId]] = tuple
 
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """An origin's part in the epochs of its swarm, what of it is kept on disk, and who shares in them."""
+    """What an origin on samples needs for its epochs: its batches, the record of them on disk, the other origins."""
 
     batches: EpochBatches
     record: EpochRecord
     circle: OriginCircle
 
     def resume(self, step: int) -> None:
-        """Goes on where the checkpoint of stage 0 at `step`, or the newest before it, was.
+        """Restores the state of the epochs that was recorded at `step` of stage 0, or at the newest step before it.
 
-        Raises DataError when that was of other rows. What is malformed is passed over: the epoch then begins anew.
+        Without such a record, or with a malformed one, the epoch starts over. Raises DataError for one of other rows.
         """
         if (state := self.record.newest(step)) is not None:
             with suppress(ValueError):
@@ -53,8 +53,10 @@ TrainingData = OriginBatches | Epochs
 
 
 async def open_training_data(local_peer: LocalPeer) -> TrainingData:
-    """Opens corpus or samples. Raises LocalError for files that the owner did not allow to read, DataError for what is
-    wrong in them, ManifestError and DiskError.
+    """Opens what the run's origin trains on: an Epochs for samples, else OriginBatches of a corpus.
+
+    Raises LocalError for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError
+    and DiskError.
     """
     _require_permission(local_peer)
     if local_peer.manifest.has_marks:

@@ -51,9 +51,10 @@ class Notifier:
 
 
 def may_feed(silent_s: float, limit_s: float, in_hand: int, waiting_for: str, resting: str = "") -> tuple[bool, str]:
-    """Returns whether systemd's watchdog may be fed, and a sentence for its STATUS; unfed, systemd restarts the daemon.
+    """Returns whether systemd's watchdog may be fed, and a phrase for its STATUS; unfed, systemd restarts the daemon.
 
-    silent_s: the time since the daemon made any progress; where microbatches are in hand, it is at most `limit_s`.
+    silent_s: seconds since the daemon made any progress; with microbatches in hand, at most `limit_s` are allowed.
+    waiting_for, resting: what it waits for, why it rests; "" for neither.
     """
     if resting:
         return True, resting

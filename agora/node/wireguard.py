@@ -43,7 +43,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class MeshMachine:
-    """One machine of the mesh. endpoint: HOST:PORT at which others dial it, "" behind a NAT."""
+    """One machine of the mesh. endpoint: HOST:PORT at which others dial it, "" behind a NAT. Immutable."""
 
     name: str
     public_key: str
@@ -53,7 +53,7 @@ class MeshMachine:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """All machines, the network that their addresses are of, and the UDP port on which each listens."""
+    """All machines, the network of their addresses, and the UDP port on which each listens. Immutable."""
 
     network: Network
     port: int

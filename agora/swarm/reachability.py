@@ -14,6 +14,7 @@ Knows: what other peers answered, and the view. Must not know: sockets, p2pd, a 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,8 +28,10 @@ RELAYS_HELD: Final = 2
 """Relays at which a peer that cannot be dialled has a place: when one dies, the other is there already."""
 REFUSED_S: Final = 60.0
 """Seconds for which a relay that gave no place is not asked again."""
-ASKED: Final = 2
-"""Neighbours that are asked to dial back, at most."""
+ASKED: Final = 3
+"""At most this many neighbours are asked to dial back: CONFIRMING of them can outvote one that answers falsely."""
+CONFIRMING: Final = 2
+"""Neighbours that must name an address which this peer does not know as its own, before it counts as reached."""
 MAX_OBSERVED: Final = 4
 """Addresses at which others have dialled this peer back, remembered at most."""
 SETTLED_S: Final = 300.0
@@ -43,16 +46,20 @@ class Findings:
 
     asked_at: when others last answered, None before. reached: direct addresses without /p2p/PEER at which they dialled
     it back. relays: those at which it has a place. was_punched: whether it has had a connection through a hole.
+    is_confirmed: False if `reached` is one neighbour's word about an address that this peer does not know as its own.
     """
 
     asked_at: float | None = None
     reached: tuple[str, ...] = ()
     relays: tuple[PeerId, ...] = ()
     was_punched: bool = False
+    is_confirmed: bool = True
 
     def is_due(self, now: float) -> bool:
         """Returns whether other peers are to be asked again."""
-        return self.asked_at is None or now - self.asked_at > (SETTLED_S if self.reached else RETRY_S)
+        return self.asked_at is None or now - self.asked_at > (
+            SETTLED_S if self.reached and self.is_confirmed else RETRY_S
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,18 @@ def judge_reachability(findings: Findings) -> str:
     if not findings.relays:
         return "unreachable"
     return "punched" if findings.was_punched else "relayed"
+
+
+def confirmed_addresses(reached: Sequence[Collection[str]], own: Collection[str], asked: int) -> tuple[str, ...]:
+    """Returns the addresses to believe of those at which neighbours say that they dialled this peer back.
+
+    reached: for each neighbour that answered, the addresses that it named. own: those that this peer listens on or
+    announces. asked: how many neighbours were asked. One neighbour is enough for an own address, CONFIRMING for any
+    other, unless only one could be asked: a single false answer would have this peer announce a stranger's address.
+    """
+    named = Counter(address for addresses in reached for address in set(addresses))
+    enough = min(CONFIRMING, asked)
+    return tuple(sorted(address for address, count in named.items() if address in own or count >= enough))
 
 
 def needs_relays(findings: Findings, own: Collection[str]) -> bool:

@@ -25,7 +25,7 @@ from agora.net.circuit_wire import (
 PEER = Identity.generate().peer
 RELAY = Identity.generate().peer
 RESERVE = bytes.fromhex("020800")
-"""What go-libp2p sends for a place at a relay."""
+"""What go-libp2p sends for a reservation at a relay."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,9 @@ def test_an_address_through_a_relay_survives_the_way_to_p2pd_and_back(address: s
     assert address_text(address_bytes(address)) == address
 
 
-@pytest.mark.parametrize("address", ["/unix/tmp/x", "/ip4/::1/tcp/1", "/ip4/1.2.3.4/tcp/70000x", "/p2p", "/tcp"])
+@pytest.mark.parametrize(
+    "address", ["/unix/tmp/x", "/ip4/::1/tcp/1", "/ip4/1.2.3.4/tcp/1x", "/ip4/1.2.3.4/tcp/70000", "/p2p", "/tcp"]
+)
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValueError):
         address_bytes(address)

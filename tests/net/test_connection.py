@@ -19,7 +19,7 @@ from agora.net.answer_share import AnswerShare
 from agora.net.connection import Connection
 from agora.net.gate import Gate
 from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
-from agora.net.send_queue import NEWS_BYTES
+from agora.net.send_queue import DROPPABLE_BYTES
 from agora.net.streams import HEAD_BYTES, FrameStream
 from agora.sim.virtual_time import run
 from tests.net.helpers import RUN, boundary, process
@@ -232,7 +232,7 @@ def test_news_that_nobody_reads_is_dropped_and_cuts_nobody_off() -> None:
         for number in range(flood):
             call.progress(Advance(0, PEER, "accepted", number))
         assert not line.transport.aborted
-        assert NEWS_BYTES <= line.connection.stream.backlog < NEWS_BYTES + 200
+        assert DROPPABLE_BYTES <= line.connection.stream.backlog < DROPPABLE_BYTES + 200
         await asyncio.sleep(2.0)
         line.transport.full = False
         line.connection.stream.resume_writing()

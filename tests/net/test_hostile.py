@@ -245,6 +245,25 @@ def test_three_violations_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
     run(main)
 
 
+def test_a_banned_peer_is_neither_called_nor_met_nor_connected_to() -> None:
+    banned = set[PeerId]()
+
+    async def main() -> None:
+        async with peers(echo, echo, gate={"why_not": lambda peer: "banned" * (peer in banned)}) as (a, b):
+            banned.add(b.id)
+            dials = (
+                a.network.connect(b.id),
+                a.network.meet(b.id, b.addresses),
+                a.network.call(b.id, GetStatus(), deadline=after(5)),
+            )
+            for dial in dials:
+                with pytest.raises(NotAdmitted, match="banned"):
+                    await dial
+            assert not await a.host.is_connected(b.id)
+
+    run(main)
+
+
 def test_a_peer_that_says_nothing_is_cut_off() -> None:
     async def main() -> None:
         async with peers(echo, echo, limits=NetLimits(hello_s=0.3)) as (victim, a):

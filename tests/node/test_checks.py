@@ -16,7 +16,7 @@ from agora_protocol.manifest import SignedManifest, preset
 from agora.cli.doctor_command import lines_of
 from agora.node.machine_checks import Check, PackageReading, PeerReading, Readings, judge, worst
 from agora.node.paths import Home
-from agora.node.readings import problem_of_listening, read_peers, take_readings
+from agora.node.readings import listen_problem, read_peers, take_readings
 
 TORCH = PackageReading("torch", ">=2.6", "2.13.0", True)
 HEALTHY = Readings(
@@ -160,11 +160,11 @@ def test_a_device_that_is_not_there_and_a_taken_port_are_found(tmp_path: Path) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-        assert problem_of_listening(address)
+        assert listen_problem(address)
         flags = {"device": "cuda:99", "listen": (address,)}
         checks = {check.name: check.state for check in judge(take_readings(Home(tmp_path), flags, None))}
     assert checks["device"] == checks["port"] == "fail"
-    assert not problem_of_listening(address)
+    assert not listen_problem(address)
 
 
 def test_a_run_that_does_not_admit_this_machine_and_one_that_is_not_there_are_found(tmp_path: Path) -> None:

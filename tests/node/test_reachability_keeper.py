@@ -14,6 +14,7 @@ from agora_protocol.message_base import Message
 from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting, Pong
 
 from agora.calls import Reply
+from agora.net.hole_punching import HolePuncher
 from agora.net.incoming import IncomingCall
 from agora.net.network_errors import ConnectionBroken
 from agora.node.reachability_keeper import MAX_HELPED, ReachabilityKeeper
@@ -128,6 +129,26 @@ def test_a_neighbours_word_counts_only_for_ports_that_were_asked_for_and_public_
     assert membership.announced.addresses == (f"{INSIDE}/tcp/4001/p2p/{ME}",)
 
 
+def test_a_neighbour_that_names_a_false_address_does_not_make_this_peer_public() -> None:
+    said = {CALLER: DialedBack("/ip4/44.77.0.99/tcp/50000", (4001,)), OTHER: DialedBack(f"{OUTSIDE}/tcp/50000", ())}
+    made, network, membership = keeper(paths=dict.fromkeys(said, "direct"))
+
+    async def tell(peer: PeerId, _request: Message, *, deadline: float) -> Reply:
+        return Reply(said[peer])
+
+    network.call = tell  # type: ignore[method-assign]
+    look(made, lambda: membership.announced.reachability != "unknown")
+    assert membership.announced == Announcement("unreachable", (), 0)
+
+
+def test_a_single_neighbours_word_is_soon_asked_for_again() -> None:
+    answers: dict[type[Message], Message] = {DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,))}
+    for own, is_confirmed in ((f"{INSIDE}/tcp/4001", False), (f"{OUTSIDE}/tcp/4001", True)):
+        made, _, membership = keeper(answers, {CALLER: "direct"}, own=(own,))
+        look(made, lambda membership=membership: membership.announced.reachability == "public")  # type: ignore[misc]
+        assert made.findings.is_confirmed == is_confirmed
+
+
 def test_a_peer_dials_back_at_the_address_that_it_sees_and_at_no_other() -> None:
     async def main() -> Message:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
@@ -191,10 +212,21 @@ def test_a_peer_that_can_be_dialled_punches_no_hole_but_waits_for_the_other_to_d
 
 def test_a_hole_that_could_not_be_opened_is_not_tried_again_for_a_while() -> None:
     made, network, _ = keeper({Introduce: Meeting("/ip6/2a00:1450::1/tcp/1")})  # this host has no IPv6
-    for reason in ("no hole can be punched", "a short time ago"):
+    for reason in ("no hole can be punched", "to this peer failed recently"):
         with pytest.raises(ConnectionBroken, match=reason):
             asyncio.run(made.punch_hole(OTHER, CALLER))
     assert network.sent == [(CALLER, Introduce(OTHER))]
+
+
+def test_beyond_the_most_holes_the_error_says_so_and_the_peer_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, network, _ = keeper({Introduce: Meeting("/ip6/2a00:1450::1/tcp/1")})
+    monkeypatch.setattr(HolePuncher, "has_room", lambda _: False)
+    for _ in range(2):
+        with pytest.raises(ConnectionBroken, match="too many hole punches"):
+            asyncio.run(made.punch_hole(OTHER, CALLER))
+    assert not network.sent
 
 
 def test_only_so_many_are_helped_at_once() -> None:

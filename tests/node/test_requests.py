@@ -34,7 +34,7 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.net.incoming import IncomingCall
-from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors, fitting
+from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors, encode_status
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
 from agora.swarm.conduct import Offence
@@ -162,7 +162,7 @@ def test_of_a_microbatch_that_is_sent_the_boundary_is_counted_and_the_tokens_are
 
 def test_a_status_of_very_many_peers_is_cut_to_what_a_message_holds() -> None:
     status = {"peers": [{"peer": f"{number:052d}"} for number in range(100_000)]}
-    data = fitting(status)
+    data = encode_status(status)
     shown = json.loads(data)
     assert len(data) <= MAX_STATUS_BYTES
     assert len(shown["peers"]) + shown["peers_left_out"] == 100_000 and shown["peers"]

@@ -13,7 +13,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
 from agora.node.local_peer import MOST_SEATS_BYTES, seats_of
-from agora.node.span_loading import MOST_LOADS, load_until_it_stands
+from agora.node.span_loading import MOST_LOADS, load_until_confirmed
 from agora.plan.cost_of_run import usual_in_flight
 
 
@@ -43,7 +43,7 @@ def load(loads: Loads, most: int = MOST_LOADS) -> Span:
     """The span that stays loaded, until the block ends in which it was asked for."""
 
     async def work() -> Span:
-        async with load_until_it_stands(Span(0, 0), loads.load, loads.confirm, most) as span:
+        async with load_until_confirmed(Span(0, 0), loads.load, loads.confirm, most) as span:
             assert loads.held == {span}
         assert not loads.held
         return span
@@ -90,7 +90,7 @@ def test_a_failed_question_keeps_nothing_loaded() -> None:
     async def work() -> None:
         loads = Broken()
         with pytest.raises(ConnectionError):
-            async with load_until_it_stands(Span(0, 0), loads.load, loads.confirm, MOST_LOADS):
+            async with load_until_confirmed(Span(0, 0), loads.load, loads.confirm, MOST_LOADS):
                 raise AssertionError("nothing is yielded")
         assert not loads.held
 

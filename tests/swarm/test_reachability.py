@@ -14,6 +14,7 @@ from agora.swarm.reachability import (
     RelayRefusals,
     announce,
     choose_relays,
+    confirmed_addresses,
     judge_reachability,
     needs_relays,
 )
@@ -52,6 +53,20 @@ def test_neighbours_are_asked_again_sooner_when_none_has_reached_this_peer() -> 
     assert not Findings(10.0).is_due(10.0 + RETRY_S) and Findings(10.0).is_due(10.1 + RETRY_S)
     reached = Findings(10.0, reached=(OUTSIDE,))
     assert not reached.is_due(10.0 + SETTLED_S) and reached.is_due(10.1 + SETTLED_S)
+    assert Findings(10.0, reached=(OUTSIDE,), is_confirmed=False).is_due(10.1 + RETRY_S)
+
+
+def test_one_false_answer_neither_makes_nor_hides_an_address_at_which_others_reached_this_peer() -> None:
+    stranger = "/ip4/44.77.0.99/tcp/4001"
+    assert confirmed_addresses([{stranger}, {OUTSIDE}, {OUTSIDE}], (), 3) == (OUTSIDE,)
+    assert confirmed_addresses([{stranger}, set(), set()], (), 3) == ()
+    assert confirmed_addresses([{stranger}], (), 2) == (), "the other neighbour has not answered"
+    assert confirmed_addresses([[stranger, stranger]], (), 2) == (), "a neighbour has one vote for an address"
+
+
+def test_one_neighbour_is_enough_for_an_address_of_this_peers_own_or_when_there_is_no_other_neighbour() -> None:
+    assert confirmed_addresses([{OUTSIDE}, set()], (OUTSIDE,), 2) == (OUTSIDE,)
+    assert confirmed_addresses([{OUTSIDE}], (), 1) == (OUTSIDE,)
 
 
 def test_a_peer_holds_two_relays_that_can_be_dialled_and_offer_it() -> None:

@@ -1,4 +1,4 @@
-"""Lets the calls of the DHT through, both ways, only between admitted peers, and keeps out what others would store.
+"""Lets calls of the DHT through, in and out, only between admitted peers, and keeps records of others out.
 
 Knows: hivemind's protocol object, its messages and handlers. Must not know: records' fields, who is admitted (a
 DhtGuard says it). A refused caller gets an error, and learns neither records nor neighbours.
@@ -20,29 +20,29 @@ from agora.net.hive import P2PHandlerError, dht_pb2
 GREET_S: Final = 2.0
 """Seconds that exchanging HELLOs may take before a call of the DHT."""
 SAY_HELLO: Final = "say HELLO first"
-"""What a node answers to whom it does not know, for example since it has been started again."""
+"""The error text for a caller without HELLO, for example one that was connected before this node's restart."""
 
 
 class DhtGuard(Protocol):
-    """Says between whom the DHT's calls may pass, and whose records may be kept."""
+    """Protocol: decides between which peers the DHT's calls may pass, and whose records may be kept."""
 
     def may_call(self, peer: PeerId) -> bool:
         """Returns whether `peer` may be dialled."""
 
     def is_greeted(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with `peer`, which is a member of the run."""
+        """Returns whether HELLO was exchanged with `peer`, and it is a member of the run."""
 
     async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
         """Exchanges HELLOs with `peer` if there is no connection; returns whether it is a member of the run.
 
-        anew: gives up a connection that there is, of which the peer does not know any more.
+        anew: first breaks off a connection that the peer does not know of any more.
         """
 
     def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
         """Returns whether `caller` may store a record of `publisher` here."""
 
     def admits_record(self, record: Record) -> bool:
-        """Returns whether a verified record, read from whichever node, is of a member of the run."""
+        """Returns whether a record, already verified, is of a member of the run, whichever node it was read from."""
 
 
 class OpenGuard:
@@ -69,10 +69,10 @@ class OpenGuard:
         return True
 
 
-class DhtDoor:
-    """Stands before hivemind's DHTProtocol: `rpc_...` answers others' calls, and `open` puts it in the way of own ones.
+class GuardedDhtProtocol:
+    """Guards hivemind's DHTProtocol: its `rpc_...` methods answer other nodes, if the guard lets them through.
 
-    protocol: of a node that was created in client mode, so that it answers nobody until the door is open.
+    protocol: of a node that was created in client mode, so that it answers nobody before `open`.
     """
 
     def __init__(self, protocol: Any, guard: DhtGuard) -> None:
@@ -80,7 +80,7 @@ class DhtDoor:
         self._guard = guard
 
     async def open(self) -> None:
-        """From now on, answers other nodes that the guard lets through, and makes own calls only to such nodes."""
+        """From now on, answers the nodes that the guard lets through, and has this node call only such nodes."""
         protocol = self._protocol
         make_stub = protocol.get_stub
         protocol.get_stub = lambda peer: _GuardedStub(self._greet, make_stub(peer), PeerId(str(peer)))
@@ -89,18 +89,18 @@ class DhtDoor:
         await protocol.add_p2p_handlers(protocol.p2p, self)
 
     async def rpc_ping(self, request: Any, context: Any) -> Any:
-        """Answers a ping. Raises NotAdmitted, of which the caller gets the text."""
-        self._check(context)
+        """Answers a ping. Raises NotAdmitted, whose text the caller gets."""
+        self._require_greeted(context)
         return await self._protocol.rpc_ping(request, context)
 
     async def rpc_find(self, request: Any, context: Any) -> Any:
-        """Answers a search. Raises NotAdmitted, of which the caller gets the text."""
-        self._check(context)
+        """Answers a search. Raises NotAdmitted, whose text the caller gets."""
+        self._require_greeted(context)
         return await self._protocol.rpc_find(request, context)
 
     async def rpc_store(self, request: Any, context: Any) -> Any:
-        """Stores those values that the caller may store, and answers which were stored. Raises NotAdmitted."""
-        caller = self._check(context)
+        """Stores the values that the caller may store; answers for each whether it was. Raises NotAdmitted."""
+        caller = self._require_greeted(context)
         may_store = [self._may_store(caller, subkey) for subkey in request.subkeys]
         allowed = dht_pb2.StoreRequest(peer=request.peer)
         for field in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
@@ -112,7 +112,7 @@ class DhtDoor:
         response.store_ok.extend(next(stored) if is_allowed else False for is_allowed in may_store)
         return response
 
-    def _check(self, context: Any) -> PeerId:
+    def _require_greeted(self, context: Any) -> PeerId:
         """Returns the caller. Raises NotAdmitted unless HELLO was exchanged with it."""
         caller = PeerId(str(context.remote_id))
         if not self._guard.is_greeted(caller):
@@ -120,7 +120,10 @@ class DhtDoor:
         return caller
 
     def _may_store(self, caller: PeerId, packed_subkey: bytes) -> bool:
-        """Returns whether the caller may store a value under this subkey."""
+        """Returns whether the caller may store a value under this subkey, which should name the publisher.
+
+        The guard is asked about the caller as publisher, or about "" for any other subkey.
+        """
         own = packed_subkey == pack(str(caller))
         return self._guard.may_store(caller, caller) if own else self._guard.may_store(caller, PeerId(""))
 
@@ -136,9 +139,9 @@ class DhtDoor:
 
 
 class _GuardedStub:
-    """hivemind's stub for one other node, whose calls wait until HELLO was exchanged with that node.
+    """Wraps hivemind's stub for one other node: each call first waits until HELLO was exchanged with that node.
 
-    A node that answers SAY_HELLO does not know this peer's connection any more: then HELLO is said anew, once.
+    A node that answers SAY_HELLO does not know this peer's connection any more: then HELLO is exchanged again, once.
     """
 
     def __init__(self, greet: Callable[[PeerId, bool], Awaitable[None]], stub: Any, peer: PeerId) -> None:
@@ -159,7 +162,7 @@ class _GuardedStub:
         return await self._call(self._stub.rpc_find, request, timeout)
 
     async def _call(self, call: Callable[..., Awaitable[Any]], request: Any, timeout: float | None) -> Any:
-        """Makes a call of the stub, after HELLO."""
+        """Makes a call of the stub after HELLO, and once more after a new HELLO if the node answers SAY_HELLO."""
         await self._greet(self._peer, False)
         try:
             return await call(request, timeout=timeout)
