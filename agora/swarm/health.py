@@ -40,7 +40,7 @@ class Health:
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
     """Returns the swarm's health as one peer that works sees it: UNREACHABLE, STALLED, DEGRADED or OK (module's table).
 
-    since_unix: when that peer began to look; steps are missed only from then on.
+    since_unix: when that peer began to look; time without steps counts only from then on.
     """
     if not view.peers:
         what_to_do = "check the invite's addresses and this machine's network"
@@ -88,6 +88,9 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
 
 
 def _patience_s(replicas: Sequence[PeerView]) -> float:
-    """Returns after how many seconds without a step a stage is stalled: 10 times its usual step time, 60 at least."""
+    """Returns after how many seconds without a step a stage is stalled: 10 times its usual step time, at least 60 s.
+
+    The usual step time is the shortest that any of the replicas has.
+    """
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)
