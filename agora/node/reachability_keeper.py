@@ -28,16 +28,7 @@ from agora.net.network import Network
 from agora.net.network_errors import ConnectionBroken
 from agora.net.own_addresses import host_and_port, is_circuit, is_private, public_only
 from agora.swarm.membership import Membership
-from agora.swarm.reachability import (
-    ASKED,
-    Announcement,
-    Findings,
-    RelayRefusals,
-    addresses_that_count,
-    announce,
-    choose_relays,
-    needs_relays,
-)
+from agora.swarm.reachability import ASKED, Announcement, Findings, RelayRefusals, announce, choose_relays, needs_relays
 from agora.swarm.view import View
 
 LOOK_S: Final = 2.0
@@ -124,18 +115,14 @@ class ReachabilityKeeper:
             await asyncio.gather(*map(self.try_to_connect, dialled[:ASKED]))
         neighbours = [peer for peer, path in self._network.paths.items() if path == "direct"]
         chosen = random.sample(neighbours, min(ASKED, len(neighbours)))
-        answers = dict(zip(chosen, await asyncio.gather(*map(self._ask, chosen)), strict=True))
-        named_by = {peer: self._named(answer) for peer, answer in answers.items() if answer is not None}
-        if named_by:
-            reached = addresses_that_count(named_by, self._own, len(chosen))
-            self.findings = replace(self.findings, asked_at=loop_time(), reached=reached)
-
-    def _named(self, answer: DialedBack) -> list[str]:
-        """Returns the addresses that an answer names, of ports that were asked for and of hosts that may be used."""
-        seen = host_and_port(answer.seen)
-        if seen is None or not self._may_be_used(answer.seen):
-            return []
-        return [f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._ports()]
+        answers = [answer for answer in await asyncio.gather(*map(self._ask, chosen)) if answer is not None]
+        reached = []
+        for answer in answers:
+            seen = host_and_port(answer.seen)
+            if seen is not None and self._may_be_used(answer.seen):
+                reached += [f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._ports()]
+        if answers:
+            self.findings = replace(self.findings, asked_at=loop_time(), reached=tuple(dict.fromkeys(reached)))
 
     async def _ask(self, peer: PeerId) -> DialedBack | None:
         """Returns a neighbour's answer; None when it gives none."""

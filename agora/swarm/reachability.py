@@ -14,7 +14,6 @@ Knows: what other peers answered, and the view. Must not know: sockets, p2pd, a 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,11 +26,11 @@ from agora.swarm.view import PeerView, View
 RELAYS_HELD: Final = 2
 """Relays at which a peer that cannot be dialled has reservations: when one dies, the other is there already."""
 REFUSED_S: Final = 60.0
-"""Seconds for which a relay that refused a reservation is not asked again."""
-ASKED: Final = 3
-"""Most neighbours that are asked to dial back: one that answers falsely, or not at all, leaves two."""
-NEEDED_TO_BELIEVE: Final = 2
-"""Neighbours that must name an address which this peer does not have itself, if as many could be asked."""
+"""Seconds for which a relay that gave no place is not asked again."""
+ASKED: Final = 2
+"""Neighbours that are asked to dial back, at most."""
+MAX_OBSERVED: Final = 4
+"""Addresses at which others have dialled this peer back, remembered at most."""
 SETTLED_S: Final = 300.0
 """Seconds until reachability is checked again after a successful dial-back."""
 RETRY_S: Final = 15.0
@@ -40,11 +39,10 @@ RETRY_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a peer has found out about its own reachability. Immutable.
+    """What a peer has found out about itself.
 
-    asked_at: monotonic time at which neighbours last answered, None before. reached: direct addresses, without
-    /p2p/PEER, at which they dialled it back, see `addresses_that_count`. relays: those at which it has a reservation.
-    was_punched: whether it has had a connection through a hole.
+    asked_at: when others last answered, None before. reached: direct addresses without /p2p/PEER at which they dialled
+    it back. relays: those at which it has a place. was_punched: whether it has had a connection through a hole.
     """
 
     asked_at: float | None = None
@@ -53,7 +51,7 @@ class Findings:
     was_punched: bool = False
 
     def is_due(self, now: float) -> bool:
-        """Returns whether neighbours are to be asked (again) to dial back."""
+        """Returns whether other peers are to be asked again."""
         return self.asked_at is None or now - self.asked_at > (SETTLED_S if self.reached else RETRY_S)
 
 
@@ -80,21 +78,6 @@ class RelayRefusals:
         """Returns the relays that failed less than REFUSED_S ago and are not to be asked now; forgets the others."""
         self.since = {peer: at for peer, at in self.since.items() if now - at < REFUSED_S}
         return set(self.since)
-
-
-def addresses_that_count(
-    named_by: Mapping[PeerId, Collection[str]], own: Collection[str], asked: int
-) -> tuple[str, ...]:
-    """Returns the addresses, of those at which neighbours say that they dialled this peer back, that are believed.
-
-    named_by: by neighbour that answered, the addresses, without /p2p/PEER. own: this peer's. asked: how many were
-    asked. A neighbour can name any address in its answer. So one that this peer does not have itself must be named by
-    NEEDED_TO_BELIEVE neighbours, or by the only one that there was to ask.
-    """
-    votes = Counter(address for addresses in named_by.values() for address in set(addresses))
-    needed = min(NEEDED_TO_BELIEVE, asked)
-    in_order = dict.fromkeys(address for addresses in named_by.values() for address in addresses)
-    return tuple(address for address in in_order if address in own or votes[address] >= needed)
 
 
 def judge_reachability(findings: Findings) -> str:

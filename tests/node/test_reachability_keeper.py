@@ -29,15 +29,12 @@ class AnsweringNetwork:
 
     def __init__(self, answers: dict[type[Message], Message], paths: dict[PeerId, str]) -> None:
         self.answers, self.paths = answers, paths
-        self.answers_of: dict[PeerId, Message] = {}
         self.sent: list[tuple[PeerId, Message]] = []
         self.dialled: list[PeerId] = []
         self.tasks: list[asyncio.Task[None]] = []
 
     async def call(self, peer: PeerId, request: Message, *, deadline: float) -> Reply:
         self.sent.append((peer, request))
-        if (answer := self.answers_of.get(peer)) is not None:
-            return Reply(answer)
         if type(request) not in self.answers:
             raise ConnectionBroken("no answer")
         return Reply(self.answers[type(request)])
@@ -129,16 +126,6 @@ def test_a_neighbours_word_counts_only_for_ports_that_were_asked_for_and_public_
     made, _, membership = keeper(answers, {CALLER: "direct"}, allow_private=True)
     look(made, lambda: membership.announced.reachability == "public")
     assert membership.announced.addresses == (f"{INSIDE}/tcp/4001/p2p/{ME}",)
-
-
-def test_a_neighbour_that_names_a_false_address_makes_this_peer_neither_public_nor_announce_it() -> None:
-    made, network, _ = keeper(paths={CALLER: "direct", OTHER: "direct"})
-    network.answers_of = {
-        CALLER: DialedBack("/ip4/44.78.0.1/tcp/1", (4001,)),
-        OTHER: DialedBack(f"{OUTSIDE}/tcp/1", ()),
-    }
-    look(made, lambda: made.findings.asked_at is not None)
-    assert made.announcement() == Announcement("unreachable", (), 0)
 
 
 def test_a_peer_dials_back_at_the_address_that_it_sees_and_at_no_other() -> None:
