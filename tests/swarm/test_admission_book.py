@@ -58,8 +58,8 @@ def test_a_bearer_invite_makes_a_proof_for_whoever_uses_it_and_its_ban_reaches_t
     invite = InviteTicket(make_proof(seal_ticket(bearer, RUN, FOUNDER)), bytes([9]) * 32)
     made = book()
     for user in (PEER, STRANGER):
-        assert made.judge(user.peer, invite.used_by(user.peer, RUN), NOW).is_member
-    assert not made.takes_part(DELEGATE.peer, invite.used_by(PEER.peer, RUN), NOW)
+        assert made.judge(user.peer, invite.proof_for(user.peer, RUN), NOW).is_member
+    assert not made.takes_part(DELEGATE.peer, invite.proof_for(PEER.peer, RUN), NOW)
     made.take(ban_of(key.peer), NOW)
     assert not any(made.is_member(user.peer, NOW) for user in (PEER, STRANGER))
 
