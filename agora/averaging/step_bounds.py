@@ -42,7 +42,7 @@ class StepBounds:
         config: ActionConfig,
         report_offence: ReportOffence,
     ) -> None:
-        """step_s: returns how long the steps of a stage last, None if unknown.
+        """step_s: returns how many seconds the steps of a stage take on average, None if unknown.
 
         furthest: returns the most steps that another replica of a stage has reported and that were believed.
         """

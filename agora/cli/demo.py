@@ -205,7 +205,7 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        """Handles a signal as _stopped_by_signals says."""
+        """Raises KeyboardInterrupt at the first signal; at the second kills the daemons and ends this process."""
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:

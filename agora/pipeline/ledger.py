@@ -103,7 +103,7 @@ class AnswerCache:
 
 
 class RunningWork:
-    """Work that runs in `task`, and the callers that wait for it. last: the last stage that it runs here.
+    """One piece of work that runs in `task`, and the callers that wait for it. last: the last stage that it runs here.
 
     newest: the latest progress message of each stage. committed: set by the function that performs the work, from the
     moment when the gradient may be counted; from then on the work runs to its end even without callers, so that a

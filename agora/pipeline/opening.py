@@ -108,7 +108,7 @@ def equal_quota(microbatches: int, rank: int, origins: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Stage 0 in a synchronous run. Immutable.
+    """How far stage 0 is in a synchronous run, and this origin's part in opening microbatches. Immutable.
 
     step: its present step. microbatches: number of those of a step. lacking: how many of them are not counted yet. This
     origin is number `rank`, from 0, of the `origins` that open them.

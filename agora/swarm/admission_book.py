@@ -72,7 +72,7 @@ class AdmissionBook:
         except NotAdmitted:
             return False
 
-    def takes_part(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
+    def is_member_by_proof(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
         """Returns whether `peer` is a member by `proof`, which its claim carries; remembers the proof if so.
 
         Unlike `judge` raises nothing: returns False for a malformed proof too.
@@ -98,7 +98,7 @@ class AdmissionBook:
             return ""
         return found.reason if isinstance(found, NoAdmission) else "it may only read the status"
 
-    def take(self, sealed: bytes, now_unix: float) -> Revocation | None:
+    def add_revocation(self, sealed: bytes, now_unix: float) -> Revocation | None:
         """Checks a signed revocation, adds it to those that count, and returns it; None if it is known already.
 
         Beyond MAX_REVOCATIONS the oldest one of a delegate is forgotten for it. Raises ProtocolError for a malformed

@@ -25,7 +25,7 @@ MAX_DIALS: Final = 32
 """Most strangers dialled after one read of the directory."""
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 120.0
-"""A stranger that was dialled in vain is dialled again after FIRST_WAIT_S, then after twice as long each time."""
+"""A stranger that did not answer is dialled again after FIRST_WAIT_S, then after twice as long each time."""
 
 
 @dataclass(slots=True)

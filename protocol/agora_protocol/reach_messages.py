@@ -55,7 +55,7 @@ class DialedBack(Message, kind=41, frames=(FrameType.ANSWER,)):
 
 
 class Introduce(Message, kind=42, frames=(FrameType.REQUEST,)):
-    """Asks the receiver, who is connected to both, to have `peer` and the sender dial each other at once."""
+    """Asks the receiver, which is connected to both, to have `peer` and the sender dial each other at once."""
 
     peer: PeerId = peer_id_field(doc="whom the sender wants to meet")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=8_000, doc=_DEADLINE_DOC)
