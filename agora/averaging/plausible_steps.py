@@ -23,9 +23,9 @@ LEAD: Final = 3
 LOCAL_LEAD: Final = 20
 """The same where each replica takes local steps; one that is further behind fetches the others' state."""
 MAX_SPEED_UP: Final = 4.0
-"""Others may step at most this many times as fast without this replica as with it."""
+"""How many times as fast as before others may go on stepping without this replica."""
 FASTEST_TOKENS_PER_S: Final = 1e6
-"""Most tokens per second that a stage's replicas are taken to count together until this replica has measured a step."""
+"""Tokens that a stage's replicas together count per second at most, while this replica has not measured a step."""
 JOIN_S: Final = 1800.0
 """A newcomer's state may be this many seconds old: no transfer takes longer."""
 FORGIVE_S: Final = 10.0
