@@ -33,7 +33,7 @@ CALL_S: Final = 3.0
 class _StageGossip:
     """What is known of one stage's replicas; the counts that this peer has last sent them, and when.
 
-    implausible: when a replica last reported a step that is not believed.
+    implausible: by replica, when it last reported a step that is not believed.
     """
 
     known: KnownReplicas = field(default_factory=dict)
@@ -53,22 +53,25 @@ class GossipListing(Protocol):
 
 
 class PlausibleSteps(Protocol):
-    """Says whether another replica of a stage can be at a step (averaging.step_bounds.StepBounds does)."""
+    """Protocol: says which steps of other replicas are believed; implemented by step_bounds.StepBounds.
+
+    is_plausible: returns whether another replica of a stage can have taken `step` steps by now.
+    """
 
     def is_plausible(self, stage: int, step: int) -> bool: ...
     def report(self, stage: int, peer: PeerId, step: int) -> None:
-        """Reports a replica that says to be at a step where nobody can be."""
+        """Reports that `peer` claims a step of a stage that is not plausible."""
 
 
 class AllSteps:
-    """Believes every step."""
+    """PlausibleSteps that believes every step; used until `StepGossip.bounds` is set."""
 
     def is_plausible(self, stage: int, step: int) -> bool:
         """Returns True."""
         return True
 
     def report(self, stage: int, peer: PeerId, step: int) -> None:
-        """Is never called."""
+        """Does nothing: no step is implausible."""
 
 
 class StepGossip:

@@ -42,9 +42,9 @@ def choose_gradient_wire(
     """Returns the largest format, up to `manifest_wire`, whose bytes can be sent in a step; if none can, the smallest.
 
     A format fits if its bytes <= fraction * uplink * step_s; with n `replicas`, 2 * (n - 1) / n * numel values are sent
-    in a step. numel: elements of the stages held. uplink: measured bytes per second, None while nothing waits for it.
-    step_s: average duration of a step in seconds, None before the first. fraction: share of the uplink that gradients
-    may use. Without uplink or step_s, or for one replica, `manifest_wire` is returned.
+    in a step. numel: elements of the stages held. uplink: measured bytes per second, None while nothing is queued for
+    it. step_s: average duration of a step in seconds, None before the first. fraction: share of the uplink that
+    gradients may use. Without uplink or step_s, or for one replica, `manifest_wire` is returned.
     """
     if uplink is None or step_s is None or replicas < 2:
         return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")

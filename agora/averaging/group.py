@@ -237,7 +237,7 @@ class ReplicaGroup:
         return await Round(self.reducer, self._report, stage, what, number, weight, members, deadline).run(values)
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Corrects the planned size of the stage's next step after an exact step, whose mean was over `tokens`."""
+        """Corrects the planned size of the stage's next step after an exact step over `tokens` tokens."""
         meter = self._stage_states[stage].meter
         meter.size = meter.size.after_step(tokens)
 
@@ -254,12 +254,12 @@ class ReplicaGroup:
     # --- deciding
 
     def on_share_closed(self, stage: int) -> None:
-        """Called after the device thread closed a share: gossips that at once, and starts what is due, as the round."""
+        """Called after the device thread closed a share: gossips this and starts whatever is due, such as the round."""
         self._stage_states[stage].meter.on_share_closed(loop_time())
         self.gossip.tick()
 
     def on_microbatch_left(self, stage: int, in_hand: int) -> None:
-        """Called when a microbatch has left; starts what is due then. in_hand: microbatches still in work here."""
+        """Called when a training microbatch left; starts what is due then. in_hand: those still in work here."""
         self._in_hand = in_hand
         if self._holds_origins(stage) and self._counts()[stage].tokens >= self._stage_states[stage].meter.quota_now:
             self._decide_and_start(stage)
@@ -280,7 +280,7 @@ class ReplicaGroup:
         return -own.tokens if own.open_step > own.step else self._stage_states[stage].meter.quota_now - own.tokens
 
     def on_stepped(self, stage: int, step: int, tokens: int) -> None:
-        """Called when the stage has taken `step` steps: gossips that. tokens: this replica's tokens in the last one."""
+        """Called after each optimizer step, with its number of own tokens: updates the meter, then gossips."""
         state = self._stage_states[stage]
         state.meter.on_stepped(loop_time())
         if self._counts()[stage].open_step > step:
@@ -292,14 +292,14 @@ class ReplicaGroup:
         self.gossip.tick()
 
     def _holds_origins(self, stage: int) -> bool:
-        """Returns whether origins wait for means now: an asynchronous run's steps are exact and means come soon."""
+        """Returns whether origins wait for means now: in asynchronous runs with exact steps, if means come soon."""
         meter = self._stage_states[stage].meter
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return False
         return meter.quota_now > 0 and meter.should_hold_origins(loop_time())
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients after an exact step, and reports a change. Not in synchronous runs."""
+        """Chooses the format of gradients anew and reports a change; only in asynchronous runs with exact steps."""
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return
         numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))
@@ -371,7 +371,7 @@ class ReplicaGroup:
                     state.behind_at = (step, loop_time())
 
     def _counts(self) -> Mapping[int, ReplicaCounts]:
-        """Returns this peer's counts by stage."""
+        """Returns how far this peer is with each stage of its span, by stage."""
         starts = self._start_steps
         return {
             p.stage: ReplicaCounts(
@@ -381,7 +381,7 @@ class ReplicaGroup:
         }
 
     def _lineages(self, stage: int) -> Mapping[int, int]:
-        """Returns the lineages of a stage by the step at which each was agreed on, for the last steps."""
+        """Returns the stage's latest lineages (train.lineage), by the step at which each was agreed on."""
         return next(progress.lineages for progress in self._stages.progress() if progress.stage == stage)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -21,7 +21,7 @@ ROUNDS_PER_OWNER: Final = 16
 """Number of successive rounds, of gradients or of one slice, in which a part has the same owner: an owner keeps the
 residual of its means for the next round."""
 RELAYED_SHARE: Final = 0.25
-"""The part of its bandwidth that counts of a replica that others reach only through a relay."""
+"""Fraction of a replica's bandwidth that counts if others reach it only through a relay."""
 MAX_RUNNING_SLICE_ROUNDS: Final = 4
 """Most slice rounds that one replica may be running at once."""
 
@@ -87,10 +87,11 @@ Members = Mapping[PeerId, float | None]
 
 
 def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
-    """Returns the bandwidths that count when owners are chosen, in bytes per second; an unknown one is the median.
+    """Returns the bandwidth with which each replica counts when owners are chosen, by id, in bytes per second.
 
-    claimed: bandwidth, 0 for unknown, and reachability of each replica's claim. A replica that others reach only by a
-    relay counts a quarter of its bandwidth, so that parts go to those that are reached directly.
+    claimed: by id, (bandwidth, reachability) of the replica's claim; a bandwidth of 0 is unknown and counts as the
+    median. Of a replica that others reach only through a relay, RELAYED_SHARE counts, so that parts go to directly
+    reached ones.
     """
     known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0

@@ -1,4 +1,4 @@
-"""Decides which step numbers of others are followed: those that the time since the own last step makes possible. Pure.
+"""Decides which step numbers that others report are believed: those possible in the time since the own last step. Pure.
 
 Knows: this replica's last step, how long its steps last, a step's tokens. Must not know: calls, weights, any clock.
 
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Final
 
 LEAD: Final = 3
-"""Steps by which others may lead at any time where all take each step together: closed shares, and one step."""
+"""Steps by which others may lead at any time where all take each step together: two closed shares, and one step."""
 LOCAL_LEAD: Final = 20
-"""The same where each replica takes local steps: so many make it fetch the others' state."""
+"""The same where each replica takes local steps; one that is further behind fetches the others' state."""
 MAX_SPEED_UP: Final = 4.0
 """How many times as fast as before others may go on stepping without this replica."""
 SLACK_S: Final = 10.0
@@ -31,16 +31,17 @@ SLACK_S: Final = 10.0
 FASTEST_TOKENS_PER_S: Final = 1e6
 """Tokens that a stage's replicas together count per second at most, while this replica has not measured a step."""
 JOIN_S: Final = 1800.0
-"""A newcomer's state may be so old, in seconds: no transfer takes longer."""
+"""A newcomer's state may be this many seconds old: no transfer takes longer."""
 FORGIVE_S: Final = 10.0
-"""For so long after an implausible report nothing that its sender says of the stage is believed."""
+"""Seconds after an implausible report for which nothing that its sender reports of the stage is believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPace:
-    """How a replica steps: the last step that it took level with the others, and when; the one that it is at.
+    """How fast this replica steps. Immutable; times in seconds.
 
-    step_s: how long its steps last on average, None if unknown.
+    step: the last step that it took itself, level with the others. since: when it took that. at: the step that it is at
+    now, which may have been taken over from others. step_s: average duration of its steps, None if unknown.
     """
 
     step: int
@@ -49,15 +50,19 @@ class OwnPace:
     step_s: float | None = None
 
     def at_step(self, at: int, now: float, step_s: float | None, furthest: int) -> OwnPace:
-        """Returns the pace when the replica is seen at step `at`. furthest: the step of the others who are believed.
+        """Returns the pace after the replica was seen at step `at` at time `now`.
 
-        While they are ahead, time goes on to count from when they were not: a replica that replays takes many at once.
+        `step` and `since` become those of now only if it took exactly one step and is level with the others: a replica
+        that replays takes many steps at once, which must not allow more. furthest: the highest believed step of others.
         """
         if at == self.at + 1 and furthest <= at + LEAD:
             return OwnPace(at, now, at, step_s)
         return OwnPace(self.step, self.since, at, step_s)
 
     def highest_plausible_step(self, now: float, target_tokens: int, lead: int) -> int:
-        """Returns the highest step that another replica can have taken, see the module. target_tokens: of a step."""
+        """Returns the highest step that another replica can have taken by now, by the module's formula.
+
+        target_tokens: of a step. lead: LEAD or LOCAL_LEAD.
+        """
         least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S
         return max(self.at + 1, self.step + lead + int((SLACK_S + max(0.0, now - self.since)) / least_s))

@@ -296,7 +296,7 @@ class PartReducer:
         return gathering
 
     def _shorten_window(self, part: Part, gathering: _Gathering, at: float) -> None:
-        """Lets the part's window end at loop time `at`, unless it ends sooner: a contributor's deadline may be near."""
+        """Ends the window at loop time `at`, so that no contributor misses its deadline, unless it ends sooner."""
         if at < gathering.timer.when() and part in self._gatherings:
             gathering.timer.cancel()
             gathering.timer = asyncio.get_running_loop().call_at(at, self._end_window, part)

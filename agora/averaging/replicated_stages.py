@@ -80,7 +80,7 @@ class ReplicaListing(Protocol):
 
     def listed(self, stage: int) -> Mapping[PeerId, float]: ...
     def uplink(self) -> float | None:
-        """Returns the measured rate of this peer's uplink in bytes per second, None while nothing waits for it."""
+        """Returns this peer's measured uplink in bytes per second; None while nothing is queued to be sent."""
 
     def is_connected(self) -> bool:
         """Returns whether this peer has a connection to any other peer of the run now."""

@@ -18,7 +18,10 @@ from agora.swarm.conduct import Offence, ReportOffence
 
 
 class SteppingStages(Protocol):
-    """The stages of this peer's span, and the optimizer steps that each has taken."""
+    """Protocol: this peer's stages; part of ReplicatedStages.
+
+    step_of: returns the optimizer steps that a stage has taken.
+    """
 
     @property
     def span(self) -> Span: ...
@@ -26,7 +29,10 @@ class SteppingStages(Protocol):
 
 
 class StepBounds:
-    """Says of each stage of the span which steps of others are plausible now."""
+    """Says which steps of other replicas are plausible now, for each stage of the span.
+
+    Every question also updates what is remembered of this replica's own steps; ask at least once in each step.
+    """
 
     def __init__(
         self,
@@ -36,7 +42,7 @@ class StepBounds:
         config: ActionConfig,
         report_offence: ReportOffence,
     ) -> None:
-        """step_s: returns how long the steps of a stage last, None if unknown.
+        """step_s: returns how many seconds the steps of a stage take on average, None if unknown.
 
         furthest: returns the most steps that another replica of a stage has reported and that were believed.
         """
@@ -45,34 +51,37 @@ class StepBounds:
         self._furthest = furthest
         self._config = config
         self._report_offence = report_offence
-        since = _time_with_sleep() - JOIN_S
+        since = _time_with_suspend() - JOIN_S
         steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
         self._paces = {stage: OwnPace(step, since, step) for stage, step in steps.items()}
 
     def highest(self, stage: int) -> int:
         """Returns the highest step that another replica of a stage can have taken by now."""
-        now = _time_with_sleep()
+        now = _time_with_suspend()
         step, furthest = self._stages.step_of(stage), self._furthest(stage)
         pace = self._paces[stage].at_step(step, now, self._step_s(stage), furthest)
         self._paces[stage], lead = pace, LEAD if self._config.is_exact(step) else LOCAL_LEAD
         return pace.highest_plausible_step(now, self._config.target_tokens, lead)
 
     def is_plausible(self, stage: int, step: int) -> bool:
-        """Returns whether another replica of a stage can be at `step`."""
+        """Returns whether another replica of a stage can have taken `step` steps by now."""
         return step <= self.highest(stage)
 
     def report(self, stage: int, peer: PeerId, step: int) -> None:
-        """Reports a replica that says to be at a step where nobody can be; once for each minute in which it says so."""
+        """Reports the offence that `peer` claims an impossible step of a stage; it counts once in each minute."""
         text = f"says that it is at step {step} of stage {stage}; {self.highest(stage)} is the most that time allows"
         occasion = f"stage {stage}, minute {loop_time() // 60:.0f}"
         self._report_offence(peer, Offence.IMPLAUSIBLE_STEP, text, occasion)
 
     def plausible_of_run(self, steps_of_run: Collection[Collection[int]]) -> list[list[int]]:
-        """Returns, for each stage of the run, the steps that are possible: those of all stages go along together."""
+        """Returns `steps_of_run` without the steps that are impossible, for each stage of the run.
+
+        All stages are held to the highest step plausible in any stage of the span, since all step together.
+        """
         highest = max(self.highest(stage) for stage in self._paces)
         return [[step for step in steps if step <= highest] for steps in steps_of_run]
 
 
-def _time_with_sleep() -> float:
+def _time_with_suspend() -> float:
     """Returns the loop's time, with the time for which this machine was suspended added to it."""
     return loop_time() + slept_s()

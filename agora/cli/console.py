@@ -1,4 +1,4 @@
-"""Prints and ends every command alike: exit codes, one sentence for an error, progress, only JSON on standard output.
+"""Prints and ends all commands alike: exit codes, one sentence for an error, progress, only JSON on standard output.
 
 Knows: streams, terminals, exit codes. Must not know: any command; imports the standard library and typer only.
 """

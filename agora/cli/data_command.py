@@ -173,7 +173,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _unused(file: SampleFile) -> list[str]:
-    """Returns the names of the first record's columns that are not used."""
+    """Returns the names of the columns in the first record that are not used."""
     return [column for column in file.present if column not in file.used_columns.values()]
 
 
@@ -236,7 +236,7 @@ def _rendered(sequence: TokenSequence, *, has_colour: bool) -> Text:
 
 
 def _shortened(text: str) -> str:
-    """Returns the text; of a long one only its begin and end, with the number of characters left out."""
+    """Returns the text; of a long one only its beginning and end, with the number of characters left out."""
     if len(text) <= SHOWN_HEAD + SHOWN_TAIL:
         return text
     left_out = len(text) - SHOWN_HEAD - SHOWN_TAIL

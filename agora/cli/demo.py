@@ -205,7 +205,7 @@ def _stopped_by_signals(demo: Demo) -> Iterator[None]:
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        """Handles a signal as _stopped_by_signals says."""
+        """Raises KeyboardInterrupt at the first signal; at the second kills the daemons and ends this process."""
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
@@ -297,7 +297,7 @@ class Demo:
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns (index, daemon) of all daemons not told to end: those that serve their span, or those that do not."""
+        """Returns (index, daemon) for each daemon that was not told to end and of which `serving` is true."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self.swarm.daemons.values())
@@ -318,7 +318,7 @@ class Demo:
                 self.totals.add(index, fields)
 
     def _refuse_stall(self) -> None:
-        """Raises Failure if for STALL_SECONDS no microbatch was completed, no step taken and no peer has joined."""
+        """Raises Failure if for STALL_SECONDS no microbatch was completed, no step was taken and no peer joined."""
         achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
             self._achieved, self._achieved_at = achieved, time.monotonic()

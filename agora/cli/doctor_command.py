@@ -22,7 +22,7 @@ COLOURS: Mapping[State, str] = {"pass": "32", "warn": "33", "fail": "31"}
 
 
 def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_json: bool) -> int:
-    """Checks this machine, and the run if one is named; prints all checks and returns the exit code.
+    """Checks this machine, and the run if one is named; prints all checks and returns the exit code of the worst.
 
     flags: those of `agora-node doctor` that were given, by name.
     """

@@ -35,7 +35,10 @@ class SwarmFailed(LocalError):
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen[bytes]]
-"""Starts `agora-node` with these arguments and environment, in a new process group, its output in this file."""
+"""Type of a function that starts `agora-node`: (arguments, environment, file for its output) -> the process.
+
+The process must lead a new process group.
+"""
 
 
 class LocalDaemon:
@@ -61,7 +64,7 @@ class LocalDaemon:
         return self._journal.news()
 
     def events(self, kind: str = "", **fields: Any) -> list[dict[str, Any]]:
-        """Returns all events of the journal, but those that new_events has returned, as JSON fields.
+        """Returns all events of the journal, as JSON fields, except those that the caller got from new_events.
 
         kind: returns only events of this kind, "" for all. fields: returns only events whose fields have these values.
         """

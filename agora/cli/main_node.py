@@ -61,7 +61,8 @@ DISK = Annotated[
     float | None, typer.Option("--disk", metavar="GIB", help="The disk that checkpoints and caches may fill, in GiB.")
 ]
 HOURS = Annotated[
-    str | None, typer.Option(metavar="FROM-TO", help="The hours at which it works, such as 22-07; else it rests.")
+    str | None,
+    typer.Option(metavar="FROM-TO", help="The hours at which it works, such as 22-07; otherwise it rests."),
 ]
 
 
@@ -263,9 +264,9 @@ def _ask_and_print(
 
 
 def _the_daemon(run: str | None, directory: Path | None) -> paths.Entry:
-    """Returns the registry entry of this user's only running daemon on this machine that is of `run` and `directory`.
+    """Returns the registry entry of the one running daemon of this user here that is of `run` and of `directory`.
 
-    None means any. Raises Failure when there is no such daemon, or more than one.
+    None means any run, any data directory. Raises Failure when there is no such daemon, or more than one.
     """
     entries = _entries_in(directory)
     if run is not None:

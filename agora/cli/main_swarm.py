@@ -183,7 +183,7 @@ def export(
 ) -> None:
     """Write the run's model as a Hugging Face folder: AutoModelForCausalLM.from_pretrained(DIR) loads it.
 
-    Of a run that trains LoRA it writes the adapter, which PeftModel.from_pretrained(base, DIR) loads beside the base
+    Of a run that trains LoRA it writes the adapter, which PeftModel.from_pretrained(base, DIR) loads onto the base
     model; with --merge the whole model. Without --base-model, AGORA_BASE_MODEL or the data directory's agora.toml names
     the folder to merge into, as for a daemon.
 
@@ -323,7 +323,7 @@ def mesh(
 def simulate(
     scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="Machines, a model, churn and faults.")],
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures (SVG) into this folder.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Another course of chance than the scenario's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The seed of all chance, instead of the scenario's.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Run the daemon's own decisions on thousands of simulated machines.

@@ -44,7 +44,7 @@ def run(
     base_model: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Prints how the model of the run `wanted` continues `prompt`, and returns the exit code.
+    """Prints `prompt` and how the model of the run `wanted` continues it; returns the exit code.
 
     The text is printed as it is sampled; with `as_json`, at the end in one object. base_model: see base_model_folder.
     Raises what find_stages, base_model_folder and load_model raise.

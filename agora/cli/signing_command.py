@@ -45,7 +45,11 @@ DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True)
 class InviteRequest:
-    """What is asked for. peer: for whom, None for whoever has the invite. days: for how long a ticket counts."""
+    """The flags of `swarm invite`. Immutable.
+
+    peer: id of the only peer that may use the invite; None for whoever has it. days: for how long its ticket counts.
+    role: one of ROLES.
+    """
 
     peer: str | None = None
     days: float = 30.0
@@ -54,7 +58,7 @@ class InviteRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Signer:
-    """A key that may sign, and the proof that it is a delegate's, b"" for the founder's."""
+    """A key that may sign tickets and bans, and the proof that it is a delegate's; b"" for the founder's. Immutable."""
 
     identity: Identity
     proof: bytes
@@ -88,7 +92,10 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
 
 
 def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
-    """Signs a revocation and hands it to a peer of the run; returns the exit code. Raises Failure."""
+    """Signs a ban of `peer`, hands it to a daemon here or a peer of the run, prints who took it; returns the exit code.
+
+    Also writes it into the data directories whose daemons do not run. Raises Failure.
+    """
     if not is_peer_id(peer):
         raise Failure(f"{peer[:60]!r} is no peer id; `swarm status RUN --json` lists them, such as 12D3KooW...", USAGE)
     found = find_run(run, [directory] if directory else [])
@@ -98,7 +105,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     revocation = Revocation(signer.identity.peer, PeerId(peer), int(time.time()), signer.proof)
     sealed = seal_revocation(revocation, found.signed.run_id, signer.identity)
     told = _tell_daemons(found, sealed)
-    _keep(found, sealed, told)
+    _store_for_next_start(found, sealed, told)
     if not told:
         told = tell_peer(run, found, sealed, signer)
     if as_json:
@@ -109,7 +116,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
 
 
 def _check_request(request: InviteRequest) -> None:
-    """Raises Failure for a role, a peer id or a number of days that cannot be."""
+    """Raises Failure for flags that are wrong or do not fit together."""
     if request.role not in ROLES:
         raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
     if request.peer is not None and not is_peer_id(request.peer):
@@ -123,7 +130,10 @@ def _check_request(request: InviteRequest) -> None:
 def _make_ticket(
     signed: SignedManifest, signer: _Signer, request: InviteRequest, until_unix: int
 ) -> tuple[InviteTicket, str]:
-    """Returns the ticket for an invite, and the id that a ban of it names. Raises Failure for a delegate's delegate."""
+    """Returns a new signed ticket for an invite, and the id to ban if it is to be taken back.
+
+    That is the peer's id, or the id of the new bearer key. Raises Failure if a delegate asks for a delegate's ticket.
+    """
     if request.role == DELEGATE and signer.proof:
         raise Failure("only the founder can name delegates; ask it, or leave out --role")
     bearer = Identity.generate() if request.peer is None else None
@@ -136,7 +146,7 @@ def _make_ticket(
 
 
 def _find_signer(found: FoundRun) -> _Signer:
-    """Returns the founder's key, or a delegate's with its proof, from the data directories. Raises Failure."""
+    """Returns the first key in the data directories that is the founder's or a delegate's; raises Failure without."""
     run, founder = found.signed.run_id, found.signed.founder
     for home in found.homes:
         with contextlib.suppress(IdentityError):
@@ -151,7 +161,10 @@ def _find_signer(found: FoundRun) -> _Signer:
 
 
 def _addresses(run: str, found: FoundRun) -> tuple[str, ...]:
-    """Returns addresses of peers: those that a daemon here puts into invites, else remembered ones. Raises Failure."""
+    """Returns addresses of peers: those that a daemon here puts into invites, or else remembered ones.
+
+    Raises Failure if there are none.
+    """
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused, AgoraError):
             return Invite.parse(control_client.ask(Path(entry.socket), "invite")["invite"]).addresses
@@ -178,8 +191,11 @@ def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
     return told
 
 
-def _keep(found: FoundRun, sealed: bytes, told: list[str]) -> None:
-    """Writes a revocation into the data directories whose daemons do not run, which pass it on when they start."""
+def _store_for_next_start(found: FoundRun, sealed: bytes, told: list[str]) -> None:
+    """Writes a revocation into the run's data directories whose daemons did not take it, for their next start.
+
+    told: what `_tell_daemons` has returned.
+    """
     run = found.signed.run_id
     for home in found.homes:
         if home.manifest(run).is_file() and f"the daemon in {home.root}" not in told:

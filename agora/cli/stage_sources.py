@@ -27,7 +27,7 @@ COLLECT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What an export reads: a weights file for every stage, and the signed manifest. Immutable."""
+    """What an export or a sample reads: a weights file for every stage, and the signed manifest. Immutable."""
 
     signed: SignedManifest
     kind: str  # "daemon" or "checkpoints", where the files came from

@@ -99,8 +99,8 @@ def fetch(run: str, home: paths.Home) -> Status:
 def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identity | None, bytes]:
     """Returns the key and the proof with which to ask a run's peers; (None, b"") to ask as a stranger.
 
-    A bearer ticket of an invite is used with a new key. Else it is this machine's key, with its ticket; but not that of
-    a daemon that runs, whose connections would suffer.
+    A bearer ticket in the invite is used with a new key. Otherwise this machine's key and ticket are used, unless a
+    daemon of the same data directory runs: two programs with one key would disturb each other's connections.
     """
     from agora_protocol.identity import Identity
     from agora_protocol.tickets import InviteTicket
@@ -108,12 +108,12 @@ def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identi
     run, ticket = RunId(reference.run), InviteTicket.parse(reference.ticket) if reference.ticket else None
     if ticket is not None and ticket.secret:
         fresh = Identity.generate()
-        return fresh, ticket.used_by(fresh.peer, run)
+        return fresh, ticket.proof_for(fresh.peer, run)
     is_used = any(Path(entry.root).resolve() == home.root.resolve() for entry in paths.daemons())
     if is_used or not home.identity.exists():
         return None, b""
     own = Identity.load(home.identity)
-    return own, ticket.used_by(own.peer, run) if ticket is not None else admission_files.read_proof(home, run)
+    return own, ticket.proof_for(own.peer, run) if ticket is not None else admission_files.read_proof(home, run)
 
 
 def lines_of(status: Status) -> list[str]:

@@ -37,7 +37,7 @@ def begin_loading() -> None:
 
 
 def try_sample(manifest: Path, seed: int, base_model: Path | None = None) -> list[str]:
-    """Returns up to LINES lines of text that the model writes whose checkpoints are next to the file `manifest`.
+    """Returns up to LINES lines of text written by the model whose checkpoints are next to the file `manifest`.
 
     base_model: as for load_model. If that is impossible, prints why and returns [].
     """
@@ -71,7 +71,7 @@ def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
     manifest = sources.signed.manifest
     if base_model is None and manifest.model.has_reference:
         raise Failure(
-            f"{manifest.name} trains LoRA beside a base model, so sampling needs that too; name its folder with "
+            f"{manifest.name} trains LoRA on top of a base model, so sampling needs that too; name its folder with "
             "--base-model DIR"
         )
     tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=sources.base)
@@ -85,7 +85,7 @@ def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
 
 
 def sample_lines(sources: Sources, seed: int, base_model: Path | None = None) -> list[str]:
-    """Returns up to LINES lines, none blank, that the model writes at the begin of a document.
+    """Returns up to LINES lines, none blank, that the model writes at the beginning of a document.
 
     Lines are cut to LINE_CHARACTERS. At most MOST_TOKENS tokens are sampled, which may hold fewer lines. The same
     sources and seed give the same lines. Raises what load_model raises.

@@ -170,7 +170,7 @@ def own_proof(startup: Startup, run: RunId) -> bytes:
     Raises InputError for a ticket that is not for this machine, LocalError or DiskError for the file.
     """
     if ticket := startup.reference.ticket:
-        return InviteTicket.parse(ticket).used_by(startup.me, run)
+        return InviteTicket.parse(ticket).proof_for(startup.me, run)
     return admission_files.read_proof(startup.home, run)
 
 

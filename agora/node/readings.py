@@ -313,7 +313,7 @@ def _admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me
     """Returns why the run does not admit this machine as a member, "" if it does. ticket: that of an invite, or ""."""
     run, policy = signed.run_id, AdmissionPolicy.of(signed.manifest)
     try:
-        proof = InviteTicket.parse(ticket).used_by(me, run) if ticket else admission_files.read_proof(home, run)
+        proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else admission_files.read_proof(home, run)
         is_member = AdmissionBook(run, policy).judge(me, proof, time.time()).is_member
     except AgoraError as error:
         return str(error)

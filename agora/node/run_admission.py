@@ -53,7 +53,7 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionB
     book = AdmissionBook(signed.run_id, policy, banned)
     for sealed in admission_files.read_revocations(home, signed.run_id):
         with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
-            book.take(sealed, now_unix)
+            book.add_revocation(sealed, now_unix)
     return book
 
 
@@ -129,7 +129,7 @@ class RunAdmission:
         A ban list is always kept: the signatures in it count, whoever publishes it.
         """
         if isinstance(record, Claim):
-            return self.book.takes_part(record.peer, record.proof, self._unix())
+            return self.book.is_member_by_proof(record.peer, record.proof, self._unix())
         return isinstance(record, BanList) or self.is_member(record.peer)
 
     # --- bans
@@ -147,7 +147,7 @@ class RunAdmission:
         new, refused = list[bytes](), 0
         for data in sealed:
             try:
-                revocation = self.book.take(data, self._unix())
+                revocation = self.book.add_revocation(data, self._unix())
             except (NotAdmitted, ProtocolError):
                 refused += 1
                 continue

@@ -72,7 +72,7 @@ class Hop:
         fault: faults.ReachFault = faults.reach,
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_trained: is called after each training microbatch that leaves this hop, when training_count is lowered."""
+        """on_trained: is called after each training microbatch that leaves this hop, after training_count fell."""
         self._span = compute.span
         self._is_last = compute.span.last == router.stage_count - 1
         self._compute = compute
@@ -99,11 +99,11 @@ class Hop:
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
-        First waits, at most until loop time `deadline`, for its stages to reach the microbatch's step. A repeated
-        request gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may be
-        missing at stage 0. on_progress is called with each Advance. holder: who asks; None for this peer's own origin.
-        Raises Busy, NotMyStage or ProtocolError before any work; later Unavailable or an error of the compute, and then
-        the gradient is not counted here. Reports refusals as HopRefused.
+        First waits, for part of the time until loop time `deadline`, for its stages to reach the microbatch's step. A
+        repeated request gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may
+        be missing at stage 0. on_progress is called with each Advance. holder: who asks; None for this peer's own
+        origin. Raises Busy, NotMyStage or ProtocolError before any work; later Unavailable or an error of the compute,
+        and then the gradient is not counted here. Reports refusals as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -141,8 +141,8 @@ class Hop:
     async def _perform(self, job: Job, work: RunningWork) -> HopAnswer:
         """Computes this span, has the later stages computed, and returns the answer.
 
-        Sends the callers "accepted" at the begin and "finished" at the end. Raises Unavailable if too little time is
-        left for this hop alone.
+        Publishes "accepted" to the callers at the start and "finished" at the end. Raises Unavailable, before any work,
+        if too little time is left for this hop alone.
         """
         stage, left_s = job.message.stage, job.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):

@@ -23,7 +23,7 @@ from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
 FREE_SEATS = 0.875
-"""The fraction of the seats that any caller may take; of the others each caller has a fair part."""
+"""The fraction of the seats that any caller may take; the rest is for callers that hold less than a fair part."""
 MAX_CACHE_BYTES = 256 << 20
 """Most bytes of all kept answers together."""
 MAX_CACHE_AGE_S = 900.0
@@ -103,7 +103,7 @@ class AnswerCache:
 
 
 class RunningWork:
-    """Work that runs in `task`, and the callers that wait for it. last: the last stage that it runs here.
+    """One piece of work that runs in `task`, and the callers that wait for it. last: the last stage that it runs here.
 
     newest: the latest progress message of each stage. committed: set by the function that performs the work, from the
     moment when the gradient may be counted; from then on the work runs to its end even without callers, so that a
@@ -154,7 +154,8 @@ class WorkLedger:
         self._answers = AnswerCache()
         self._works: dict[WorkKey, RunningWork] = {}
         self._refusal = ""
-        self.shortage = ""  # completes "this peer is ..." while new work is refused for lack of something
+        self.shortage = ""
+        """Set by the memory guard: completes "this peer is ..." while new work is refused for lack of memory."""
         self._seat_s = MovingAverage(0.1)
 
     @property

@@ -15,7 +15,7 @@ from typing import Literal
 from agora.moving_average import MovingAverage
 
 SAFETY = 4.0
-"""x + SAFETY * sqrt(x) microbatches are in flight, see above."""
+"""x + SAFETY * sqrt(x) microbatches are in flight, x as in the module docstring."""
 PER_STAGE = 2
 """Least microbatches in flight for each stage, and the number at the start: one is computed while one travels."""
 MAX_GAP_PERIODS = 10.0
@@ -87,7 +87,7 @@ class Pace:
     last_at: float | None = None
 
     def completed(self, now: float) -> Pace:
-        """Returns the pace after a completion at `now`. One gap counts as at most MAX_GAP_PERIODS periods."""
+        """Returns the pace after a completion at `now`. One gap counts as at most MAX_GAP_PERIODS mean periods."""
         if self.last_at is None:
             return replace(self, last_at=now)
         gap, known = now - self.last_at, self.period_s.value
@@ -108,7 +108,7 @@ def equal_quota(microbatches: int, rank: int, origins: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Stage 0 in a synchronous run. Immutable.
+    """How far stage 0 is in a synchronous run, and this origin's part in opening microbatches. Immutable.
 
     step: its present step. microbatches: number of those of a step. lacking: how many of them are not counted yet. This
     origin is number `rank`, from 0, of the `origins` that open them.
@@ -139,7 +139,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class StepQuota:
-    """How many microbatches of `step` this origin still has to open (`left`). Immutable.
+    """How many microbatches of a synchronous `step` this origin still has to open (`left`). Immutable.
 
     idle_since: when this origin first had none left and none open; None if it has.
     """

@@ -56,7 +56,10 @@ class PeerCost:
     seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))  # from sending to a seat
 
     def queue_now(self, now: float) -> float:
-        """Returns the expected microbatches before a new one: the reported queue, less served, plus sent ones."""
+        """Returns how many microbatches are expected ahead of a new one.
+
+        That is the queue that the peer reported, less those that it has served since, plus those sent to it since.
+        """
         # at a quarter of the peer's speed, because other callers keep filling the queue between our calls
         waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6) if self.queue else 0.0
         return waiting + self.sent_since if waiting > 0.0 else float(self.sent_since)
@@ -79,7 +82,10 @@ class PeerCost:
 
 @dataclass(frozen=True, slots=True)
 class PathHint:
-    """Which peers were last seen to hold a microbatch, by entry stage; those in `finished` hold its result."""
+    """Which peers were last seen to hold a microbatch.
+
+    peers: by the stage at which it enters them. finished: those that hold its result. Both are updated in place.
+    """
 
     peers: dict[int, PeerId] = field(default_factory=dict)
     finished: set[PeerId] = field(default_factory=set)
@@ -87,7 +93,10 @@ class PathHint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The peer to ask, or None, and why. look_again_at: when a choice of None may change without any event."""
+    """The peer to ask, or None to wait, and why. Immutable.
+
+    look_again_at: time at which a choice of None may change although nothing was recorded; infinite if it cannot.
+    """
 
     peer: PeerId | None
     reason: str
@@ -145,11 +154,11 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
     charged_s = [cost.virtual_s for cost in costs.values()]
     floor = _floor(charged_s, idle_s)
     least = max(min(charged_s), floor)
-    healthy = any(not cost.failures for cost in costs.values())
-    measured = any(cost.answers for cost in costs.values())
+    is_any_healthy = any(not cost.failures for cost in costs.values())
+    is_any_measured = any(cost.answers for cost in costs.values())
     ranked = []
     for (peer, cost), idle in zip(costs.items(), idle_s, strict=True):
-        ready_at, obstacle = _ready_at(cost, healthy, measured)
+        ready_at, obstacle = _ready_at(cost, is_any_healthy, is_any_measured)
         lead = cost.virtual_s - least if cost.virtual_s > floor else floor - least
         finish = cost.queue_now(now) * cost.service_s + idle
         finish *= RELAYED_FACTOR if cost.is_relayed else 1.0
@@ -157,18 +166,19 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
     return ranked
 
 
-def _ready_at(cost: PeerCost, healthy: bool, measured: bool) -> tuple[float, str]:
+def _ready_at(cost: PeerCost, is_any_healthy: bool, is_any_measured: bool) -> tuple[float, str]:
     """Returns when a peer may be called, and the obstacle until then in words.
 
-    healthy: whether any peer of its stage has no failures. measured: whether any has answered.
+    The time is infinite if only an answer of that peer can end the obstacle. is_any_healthy: whether any peer of its
+    stage has no failures. is_any_measured: whether any has answered.
     """
     if cost.failures:
-        if cost.open_calls and healthy:
+        if cost.open_calls and is_any_healthy:
             return math.inf, "on trial"
-        longest = MAX_BACKOFF_S if healthy else MAX_BACKOFF_WITHOUT_SIBLING_S
+        longest = MAX_BACKOFF_S if is_any_healthy else MAX_BACKOFF_WITHOUT_SIBLING_S
         backoff_s = min(longest, max(BACKOFF_S, cost.wasted_s) * 2.0 ** min(cost.failures - 1, 30))
         return cost.failed_at + backoff_s, "backing off"
-    if measured and not cost.answers and cost.open_calls >= NEWCOMER_CALLS:
+    if is_any_measured and not cost.answers and cost.open_calls >= NEWCOMER_CALLS:
         return math.inf, "new"
     if cost.open_calls and cost.open_calls + 1 > cost.call_limit:
         return math.inf, "busy"

@@ -19,10 +19,9 @@ KEY_BYTES: Final = 16
 
 
 class ReferenceCache:
-    """The log-probabilities of rows under the reference, by the rows' content."""
+    """Remembers the log-probabilities of at most `max_rows` rows under the reference, by the rows' content."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
-        """max_rows: the most rows that are remembered."""
         self._max_rows = max_rows
         self._values: dict[bytes, float] = {}
 

@@ -33,7 +33,7 @@ from agora.pipeline.peer_choice import (
 from agora.swarm.view import PeerView
 
 MAX_SPEED_RATIO = 16.0
-"""How many times as fast as usual in its stage a peer counts at most: so many times a sibling's share it may get."""
+"""A peer counts as at most this many times as fast as usual in its stage; it bounds its share of the work."""
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest sample in the moving averages of PeerCost."""
 MAX_FAILURES = 64
@@ -41,7 +41,7 @@ MAX_FAILURES = 64
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
 """Least and most seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
 USUAL_CALLS = 4.0
-"""No attempt gets less than the time of this many usual calls, if as much is left: a full queue is no failure."""
+"""An attempt gets at least the time of this many usual calls, or all that is left: a full queue is no failure."""
 MAX_OWN_FRACTION = 0.25
 """Largest part of its remaining time that a caller keeps for itself, so that a wrong estimate leaves others enough."""
 
@@ -65,9 +65,9 @@ class Attempt:
 
 
 def goes_through_relay(mine: str, theirs: str) -> bool:
-    """Returns whether two peers that claim these reachabilities meet only through a relay.
+    """Returns whether two peers that claim these reachabilities can connect only through a relay.
 
-    One of them that is public can be dialled by the other; two that others reach through holes can open one.
+    They need none if one of them is public, or if both are reached through punched holes.
     """
     return "public" not in (mine, theirs) and not {mine, theirs}.isdisjoint({"relayed", "unreachable"})
 
@@ -141,7 +141,10 @@ class RoutingTable:
         return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
 
     def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
-        """Charges `peer` for a microbatch that is sent to it; returns the attempt, which ends by `deadline`."""
+        """Charges `peer` for a microbatch that will be sent to it; returns the attempt, which ends by `deadline`.
+
+        Sends nothing itself. `peer` must be one of `costs(stage)`.
+        """
         costs = self.costs(stage)
         cost = costs[peer]
         charge_s = max(cost.service_s, payload_bytes / cost.bytes_per_s)  # it occupies the slower of device and link
@@ -187,14 +190,17 @@ class RoutingTable:
         return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s)
 
     def abandoned(self, attempt: Attempt) -> None:
-        """Records that the call ended without work, or was left: takes back the charge, and measures nothing."""
+        """Records that the caller gave up, or that no work was done: takes back the charge, measures nothing."""
         cost = attempt.cost
         cost.virtual_s -= attempt.charge_s
         cost.open_calls -= 1
         cost.sent_since = max(0, cost.sent_since - 1)
 
     def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
-        """Records BUSY: takes back the charge, limits the peer to the calls now open, none new in `retry_after_s`."""
+        """Records BUSY: takes back the charge, allows no more open calls than now, and no new one for `retry_after_s`.
+
+        retry_after_s: seconds that the peer asked for, bounded to MIN_BUSY_S to MAX_BUSY_S.
+        """
         self.abandoned(attempt)
         cost = attempt.cost
         cost.call_limit = float(max(1, cost.open_calls))
@@ -242,7 +248,7 @@ def newcomer(siblings: Iterable[PeerCost], incarnation: int, capacity: float = 0
 def _bound_shares(siblings: Iterable[PeerCost]) -> None:
     """Raises service times that are shorter than the usual one, the upper median, by more than MAX_SPEED_RATIO.
 
-    A service time is its peer's own word, and by it the work is shared out: whoever says 0 ms would get all of it.
+    Peers report their own service times, and work is divided by them: a peer that reports 0 ms would get all of it.
     """
     measured = [cost for cost in siblings if cost.answers]
     if len(measured) > 1:
@@ -252,7 +258,10 @@ def _bound_shares(siblings: Iterable[PeerCost]) -> None:
 
 
 def _average(value: float, sample: float, samples: int) -> float:
-    """Returns the moving average after a further `sample`. value: the average of the `samples` before, assumed if 0."""
+    """Returns the moving average after a further `sample`.
+
+    value: the average of the `samples` before; if there were none, an assumption that the sample replaces.
+    """
     return MovingAverage(AVERAGE_WEIGHT, value, samples).updated(sample).value or 0.0
 
 

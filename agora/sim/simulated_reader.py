@@ -16,9 +16,9 @@ from agora.sim.directory_model import RUN, DirectoryModel, ShardContent
 from agora.sim.measurements import Measurements
 from agora.swarm.directory_reader import CALM_READ_S, JITTER, MAX_READ_S, linger_s
 from agora.swarm.directory_shards import (
-    Reader,
+    KnownReadings,
+    ReaderIdentity,
     Reading,
-    Readings,
     ReadPlan,
     add_readings,
     estimate_peers,
@@ -42,13 +42,13 @@ class SimulatedReader:
         self._rng = rng
         self._seed = rng.getrandbits(64)
         self._reader_hash = shard_hash(RUN, peer)
-        self._readings: Readings = {}
+        self._readings: KnownReadings = {}
         self._known: dict[Shard, tuple[ShardContent, float]] = {}
         self._plan = ReadPlan((), True)
 
     def read(self, span: Span | None, now: float) -> bool:
         """Reads the shards that are due; returns whether what is known of the stage after `span` has changed."""
-        reader = Reader(self._reader_hash, self._directory.stage_count, span, self._seed)
+        reader = ReaderIdentity(self._reader_hash, self._directory.stage_count, span, self._seed)
         self._plan = plan_read(self._readings, reader, now, self._rng)
         after, is_changed, found = -1 if span is None else span.last + 1, False, {}
         for shard in self._plan.shards:

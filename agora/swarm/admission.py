@@ -23,7 +23,11 @@ TICKET: Final = "ticket"
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """What the manifest says: its founder, the mode, the peers of mode listed, and whether strangers may read."""
+    """What the manifest says of admission. Immutable.
+
+    founder: who may admit and ban. mode: OPEN, LISTED or TICKET. listed: the peers of mode LISTED. public_status:
+    whether everyone may read the status.
+    """
 
     founder: PeerId
     mode: str = OPEN
@@ -39,7 +43,11 @@ class AdmissionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A peer is admitted as a member or a reader until `until_unix` (infinity: for good), and why."""
+    """A peer is admitted, and why. Immutable.
+
+    role: MEMBER (takes part) or READER (may read the status); from `judge_proof` also DELEGATE. until_unix: unix
+    seconds until which this holds; infinity if it has no end.
+    """
 
     role: str
     until_unix: float
@@ -53,22 +61,25 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class NoAdmission:
-    """A peer is not admitted. reason: what it lacks and what it can do, for its owner."""
+    """A peer is not admitted. reason: a sentence for its owner: what the peer lacks, and who can give it that."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Revocations:
-    """The revocations that count: for each banned peer or key, who banned it. It changes by `with_new` only."""
+    """The revocations that count. Immutable: `with_new` and `without` return copies; neither judges a revocation.
+
+    issuers: by banned peer (or key of a bearer ticket), who has banned it.
+    """
 
     founder: PeerId
     issuers: Mapping[PeerId, frozenset[PeerId]] = field(default_factory=dict)
 
     def bans(self, subject: PeerId, *, by_founder: bool = False) -> bool:
-        """Returns whether the founder, or a delegate that the founder has not banned, has banned `subject`.
+        """Returns whether `subject` is banned: by the founder, or by a delegate that the founder has not banned.
 
-        by_founder: only the founder's revocations count, as they do for a delegate.
+        by_founder: count the founder's revocations only; delegates can be banned by nobody else.
         """
         issuers = self.issuers.get(subject, frozenset())
         return any(
@@ -76,27 +87,28 @@ class Revocations:
         )
 
     def with_new(self, subject: PeerId, issuer: PeerId) -> Revocations:
-        """Returns these revocations and one more, which `judge_revocation` has accepted."""
+        """Returns a copy with one more revocation; the caller has had it accepted by `judge_revocation`."""
         known = self.issuers.get(subject, frozenset())
         return replace(self, issuers={**self.issuers, subject: known | {issuer}})
 
     def without(self, subject: PeerId, issuer: PeerId) -> Revocations:
-        """Returns these revocations without one of them."""
+        """Returns a copy without the revocation of `subject` by `issuer`."""
         left = {**self.issuers, subject: self.issuers.get(subject, frozenset()) - {issuer}}
         return replace(self, issuers={banned: by for banned, by in left.items() if by})
 
     @property
     def count(self) -> int:
-        """How many revocations there are."""
+        """The number of revocations; a peer that two have banned counts twice."""
         return sum(map(len, self.issuers.values()))
 
 
 def admits(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, policy: AdmissionPolicy, revocations: Revocations
 ) -> Admission | NoAdmission:
-    """Returns whether `peer`, which shows the tickets of `proof`, takes part in the run, may read, or neither.
+    """Returns how `peer` is admitted (as MEMBER or READER), or why it is not.
 
-    proof: in their order, each with a valid signature of its issuer; () for none.
+    proof: the chain of tickets that the peer shows, the founder's first, () for none. The caller must have verified
+    their signatures (agora_protocol.tickets.open_proof) and that it is `peer` who shows them.
     """
     if peer == policy.founder:
         return Admission(MEMBER, math.inf, "it is the founder")
@@ -111,23 +123,23 @@ def admits(
 
 
 Shown = Admission | NoAdmission
-"""What `judge_proof` has found of the tickets that a peer shows."""
+"""What `judge_proof` returns about the tickets that a peer shows."""
 
 
 def _admit_everyone(peer: PeerId, policy: AdmissionPolicy, shown: Shown) -> Shown:
-    """Mode open: admits everyone."""
+    """Mode open: admits everyone as a member."""
     return Admission(MEMBER, math.inf, "the run is open to everyone")
 
 
 def _admit_listed(peer: PeerId, policy: AdmissionPolicy, shown: Shown) -> Shown:
-    """Mode listed: admits the peers that the manifest lists."""
+    """Mode listed: admits the peers that the manifest lists; tickets have no effect."""
     if peer in policy.listed:
         return Admission(MEMBER, math.inf, "the manifest lists it")
     return NoAdmission(f"the run admits only listed peers, and {peer} is none of them; ask its founder")
 
 
 def _admit_by_ticket(peer: PeerId, policy: AdmissionPolicy, shown: Shown) -> Shown:
-    """Mode ticket: admits those whose tickets count."""
+    """Mode ticket: admits with the role of the tickets, if `judge_proof` has accepted them."""
     if isinstance(shown, Admission):
         return shown
     advice = f"ask the founder for an invite by `swarm invite RUN --peer {peer}`"
@@ -144,7 +156,11 @@ _ADMITTED_BY_MODE: Final[Mapping[str, Callable[[PeerId, AdmissionPolicy, Shown],
 def judge_proof(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, revocations: Revocations
 ) -> Admission | NoAdmission:
-    """Returns the role that tickets give to `peer`, DELEGATE among others, and until when; or why they give none."""
+    """Judges a chain of tickets whose signatures the caller has verified: returns the role that it gives to `peer`.
+
+    The role may be DELEGATE. Returns NoAdmission with the reason if the chain is empty, broken, expired or revoked, or
+    is for another peer. Bans of `peer` itself are judged by `admits`, except those of a holder in the chain.
+    """
     if not proof:
         return NoAdmission("it shows no ticket")
     giver: Ticket | None = None
@@ -164,7 +180,7 @@ def judge_proof(
 
 
 def _issuing_problem(ticket: Ticket, giver: Ticket | None, founder: PeerId) -> str:
-    """Returns why the issuer of `ticket` may not give it, "" if it may. giver: the ticket before it, if any."""
+    """Returns why the issuer of `ticket` may not give it, "" if it may. giver: the ticket before it in the chain."""
     if giver is None:
         return "" if ticket.issuer == founder else "its ticket is not signed by the founder or a delegate"
     if ticket.issuer != giver.holder:
@@ -178,7 +194,12 @@ def _issuing_problem(ticket: Ticket, giver: Ticket | None, founder: PeerId) -> s
 
 
 def judge_revocation(revocation: Revocation, proof: Sequence[Ticket], now_unix: float, revocations: Revocations) -> str:
-    """Returns why a revocation does not count, "" if it does. proof: the tickets in it, signatures checked."""
+    """Returns why a revocation does not count, "" if it does.
+
+    proof: the tickets by which its issuer is a delegate, () for the founder. The caller must have verified the
+    signatures of the revocation and of the tickets. revocations: those that count by now; this one is not added to
+    them.
+    """
     founder = revocations.founder
     if revocation.subject == founder:
         return "the founder cannot be banned"

@@ -26,13 +26,16 @@ from agora.swarm.admission import (
 )
 
 MAX_PEERS: Final = 16_384
-"""Peers whose proofs are remembered, at most; those that showed theirs longest ago are forgotten first."""
+"""Most peers whose proofs are remembered; those that showed theirs longest ago are forgotten first."""
 MAX_PROOFS: Final = 4096
-"""Proofs whose signatures are remembered as verified, at most."""
+"""Most proofs of which it is remembered that their signatures are valid."""
 
 
 class AdmissionBook:
-    """Says who is admitted to one run. banned_here: peers that the owner of this machine has banned."""
+    """Says who is admitted to one run, and remembers proofs and revocations, in memory only.
+
+    banned_here: peers that the owner of this machine has banned; may be changed at any time.
+    """
 
     def __init__(self, run: RunId, policy: AdmissionPolicy, banned_here: Iterable[PeerId] = ()) -> None:
         self.policy = policy
@@ -44,9 +47,10 @@ class AdmissionBook:
         self._opened: OrderedDict[bytes, tuple[Ticket, ...]] = OrderedDict()
 
     def judge(self, peer: PeerId, proof: bytes, now_unix: float) -> Admission:
-        """Returns the admission of `peer`, which shows `proof` (b"": none), and remembers the proof if it counts.
+        """Returns how `peer` is admitted, and remembers its proof if it makes the peer a member.
 
-        Raises NotAdmitted with the reason, ProtocolError for a malformed proof or a wrong signature in it.
+        proof: the signed tickets that the peer shows, b"" for none; signatures are checked here. Raises NotAdmitted
+        with the reason, and ProtocolError for a malformed proof or a wrong signature in it.
         """
         tickets = self._open(proof)
         if peer in self.banned_here:
@@ -62,23 +66,27 @@ class AdmissionBook:
         return found
 
     def is_member(self, peer: PeerId, now_unix: float) -> bool:
-        """Returns whether `peer` takes part, by the last proof that it has shown, or without any."""
+        """Returns whether `peer` is a member by its last proof that counted, or without one if it has shown none."""
         try:
             return self.judge(peer, self._proofs.get(peer, b""), now_unix).is_member
         except NotAdmitted:
             return False
 
-    def takes_part(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
-        """Returns whether `peer` takes part by the `proof` that its claim carries; False for a malformed one."""
+    def is_member_by_proof(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
+        """Returns whether `peer` is a member by `proof`, which its claim carries; remembers the proof if so.
+
+        Unlike `judge` raises nothing: returns False for a malformed proof too.
+        """
         try:
             return self.judge(peer, proof, now_unix).is_member
         except (NotAdmitted, ProtocolError):
             return False
 
     def why_not_called(self, peer: PeerId, now_unix: float) -> str:
-        """Returns why `peer` must not even be asked for its HELLO, "" if it may: what is known of it without a proof.
+        """Returns why this peer must not even connect to `peer`, "" if it may.
 
-        In mode ticket a peer that has shown nothing yet may be asked.
+        Judged by the proof that `peer` has shown before. In mode ticket a peer that has shown none yet may be called,
+        since its HELLO will carry one.
         """
         if peer in self.banned_here:
             return "this machine's owner has banned it"
@@ -90,10 +98,11 @@ class AdmissionBook:
             return ""
         return found.reason if isinstance(found, NoAdmission) else "it may only read the status"
 
-    def take(self, sealed: bytes, now_unix: float) -> Revocation | None:
-        """Takes a revocation that counts, and returns it; None when it is known already.
+    def add_revocation(self, sealed: bytes, now_unix: float) -> Revocation | None:
+        """Checks a signed revocation, adds it to those that count, and returns it; None if it is known already.
 
-        Raises ProtocolError for a malformed one, NotAdmitted for one that does not count.
+        Beyond MAX_REVOCATIONS the oldest one of a delegate is forgotten for it. Raises ProtocolError for a malformed
+        one or a wrong signature, NotAdmitted for one that does not count.
         """
         revocation = open_revocation(sealed, self._run)
         key = (revocation.subject, revocation.issuer)
@@ -109,18 +118,21 @@ class AdmissionBook:
         return revocation
 
     def sealed_revocations(self) -> list[bytes]:
-        """Returns all revocations as they were signed, the newest last."""
+        """Returns the bytes of all signed revocations, in the order in which they were taken."""
         return list(self._sealed.values())
 
     def _forget_one(self) -> None:
-        """Forgets the oldest revocation of a delegate; where there is none, the founder's oldest."""
+        """Forgets the oldest revocation by a delegate; if there is none, the oldest by the founder."""
         by_delegates = (key for key in self._sealed if key[1] != self.policy.founder)
         key = next(by_delegates, next(iter(self._sealed)))
         del self._sealed[key]
         self._revocations = self._revocations.without(*key)
 
     def _open(self, proof: bytes) -> tuple[Ticket, ...]:
-        """Returns the tickets in a proof. Raises ProtocolError. Remembers what was verified."""
+        """Returns the tickets in a proof, after checking its signatures, unless they were checked before.
+
+        Raises ProtocolError for a malformed proof or a wrong signature.
+        """
         if not proof:
             return ()
         known = self._opened.get(proof)

@@ -4,7 +4,7 @@ Deterministic: a Conduct changes only itself, and only by the calls to it; `now`
 
 Knows: offences and their penalties. Must not know: how an offence is detected, nor any clock. Each offence adds points
 to the peer's sum; a sum of `POINTS_TO_SHUT_OUT` shuts the peer out: it is neither called nor answered, and routing does
-not count it as a replica. Points are taken off again when they are `heals_s` old.
+not count it as a replica. An offence's points expire `expires_after_s` after it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ class Offence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """An offence adds `points` for `heals_s` seconds; from POINTS_TO_SHUT_OUT on, it shuts out for `shut_out_s`."""
+    """What one offence costs: `points`, which expire after `expires_after_s` seconds.
+
+    If the peer's sum then is POINTS_TO_SHUT_OUT or more, it is shut out for `shut_out_s` seconds.
+    """
 
     points: int = 1
-    heals_s: float = 600.0
+    expires_after_s: float = 600.0
     shut_out_s: float = 300.0
 
 
@@ -50,7 +53,7 @@ PENALTIES: Final[Mapping[Offence, Penalty]] = dict.fromkeys(Offence, Penalty())
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """What follows from an offence, and why. shut_out_s: seconds for which the peer is shut out from now; 0.0: not."""
+    """What follows from an offence, and why. shut_out_s: seconds for which the peer is now shut out; 0.0 if not."""
 
     shut_out_s: float
     reason: str
@@ -67,9 +70,12 @@ class ReportOffence(Protocol):
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of one peer. unhealed: offences as (when it heals, points). occasions: each kind's last."""
+    """What is remembered of one peer.
 
-    unhealed: list[tuple[float, int]] = field(default_factory=list)
+    active: offences that count, as (time when it expires, points). occasions: by kind of offence, its latest occasion.
+    """
+
+    active: list[tuple[float, int]] = field(default_factory=list)
     shut_out_until: float = 0.0
     occasions: dict[Offence, str] = field(default_factory=dict)
 
@@ -82,7 +88,10 @@ class Conduct:
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence | None:
-        """Adds an offence, which may shut the peer out; returns what follows, None if `occasion` was counted before."""
+        """Adds an offence, which may shut the peer out. Returns what follows from it.
+
+        occasion: see ReportOffence; returns None, and adds nothing, if the last offence of this kind had the same one.
+        """
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
         if len(self._records) > MAX_PEERS:
@@ -91,20 +100,20 @@ class Conduct:
             return None
         record.occasions[offence] = occasion
         penalty = self._penalties[offence]
-        unhealed = [entry for entry in record.unhealed if entry[0] >= now]
+        active = [entry for entry in record.active if entry[0] >= now]
         # Entries older than the newest three could not change what follows.
-        record.unhealed = [*unhealed, (now + penalty.heals_s, penalty.points)][-POINTS_TO_SHUT_OUT:]
-        points = sum(points for _, points in record.unhealed)
+        record.active = [*active, (now + penalty.expires_after_s, penalty.points)][-POINTS_TO_SHUT_OUT:]
+        points = sum(points for _, points in record.active)
         if points >= POINTS_TO_SHUT_OUT:
             record.shut_out_until = max(record.shut_out_until, now + penalty.shut_out_s)
         seconds = self.shut_out_s(peer, now)
-        follows = f"shut out for {seconds:.0f} s" if seconds else f"they heal after {penalty.heals_s:.0f} s"
+        follows = f"shut out for {seconds:.0f} s" if seconds else f"they expire after {penalty.expires_after_s:.0f} s"
         return Consequence(seconds, f"{points} of {POINTS_TO_SHUT_OUT} points; {follows}")
 
     def shut_out_s(self, peer: PeerId, now: float) -> float:
         """Returns for how many seconds after `now` the peer is shut out; 0.0 when it is not.
 
-        now: on the clock of `record`; OffenceLog calls both with the loop's.
+        now: on the same clock as `record`'s `now`.
         """
         record = self._records.get(peer)
         return 0.0 if record is None else max(0.0, record.shut_out_until - now)

@@ -22,8 +22,8 @@ from agora.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_shards import (
-    Reader,
-    Readings,
+    KnownReadings,
+    ReaderIdentity,
     ReadPlan,
     add_readings,
     estimate_peers,
@@ -51,14 +51,17 @@ class RecordStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FoundRecords:
-    """Records that a read has found. linger_s: seconds for which the peers that they are about stay in the view."""
+    """Records that a read has found. linger_s: seconds for which the peers that signed them are to stay in the view."""
 
     records: list[Record]
     linger_s: float
 
 
 class DirectoryReader:
-    """Reads the shards that are due; estimates how many peers there are, and says where this peer should publish."""
+    """Reads the directory shards that are due, returns their records, and estimates the number of each stage's peers.
+
+    From the estimates follows in which shards this peer publishes. Whoever calls it merges the records into a view.
+    """
 
     def __init__(
         self,
@@ -70,13 +73,13 @@ class DirectoryReader:
         *,
         rng: random.Random,
         unix: Callable[[], float] = time.time,
-        is_invented: Callable[[PeerId], bool] = lambda peer: False,
+        was_unreachable: Callable[[PeerId], bool] = lambda peer: False,
     ) -> None:
         """unix: the wall clock, by which peers of one stage agree on what they read.
 
-        is_invented: whether nobody is met under a claim's name; then it does not count in estimates of stages' sizes.
+        was_unreachable: whether the claiming peer was dialled and not met; such claims are left out of the estimates.
         """
-        self._is_invented = is_invented
+        self._was_unreachable = was_unreachable
         self._store = store
         self._run = run
         self._me = me
@@ -85,14 +88,15 @@ class DirectoryReader:
         self._rng = rng
         self._unix = unix
         self._seed = rng.getrandbits(64)
-        self._readings: Readings = {}
+        self._readings: KnownReadings = {}
         self._took_s = 0.0
         self._plan = self._next_plan(None)
 
     async def read(self, span: Span | None) -> list[FoundRecords]:
         """Reads the shards that are due for a peer that claims `span`, and returns the others' records.
 
-        A run that is small is read whole. After an AgoraError, reported as DirectoryTrouble, there are no records.
+        A small run is read whole. An AgoraError is reported as DirectoryTrouble, and that kind of record is missing
+        then. Also updates the estimates.
         """
         self._plan = self._next_plan(span)
         started, shards = loop_time(), self._plan.shards
@@ -107,12 +111,12 @@ class DirectoryReader:
         return self._sorted_by_linger([record for record in records if record.peer != self._me], span)
 
     def forget(self) -> None:
-        """Forgets how many peers each stage has, so that all of it is read and counted anew."""
+        """Forgets the estimates, so that the next read takes the run for a small one and counts anew."""
         self._readings = {}
 
     def _hashes(self, claims: Sequence[Record]) -> set[int]:
-        """Returns the shard hashes of the peers of claims, without invented ones."""
-        return {shard_hash(self._run, claim.peer) for claim in claims if not self._is_invented(claim.peer)}
+        """Returns the shard hashes of the peers that signed these claims, except those that were unreachable."""
+        return {shard_hash(self._run, claim.peer) for claim in claims if not self._was_unreachable(claim.peer)}
 
     async def _read(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
         """Returns the shards' records of one kind; after an AgoraError, reported as DirectoryTrouble, none."""
@@ -127,19 +131,22 @@ class DirectoryReader:
         return shards_to_publish(self._readings, span, shard_hash(self._run, self._me))
 
     def interval_s(self, is_calm: bool) -> float:
-        """Returns the seconds until the next read. is_calm: whether nothing has changed for a while; read_interval_s.
+        """Returns the seconds to wait until the next read. is_calm: see read_interval_s; no effect in a large run.
 
-        In a run that is not small something always changes: there it has no effect.
+        In a large run something always changes, so it is always read at the longest interval.
         """
         return read_interval_s(is_calm, self._took_s) if self._plan.is_small else max(MAX_READ_S, 3.0 * self._took_s)
 
     @property
     def linger_s(self) -> float:
-        """Seconds for which a peer of the own stages or the next, which are read most often, stays in the view."""
+        """Seconds for which a peer of the own stages or the next one stays in the view after a read found it."""
         return self._linger_s(self._plan.close)
 
     def samples(self, span: Span | None) -> dict[int, StageSample]:
-        """Returns how many peers each stage has by estimate; empty while the whole run is read each time."""
+        """Returns the estimated size of each stage, by stage; {} in a small run, which is read whole each time.
+
+        span: the one that this peer claims, None for none.
+        """
         if self._plan.is_small:
             return {}
         samples = {}
@@ -149,21 +156,24 @@ class DirectoryReader:
         return samples
 
     def _sorted_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
-        """Returns records of peers of the own stages and the next, which are read again soon, apart from others."""
+        """Returns the records in two groups: first of other stages, then of the own stages and the next one.
+
+        The latter are read again sooner, so their peers stay in the view for a shorter time.
+        """
         close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
         others = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
         lingers = self._linger_s(self._plan.close), self._linger_s(self._plan.other)
         return [FoundRecords(others, lingers[1]), FoundRecords(close, lingers[0])]
 
     def _linger_s(self, reads: float) -> float:
-        """Returns the seconds for which a peer stays in the view if it is read again after `reads` reads."""
+        """Returns the seconds for which a peer stays in the view if its shard is read again after `reads` reads."""
         if self._plan.is_small:
             return linger_s(self._took_s)
         return linger_s(self._took_s) + (1.0 + JITTER) * reads * (self.interval_s(True) + self._took_s)
 
     def _next_plan(self, span: Span | None) -> ReadPlan:
         """Returns what to read next for a peer that claims `span`."""
-        reader = Reader(shard_hash(self._run, self._me), self._stage_count, span, self._seed)
+        reader = ReaderIdentity(shard_hash(self._run, self._me), self._stage_count, span, self._seed)
         return plan_read(self._readings, reader, self._unix(), self._rng)
 
 

@@ -52,20 +52,24 @@ DEPTH_0_MARGIN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The result of reading a shard at time `at`: exactly `count` peers are in the fraction `covered` of all hashes."""
+    """The result of reading a shard at unix time `at`: `count` peers, in the fraction `covered` of all hashes."""
 
     count: int
     covered: float
     at: float
 
 
-Readings = Mapping[int, Mapping[Shard, Reading]]
+KnownReadings = Mapping[int, Mapping[Shard, Reading]]
 """The readings that still count, by stage and shard."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """The peer that reads: its hash in the run, the run's number of stages, its span, a seed of its random choices."""
+class ReaderIdentity:
+    """The facts about the reading peer that decide what it reads. Immutable.
+
+    peer_hash: its hash in the run. stage_count: of the run. span: what it claims, None for nothing. seed: of its random
+    choices.
+    """
 
     peer_hash: int
     stage_count: int
@@ -75,10 +79,10 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read next; immutable.
+    """The shards to read next. Immutable.
 
-    is_small: whether everything is read each time. close, other: number of reads after which each shard is read again,
-    of the own stages and the next one, and of other stages.
+    is_small: whether everything is read each time. close: number of reads after which a shard of the own stages or the
+    next one is read again. other: the same for the other stages.
     """
 
     shards: tuple[Shard, ...]
@@ -100,8 +104,8 @@ def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
     return Reading(len(hashes) - 1, (max(hashes) - shard.first_hash) / HASHES, now)
 
 
-def add_readings(known: Readings, found: Mapping[Shard, Reading]) -> Readings:
-    """Returns all readings after `found`, without those that are READINGS_S older than their stage's newest one."""
+def add_readings(known: KnownReadings, found: Mapping[Shard, Reading]) -> KnownReadings:
+    """Returns a copy of `known` with the readings `found`, without those READINGS_S older than their stage's newest."""
     merged = {stage: dict(readings) for stage, readings in known.items()}
     for shard, reading in found.items():
         merged.setdefault(shard.stage, {})[shard] = reading
@@ -111,8 +115,8 @@ def add_readings(known: Readings, found: Mapping[Shard, Reading]) -> Readings:
     return merged
 
 
-def estimate_peers(known: Readings, stage: int) -> float:
-    """Returns about how many peers claim a stage: those counted, by the part of all hashes in which they were; or 0.
+def estimate_peers(known: KnownReadings, stage: int) -> float:
+    """Returns about how many peers claim a stage: peers counted / fraction of hashes covered; 0.0 without readings.
 
     Hashes are uniform, so that every shard is a sample. Shards that cover more count for more: a full key of ids that
     were chosen for small hashes covers next to nothing.
@@ -133,15 +137,20 @@ def depth_to_read(peers: float) -> int:
 
 
 def depths_to_publish(peers: float) -> set[int]:
-    """Returns the depths to publish at, in a stage with about `peers` peers: those around the real one.
+    """Returns the one or two depths to publish at, in a stage with about `peers` peers: `_depth` rounded down and up.
 
-    So a reader whose estimate is up to 1.4 times larger or smaller finds the record, and no depth is left at once.
+    So a reader whose estimate is up to 1.4 times larger or smaller finds the record, and a peer whose estimate changes
+    slowly publishes at a new depth before it leaves the old one.
     """
     return {math.floor(_depth(peers)), math.ceil(_depth(peers))}
 
 
-def shards_to_publish(known: Readings, span: Span, peer_hash: int) -> list[Shard]:
-    """Returns the shards in which a peer publishes its records: up to three for each stage of its span."""
+def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[Shard]:
+    """Returns the shards in which a peer publishes its records.
+
+    For each stage of its span: the shards at the two depths around the estimated one, and depth 0 if its hash is low
+    enough for that key to keep it.
+    """
     shards = []
     for stage in span.stages:
         peers = estimate_peers(known, stage)
@@ -155,8 +164,11 @@ def shards_to_publish(known: Readings, span: Span, peer_hash: int) -> list[Shard
 # --- what to read
 
 
-def plan_read(known: Readings, reader: Reader, now: float, rng: random.Random) -> ReadPlan:
-    """Returns what to read next, and how many reads it takes until a shard is read again. now: unix seconds."""
+def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ReadPlan:
+    """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
+
+    Shuffles with `rng`, so that shards that are equally overdue are read in random order.
+    """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:
         return ReadPlan(tuple(shard for stage, count in enumerate(peers) for shard in all_shards(stage, count)), True)
@@ -182,13 +194,16 @@ def plan_read(known: Readings, reader: Reader, now: float, rng: random.Random) -
 
 
 def all_shards(stage: int, peers: float) -> Iterator[Shard]:
-    """Yields all shards of the depth to read of a stage with about `peers` peers."""
+    """Yields every shard of a stage with about `peers` peers, at the depth to read."""
     for bits in product("01", repeat=depth_to_read(peers)):
         yield Shard(stage, "".join(bits))
 
 
-def close_shards(peers: list[float], reader: Reader, now: float) -> set[Shard]:
-    """Returns the shards to read of the reader's own stages and of the next. peers: of each stage, by estimate."""
+def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
+    """Returns the shards to read of the reader's own stages and of the next one; none if it claims no span.
+
+    peers: the estimated number of peers of each stage.
+    """
     if reader.span is None:
         return set()
     stages = [stage for stage in reader.span.stages if stage < len(peers)]
@@ -202,10 +217,11 @@ def close_shards(peers: list[float], reader: Reader, now: float) -> set[Shard]:
 
 
 def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float) -> set[Shard]:
-    """Returns the shards to read of an own stage, for a span of `stages`: all, or OWN_SHARDS / stages, 1 at least.
+    """Returns the shards to read of one own stage, when the span has `stages`: all, or about OWN_SHARDS / stages.
 
-    If they are not all, they have the own hash's bits except for some, which change every MIX_S: all peers of these
-    shards then read the same ones, so that they agree on who averages with whom, and over time all average with all.
+    If not all, they have the bits of the own hash, except for a few bits, of which all values are read. Which bits
+    these are changes every MIX_S. All peers of these shards then read the same shards, so that they agree on who
+    averages with whom; over time each peer averages with all others.
     """
     depth = depth_to_read(peers)
     free = min(depth, int(math.log2(max(1, OWN_SHARDS // stages))))
@@ -220,7 +236,7 @@ def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float
 
 
 def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
-    """Returns the shards to read of the next stage: random ones, which differ from caller to caller.
+    """Returns the shards to read of the next stage: random ones, chosen by `seed`, different for each caller.
 
     Their number is such that each shard is known to CALLERS_PER_SHARD of about `callers` peers that call this stage.
     """
@@ -232,8 +248,8 @@ def next_shards(stage: int, peers: float, callers: float, seed: int, now: float)
     return {Shard(stage, shard_bits(_random_hash(seed, index, now), depth)) for index in range(count)}
 
 
-def other_shards(peers: list[float], reader: Reader, now: float) -> set[Shard]:
-    """Returns one random shard of each stage that is neither the reader's own nor the next."""
+def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
+    """Returns one random shard of each stage that is neither one of the reader's own nor the next one."""
     span = reader.span
     bits = _random_hash(reader.seed, 0, now)
     others = (stage for stage in range(len(peers)) if span is None or not span.first <= stage <= span.last + 1)
@@ -241,7 +257,7 @@ def other_shards(peers: list[float], reader: Reader, now: float) -> set[Shard]:
 
 
 def _random_hash(seed: int, index: int, now: float) -> int:
-    """Returns a random hash, the same for EXCHANGE_S. Those of different indices change at different times."""
+    """Returns a random hash that changes every EXCHANGE_S; hashes of different `index` change at different times."""
     turn = math.floor(now / EXCHANGE_S + index / MAX_NEXT_SHARDS)
     digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()
     return int.from_bytes(digest[: HASH_BITS // 8], "big")

@@ -30,7 +30,10 @@ PATIENCE_STEPS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The swarm's state (OK, DEGRADED, STALLED, PAUSED, UNREACHABLE), why, and what to do; `do` is None for nothing."""
+    """The swarm's state (OK, DEGRADED, STALLED, PAUSED or UNREACHABLE), why, and what to do. Immutable.
+
+    why, do: sentences for people; `do` is None if there is nothing to do.
+    """
 
     state: str
     why: str
@@ -40,7 +43,7 @@ class Health:
 def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
     """Returns the swarm's health as one peer that works sees it: UNREACHABLE, STALLED, DEGRADED or OK (module's table).
 
-    since_unix: when that peer began to look; steps are missed only from then on.
+    since_unix: when that peer began to look; time without steps counts only from then on.
     """
     if not view.peers:
         what_to_do = "check the invite's addresses and this machine's network"
@@ -62,7 +65,7 @@ def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float) -
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
-    """Returns STALLED for stages `empty`, which nobody serves: wait when all are claimed, else start a peer there."""
+    """Returns STALLED for stages `empty`, which nobody serves; the advice is to wait if all of them are claimed."""
     names = f"stage {empty[0]} has" if len(empty) == 1 else "stages " + ", ".join(map(str, empty)) + " have"
     unclaimed = [stage for stage in empty if not view.claimants(stage)]
     if not unclaimed:
@@ -72,7 +75,10 @@ def _judge_vacant(view: View, empty: list[int]) -> Health:
 
 
 def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
-    """Returns DEGRADED when a stage has a single replica or never stepped (None in `last`, the unix times), else OK."""
+    """Returns DEGRADED if a stage has a single replica or has never stepped; otherwise OK.
+
+    last: by stage, the unix time of its last step, None for none.
+    """
     steps = [stepped for stepped in last.values() if stepped is not None]
     if len(steps) < len(last):
         waiting = next(stage for stage, stepped in last.items() if stepped is None)
@@ -88,6 +94,9 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
 
 
 def _patience_s(replicas: Sequence[PeerView]) -> float:
-    """Returns after how many seconds without a step a stage is stalled: 10 times its usual step time, 60 at least."""
+    """Returns after how many seconds without a step a stage is stalled: 10 times its usual step time, at least 60 s.
+
+    The usual step time is the shortest that any of the replicas has.
+    """
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)

@@ -27,11 +27,14 @@ from agora.swarm.view import PeerView, View
 LOST_S: Final = 30.0
 """Seconds for which a lost peer is disbelieved: more than a dead peer's claim lasts in the directory."""
 MAX_DIALS: Final = 4
-"""Peers to dial that one look returns at most; the others come at the next."""
+"""Most peers to dial that one `look` returns; the next ones return the rest."""
 
 
 class LostPeers:
-    """Remembers whose connection broke, and which of them are lost, each under the incarnation of its claim."""
+    """Remembers whose connection broke, and which peers are lost, each with the incarnation of its claim.
+
+    Call `look` often; dial the peers that it returns, and call `record_failed_dial` for each that cannot be reached.
+    """
 
     def __init__(self) -> None:
         self._connected: frozenset[PeerId] = frozenset()
@@ -39,7 +42,10 @@ class LostPeers:
         self._lost: dict[PeerId, tuple[int, float]] = {}
 
     def look(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
-        """Records who is connected now. Returns the peers of the view to dial, since their connection broke."""
+        """Records who is connected now.
+
+        Returns the peers of the view to dial because their connection broke, each once.
+        """
         live = frozenset(connected)
         self._to_dial |= dict.fromkeys(sorted(self._connected - live))
         self._connected = live
@@ -55,9 +61,9 @@ class LostPeers:
         return [view.peers[peer] for peer in due]
 
     def record_failed_dial(self, now: float, peer: PeerId, incarnation: int) -> bool:
-        """Records that a peer to dial could not be reached; returns whether it counts as lost.
+        """Records that a peer that `look` returned could not be reached; returns whether it counts as lost now.
 
-        incarnation: of its claim when the dial began.
+        incarnation: that of its claim when the dial began.
         """
         if not self._connected or peer in self._connected:
             return False
@@ -65,6 +71,6 @@ class LostPeers:
         return True
 
     def is_lost(self, peer: PeerView) -> bool:
-        """Returns whether the peer, as its claim describes it, counts as gone."""
+        """Returns whether the peer counts as gone; a claim of a later incarnation than the lost one brings it back."""
         known = self._lost.get(peer.peer)
         return known is not None and peer.incarnation <= known[0]

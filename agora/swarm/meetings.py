@@ -22,52 +22,53 @@ from agora_protocol.ids import PeerId
 from agora.swarm.view import PeerView
 
 MAX_DIALS: Final = 32
-"""Strangers dialled after one read of the directory, at most."""
+"""Most strangers dialled after one read of the directory."""
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 120.0
-"""A stranger that was dialled in vain is dialled again after FIRST_WAIT_S, then after twice as long each time."""
+"""A stranger that did not answer is dialled again after FIRST_WAIT_S, then after twice as long each time."""
 
 
 @dataclass(slots=True)
 class _Dialled:
-    """One stranger: when it may be dialled again, and how long the wait after that is."""
+    """One stranger that was dialled. again_at: when it may be dialled again. wait_s: the wait after that dial."""
 
     again_at: float
     wait_s: float = FIRST_WAIT_S
 
 
 class Acquaintances(Protocol):
-    """Says who was met, and meets others (the local peer does, by its network)."""
+    """Protocol: says with whom HELLO was exchanged, and dials others; implemented by the local peer."""
 
     def is_met(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with a peer; without that it is in no view."""
+        """Returns whether HELLO was exchanged with a peer; only such peers are in the view."""
 
     async def meet(self, strangers: Sequence[PeerView]) -> None:
-        """Dials strangers, and returns within a few seconds."""
+        """Dials strangers and returns within a few seconds; afterwards `is_met` is true of those that answered."""
 
 
 class EverybodyIsMet:
-    """Believes every claim."""
+    """Acquaintances that count every peer as met; for tests, and until others are set."""
 
     def is_met(self, peer: PeerId) -> bool:
         """Returns True."""
         return True
 
     async def meet(self, strangers: Sequence[PeerView]) -> None:
-        """Is never called."""
+        """Does nothing: nobody is a stranger."""
 
 
 class Meetings:
-    """Remembers which strangers were dialled, and chooses the next ones. It changes only by `choose`."""
+    """Remembers which strangers were dialled, and chooses the next ones. Only `choose` changes it."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._dialled: dict[PeerId, _Dialled] = {}
 
     def choose(self, now: float, strangers: Mapping[PeerId, PeerView]) -> list[PeerView]:
-        """Returns at most MAX_DIALS strangers to dial now, and counts them as dialled; forgets all that are gone.
+        """Returns at most MAX_DIALS strangers to dial now, and records them as dialled.
 
-        Those dialled less often come first. Of equals, each network has one before any has two.
+        strangers: all there are now; dials of any other peer are forgotten. Strangers dialled less often come first. Of
+        equals, each network has one before any has two.
         """
         self._dialled = {peer: known for peer, known in self._dialled.items() if peer in strangers}
         due = [seen for peer, seen in strangers.items() if seen.addresses and self._is_due(peer, now)]
@@ -85,11 +86,11 @@ class Meetings:
         return chosen
 
     def was_dialled(self, peer: PeerId) -> bool:
-        """Returns whether a stranger was dialled at all, since it was heard of."""
+        """Returns whether this stranger was chosen at least once."""
         return peer in self._dialled
 
-    def was_in_vain(self, peer: PeerId) -> bool:
-        """Returns whether a peer is a stranger who was dialled before the latest read."""
+    def was_unreachable(self, peer: PeerId) -> bool:
+        """Returns whether a peer was dialled before and was still a stranger at the latest `choose`."""
         return self._wait_s(peer) > FIRST_WAIT_S
 
     def _is_due(self, peer: PeerId, now: float) -> bool:
@@ -98,6 +99,6 @@ class Meetings:
         return known is None or known.again_at <= now
 
     def _wait_s(self, peer: PeerId) -> float:
-        """Returns how long the wait after a stranger's next dial is; 0 for one that was never dialled."""
+        """Returns the seconds to wait after a stranger's next dial; 0.0 for one that was never dialled."""
         known = self._dialled.get(peer)
         return known.wait_s if known is not None else 0.0

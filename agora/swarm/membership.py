@@ -38,11 +38,11 @@ from agora.swarm.stage_supply import equal_demands
 from agora.swarm.view import StageSample, View, merge
 
 MEET_ALL_S = 15.0
-"""For so long a newcomer dials those whose claims it has read, before it chooses a span."""
-MANY_INVENTED = 16
-"""Strangers dialled in vain at once, most of all, after which what was read is counted anew without them."""
+"""Most seconds for which a newcomer dials those whose claims it has read, before it chooses a span."""
+MANY_UNREACHABLE = 16
+"""Unreachable strangers in one batch of dials, if they are most of it, after which the stages are counted anew."""
 SETTLE_S = 1.0
-"""Seconds, up to twice as many at random, in which others can see a claim before its peer looks for collisions."""
+"""Least seconds, at random up to twice this, for others to see a claim before its peer looks for collisions."""
 LIFETIME_S = 20.0
 """Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
@@ -55,9 +55,10 @@ MOST_CAPACITY, MOST_BANDWIDTH = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The run, and this peer in it. incarnation: number of its first claim; each new claim of a span has the next.
+    """Describes the run and this peer in it. Immutable.
 
-    is_member: returns whether a peer is admitted to the run; others are not in the view.
+    incarnation: number of this peer's first claim; each new claim of a span has the next number. is_member: returns
+    whether a peer is admitted to the run; others are not in the view.
     """
 
     run: RunId
@@ -71,7 +72,7 @@ class MembershipConfig:
 class Membership:
     """Chooses and publishes which span this peer holds, and keeps its view of all peers fresh while `run` runs.
 
-    acquaintances: says who was met; only they are in the view. Everybody is, until whoever made this sets others.
+    acquaintances: says who was met; only they are in the view. Counts everybody as met until its creator replaces it.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Membership:
             report,
             rng=self._rng,
             unix=unix,
-            is_invented=self._meetings.was_in_vain,
+            was_unreachable=self._meetings.was_unreachable,
         )
         self._demands = equal_demands(config.stage_count)
         self._changed_at = 0.0
@@ -124,8 +125,9 @@ class Membership:
     async def claim_span(self, demands: StageDemands, ability: Ability, pinned: Span | None = None) -> Placement:
         """Claims a span as joining: `pinned`, or the best one for `ability`, chosen again while others collide.
 
-        Gives up the stages that this peer claimed before. Returns the placement that stands; call `confirm` later. A
-        placement without a span means to stand by: then nothing is claimed.
+        Reads the directory and dials strangers first; takes seconds. The new claim replaces this peer's former one.
+        Returns the placement that has settled; call `confirm` before serving. A placement without a span means to stand
+        by: then nothing is claimed.
         """
         await self.refresh()
         await self._meet_everybody()
@@ -137,9 +139,9 @@ class Membership:
         return placement if placement.span is None else await self._settle(Settling(placement))
 
     async def confirm(self) -> Placement | None:
-        """Asks once more, right before serving. Returns None when the claimed span still stands.
+        """Judges collisions once more, right before serving. Returns None if the claimed span is still the right one.
 
-        Otherwise returns the placement to load instead, already claimed and settled.
+        Otherwise claims another span, waits until that has settled, and returns the placement to load instead.
         """
         judged = await self._judge_collision()
         claimed = self.view.peers[self._me].span
@@ -149,7 +151,7 @@ class Membership:
         return placement if placement.span != claimed else None
 
     async def _settle(self, settling: Settling) -> Placement:
-        """Claims the placement, then others while claims collide. Reports SpanChosen and returns the settled one."""
+        """Claims the placement, and others while claims collide; reports SpanChosen. Returns the settled placement."""
         await self._publish_new_claim(settling.placement)
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
@@ -173,7 +175,7 @@ class Membership:
             await self._publish_changed(replace(self.claim, state=state))
 
     def update_ability(self, capacity: float, bandwidth: float) -> None:
-        """Sets what the claim says of this peer from its next publication on; does nothing without a claim.
+        """Sets the claim's capacity and bandwidth from its next publication on; does nothing without a claim.
 
         capacity: microbatches per second for its span. bandwidth: bytes per second. Both 0 for unknown.
         """
@@ -182,7 +184,7 @@ class Membership:
             self.claim = replace(self.claim, capacity=capacity, bandwidth=bandwidth)
 
     async def announce_addresses(self, announcement: Announcement) -> None:
-        """Sets what the claim says of how others can connect to this peer; publishes it at once if it has changed."""
+        """Sets how others can connect to this peer, in this claim and later ones; publishes at once if that is new."""
         if announcement == self._announcement:
             return
         self._announcement = announcement
@@ -205,12 +207,15 @@ class Membership:
         await self._publish_claim()
 
     async def _publish_claim(self) -> None:
-        """Stores the claim, if there is one, in the directory again; a leaving one with a shorter lifetime."""
+        """Stores the claim, if there is one, in the directory again; a leaving claim gets a shorter lifetime."""
         if self.claim is not None:
             await self._publish(self.claim, LEAVING_LIFETIME_S if self.claim.state == "leaving" else LIFETIME_S)
 
     async def publish_progress(self, progress: Progress | None) -> None:
-        """Merges progress, if any of the claimed span, into the view; publishes it with the claim's incarnation."""
+        """Merges this peer's progress into the view and publishes it, both with the claim's incarnation.
+
+        Does nothing without a claim, for None, and for progress of another span than the claimed one.
+        """
         if self.claim is not None and progress is not None and self.claim.span == progress.span:
             progress = replace(progress, incarnation=self.claim.incarnation)
             self._merge([FoundRecords([progress], 0.0)])
@@ -241,7 +246,7 @@ class Membership:
             await publish()
 
     async def _keep_reading(self) -> None:
-        """Refreshes the view until cancelled; rests between, longer when nothing changes or reads are slow."""
+        """Refreshes the view until cancelled; waits between reads, longer when nothing changes or reads are slow."""
         while True:
             await self.refresh()
             is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
@@ -249,9 +254,9 @@ class Membership:
             await asyncio.sleep(self._jittered(self._reader.interval_s(is_calm)))
 
     async def refresh(self) -> None:
-        """Reads once what is due of claims and progress, and merges the others' into the view.
+        """Reads the claims and progress that are due, merges them into the view, and dials strangers that are due.
 
-        That is all there is in a small run; in a large one it is a bounded part, see swarm/directory_shards.py.
+        In a small run everything is due; in a large one a bounded part, see swarm/directory_shards.py.
         """
         span = self.claim.span if self.claim is not None else None
         found = await self._reader.read(span)
@@ -259,18 +264,18 @@ class Membership:
         await self._meet_some()
 
     async def _meet_some(self) -> bool:
-        """Dials the strangers who are due, and counts those that were met. Returns whether there were any due."""
+        """Dials the strangers that are due, and moves those that answer into the view. Returns whether any were due."""
         due = self._meetings.choose(loop_time(), self.view.strangers)
         if due:
             await self.acquaintances.meet(due)
             self.count_members()
-            in_vain = sum(seen.peer in self.view.strangers for seen in due)
-            if in_vain >= MANY_INVENTED and 2 * in_vain > len(due):
+            unreachable = sum(seen.peer in self.view.strangers for seen in due)
+            if unreachable >= MANY_UNREACHABLE and 2 * unreachable > len(due):
                 self._reader.forget()  # it counted them as peers
         return bool(due)
 
     async def _meet_everybody(self) -> None:
-        """Dials every stranger once, for MEET_ALL_S at most: a newcomer chooses its span by who is really there."""
+        """Dials every stranger once, for MEET_ALL_S at most: a newcomer chooses its span by the peers that answer."""
         until = loop_time() + MEET_ALL_S
         while not all(map(self._meetings.was_dialled, self.view.strangers)) and loop_time() < until:
             if not await self._meet_some():
@@ -279,12 +284,12 @@ class Membership:
             await self.refresh()
 
     def count_members(self) -> None:
-        """Moves strangers that were met into the view; called when a HELLO was exchanged."""
+        """Moves strangers that were met by now into the view; to be called after each exchanged HELLO."""
         if any(self.acquaintances.is_met(peer) for peer in self.view.strangers):
             self._merge([])
 
     def forget_lost(self) -> None:
-        """Takes the peers out of the view that are lost by now."""
+        """Removes the peers from the view that `lost_peers` counts as lost by now."""
         self._merge([])
 
     def _jittered(self, seconds: float) -> float:
@@ -294,13 +299,14 @@ class Membership:
     # --- the view
 
     def forget_refused(self) -> None:
-        """Drops at once the peers that are not members any more."""
+        """Removes the peers from the view that are not members any more."""
         self._merge([])
 
     def _merge(self, found: Sequence[FoundRecords], samples: Mapping[int, StageSample] | None = None) -> None:
-        """Merges records and this peer's own claim, so that it never expires, into the view; reports each change.
+        """Merges records into the view, removes peers that expired, are lost or are no members, and reports changes.
 
-        samples: the view's new ones; None keeps those it has.
+        This peer's own claim is merged each time, so that it never expires. samples: the view's new samples; None keeps
+        the present ones.
         """
         own = FoundRecords([self.claim] if self.claim is not None else [], self._reader.linger_s)
         former, view, now_unix = self.view, self.view, self._unix()
@@ -324,9 +330,9 @@ class Membership:
 
 
 def changes(former: View, view: View, lost: Collection[PeerId] = ()) -> list[events.Event]:
-    """Returns PeerSeen for each peer that came or changed span, state, incarnation or addresses, PeerGone if gone.
+    """Returns PeerSeen for each peer that came or changed span, state, incarnation or addresses, PeerGone for others.
 
-    lost: those that are gone although their claims have not ended.
+    former, view: before and after. lost: peers removed although their claims have not ended.
     """
     changed: list[events.Event] = []
     for peer, seen in view.peers.items():

@@ -40,9 +40,9 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The span to hold, and why; None: hold none, and stand by.
+    """The span to hold, and why; span None means to hold none and stand by. Immutable.
 
-    is_final: no joiner in the view has to claim another span than it has claimed.
+    is_final: every joiner in the view may keep the span that it has claimed.
     """
 
     span: Span | None
@@ -52,7 +52,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How far a joining peer is with settling its claim.
+    """How far a joining peer is with settling its claim. Immutable; see `next_settling_step`.
 
     rounds: how often it has looked at the claims of the others. kept: how many of the last looks, in a row, have left
     its span as it was.
@@ -84,7 +84,7 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
 
 
 def choose_placement(view: View, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement:
-    """Returns where a newcomer helps most: thin stages first, then the slowest stage; `rng` breaks ties.
+    """Returns the span where a newcomer helps most: thin stages first, then the slowest stage; `rng` breaks ties.
 
     Returns a placement without a span, so that the newcomer stands by, when no stage fits into its memory, and when no
     stage is thin and its rate would be less than LEAST_SHARE of what a machine of median speed does there.
@@ -108,22 +108,22 @@ def pinned_span(view: View, stage_count: int, span: Span) -> Placement:
 
 
 def holders_by_stage(view: View, stage_count: int) -> list[int]:
-    """Returns how many peers each stage has that serve it or are joining; by estimate in a large run."""
+    """Returns how many peers serve or join each stage, by stage index; estimated in a large run."""
     return [view.claimant_count(stage) for stage in range(stage_count)]
 
 
 def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId) -> Placement:
-    """Decides which span this peer, still joining, should hold, since others may have chosen at the same time.
+    """Returns the span that this peer, still joining, should hold, since others may have chosen at the same time.
 
     A joiner whose span is a best choice, given all other claims, keeps it. The other joiners take turns in the order of
     a hash of (run, peer): each keeps its span if that is a best choice, given those who serve, those who keep theirs,
-    and those whose turn came before; else it gets the best span of the same length then. The same view gives every peer
-    the same outcome.
+    and those whose turn came before. Otherwise it gets the best span of the same length at that point. The same view
+    gives every peer the same outcome.
     """
     everybody = StageSupply(view, demands)
     moving = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(everybody, p)}
     if me.peer not in moving:
-        return Placement(me.span, f"stages {me.span} are the best choice beside everybody else's", not moving)
+        return Placement(me.span, f"stages {me.span} are the best choice, given everybody else's", not moving)
     for peer in moving.values():
         if peer.span.first < demands.stage_count:
             everybody.remove(peer.span, everybody.rate_of(peer))
@@ -161,12 +161,12 @@ def _claimed_speed(supply: StageSupply, peer: PeerView) -> float:
 
 
 def _rate_elsewhere(supply: StageSupply, peer: PeerView, span: Span) -> float:
-    """Returns the rate that the peer would have at `span`."""
+    """Returns the microbatches per second that the peer would compute at `span`."""
     return supply.rate_at(span, _claimed_speed(supply, peer), peer.bandwidth)
 
 
 def _span_in_turn(supply: StageSupply, turn: PeerView, run: RunId) -> Span:
-    """Returns the joiner's claimed span if that is a best choice, given `supply`, else the best one its hash picks."""
+    """Returns the joiner's claimed span if that is a best choice, given `supply`; otherwise a best one by its hash."""
     best = _best_for(supply, turn)
     if turn.span in best:
         return turn.span

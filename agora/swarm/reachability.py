@@ -1,8 +1,8 @@
-"""Decides how reachable this peer is, which relays it holds a place at, and which addresses it announces. Pure.
+"""Decides how reachable this peer is, which relays it reserves at, and which addresses it announces. Pure.
 
 Knows: what other peers answered, and the view. Must not know: sockets, p2pd, a clock: `now` is an argument.
 
-| a peer has dialled this one back | it has a place at a relay | others came through a punched hole | reachability |
+| others have dialled it back | it has a relay reservation | others came through a punched hole | reachability |
 |---|---|---|---|
 | yes | any | any | public |
 | no | yes | yes | punched |
@@ -25,19 +25,17 @@ from agora_protocol.limits import MAX_ADDRESSES
 from agora.swarm.view import PeerView, View
 
 RELAYS_HELD: Final = 2
-"""Relays at which a peer that cannot be dialled has a place: when one dies, the other is there already."""
+"""Relays at which a peer that cannot be dialled has reservations: when one dies, the other is there already."""
 REFUSED_S: Final = 60.0
 """Seconds for which a relay that gave no place is not asked again."""
 ASKED: Final = 3
 """At most this many neighbours are asked to dial back: CONFIRMING of them can outvote one that answers falsely."""
 CONFIRMING: Final = 2
 """Neighbours that must name an address which this peer does not know as its own, before it counts as reached."""
-MAX_OBSERVED: Final = 4
-"""Addresses at which others have dialled this peer back, remembered at most."""
 SETTLED_S: Final = 300.0
-"""Seconds for which it holds that a peer has dialled this one back."""
+"""Seconds until reachability is checked again after a successful dial-back."""
 RETRY_S: Final = 15.0
-"""The same seconds after nobody has: a router may have been set up meanwhile."""
+"""Seconds until it is checked again after none succeeded: a router may have been set up meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,11 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a claim says of how to connect to a peer. addresses: with /p2p/PEER. relays_for: see Claim."""
+    """What a claim says of how to connect to its peer. Immutable.
+
+    reachability: a value of the module's table. addresses: with /p2p/PEER at the end. relays_for: how many peers it
+    offers to relay for at most.
+    """
 
     reachability: str = "unknown"
     addresses: tuple[str, ...] = ()
@@ -73,18 +75,18 @@ class Announcement:
 
 @dataclass(slots=True)
 class RelayRefusals:
-    """Remembers which relays gave no place, and since when."""
+    """Remembers which relays refused a reservation or could not be reached. since: by relay, the time of that."""
 
     since: dict[PeerId, float] = field(default_factory=dict)
 
     def refused(self, now: float) -> set[PeerId]:
-        """Returns the relays that are not to be asked now; forgets the others."""
+        """Returns the relays that failed less than REFUSED_S ago and are not to be asked now; forgets the others."""
         self.since = {peer: at for peer, at in self.since.items() if now - at < REFUSED_S}
         return set(self.since)
 
 
 def judge_reachability(findings: Findings) -> str:
-    """Returns the reachability that the findings mean, see the table above."""
+    """Returns "public", "punched", "relayed", "unreachable" or "unknown", by the module's table."""
     if findings.reached:
         return "public"
     if findings.asked_at is None:
@@ -107,9 +109,10 @@ def confirmed_addresses(reached: Sequence[Collection[str]], own: Collection[str]
 
 
 def needs_relays(findings: Findings, own: Collection[str]) -> bool:
-    """Returns whether this peer should have places at relays: unless others reached it at one of its own addresses.
+    """Returns whether this peer should hold relay reservations: others did not reach it at any of its own addresses.
 
-    own: those of its interfaces, and announced ones. A NAT may have let in only the peer that dialled back.
+    own: addresses of its interfaces, and configured ones. Being reached at another address is not enough: a NAT may
+    have let in only the peer that dialled back.
     """
     return not any(address in own for address in findings.reached)
 
@@ -117,9 +120,10 @@ def needs_relays(findings: Findings, own: Collection[str]) -> bool:
 def choose_relays(
     me: PeerId, view: View, held: Collection[PeerId], refused: Collection[PeerId], count: int = RELAYS_HELD
 ) -> list[PeerId]:
-    """Returns the relays at which this peer should have a place: those held that still offer it, then others.
+    """Returns at most `count` relays at which this peer should hold reservations: of `held` first, then others.
 
-    The others come in the order of a hash of both ids, so that the peers spread over all relays.
+    Only relays that still offer it and are not in `refused`. Within each group they are in the order of a hash of both
+    ids, so that peers spread over all relays.
     """
     offering = [p for p in view.peers.values() if p.peer != me and p.peer not in refused and offers_relay(p)]
     ranked = sorted(offering, key=lambda seen: (seen.peer not in held, _hash(me, seen.peer)))
@@ -127,17 +131,18 @@ def choose_relays(
 
 
 def offers_relay(seen: PeerView) -> bool:
-    """Returns whether a peer's claim says that it relays for others, and that it can be dialled."""
+    """Returns whether a peer's claim says that it relays for others, can be dialled, and is not leaving."""
     return seen.relays_for > 0 and seen.reachability == "public" and seen.state != "leaving"
 
 
 def announce(
     me: PeerId, own: Sequence[str], findings: Findings, relay_addresses: Mapping[PeerId, Sequence[str]], relays_for: int
 ) -> Announcement:
-    """Returns what this peer's claim is to say.
+    """Returns what this peer's claim is to say of how to connect to it: at most MAX_ADDRESSES, direct ones first.
 
-    own: direct addresses, as configured and as its interfaces have them, that may be told, without /p2p/PEER.
-    relay_addresses: of each relay, with its own /p2p/RELAY.
+    own: addresses without /p2p/PEER that may be announced: configured ones, and those of its interfaces.
+    relay_addresses: by relay, its addresses with /p2p/RELAY; of `findings.relays` those that are missing here are left
+    out. relays_for: how many peers it would relay for; announced only if it is public.
     """
     reachability = judge_reachability(findings)
     direct = tuple(f"{address}/p2p/{me}" for address in dict.fromkeys((*findings.reached, *own)))
@@ -152,5 +157,5 @@ def announce(
 
 
 def _hash(me: PeerId, relay: PeerId) -> bytes:
-    """Returns the rank of a relay for a peer: the least comes first."""
+    """Returns the hash by which a peer ranks relays, the least first."""
     return hashlib.sha256(f"agora relay 1\0{me}\0{relay}".encode()).digest()

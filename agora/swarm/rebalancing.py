@@ -32,21 +32,21 @@ SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
 OUT_OF_TURN = 0.05
 """Where k peers before this one should move, it judges as if they could not with this probability, times k / n."""
 MOST_FOLLOWERS = 32
-"""Of the others that would move too, so many are reckoned with, before this peer and after it."""
+"""At most this many of the other movers are simulated, before this peer's move and again after it."""
 
 
 def next_look_s(rng: random.Random) -> float:
-    """Returns the seconds until a peer judges its place again, at random, so that peers do not judge at once."""
+    """Returns the seconds until a peer next calls `judge_move`: random, so that peers do not judge at the same time."""
     return rng.uniform(SHORTEST_LOOK_S, LONGEST_LOOK_S)
 
 
 def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement | None:
-    """Returns the span to which this peer should move, and why; None: it stays.
+    """Returns the span to which this peer should move, and why; None if it should stay.
 
     The peers that could be spared take turns, in the order of a hash of peer and slowest stage: this one judges what
     the stages would be after the moves of those before it. So peers that judge the same view at once go to different
-    stages, and no more of them go than help. In case that those before it cannot move, it judges without them with a
-    small probability, see OUT_OF_TURN; the number drawn from `rng` decides that.
+    stages, and no more of them go than help. Those before it may be unable to move; so it judges without them with a
+    small probability, see OUT_OF_TURN. One number is drawn from `rng` at each call, even if it is not needed.
     """
     draw, own = rng.random(), view.peers.get(me)
     if own is None or own.state != "serving" or own.span.last >= demands.stage_count:
@@ -56,7 +56,7 @@ def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, 
         return None
     judgement = _Judgement(view, own, demands, ability)
     others = judgement.other_spare_peers()
-    moved = judgement.let_go_first(others)
+    moved = judgement.apply_earlier_moves(others)
     if (placement := judgement.judge()) is not None:
         return placement
     return alone if draw * (1 + len(others)) < OUT_OF_TURN * moved else None
@@ -64,14 +64,14 @@ def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, 
 
 @dataclass(slots=True)
 class _Rates:
-    """The swarm's rate before a move, and what it would be after it and the moves of others that follow."""
+    """The swarm's microbatches per second before a move, and after it and the moves of others that would follow."""
 
     now: float
     then: float
 
 
 class _Judgement:
-    """One peer's judgement of one view. supply: with this peer at its span, between two calls."""
+    """Judges for one peer, by one view, whether to move. For one use: `judge` and simulated moves change its supply."""
 
     def __init__(self, view: View, own: PeerView, demands: StageDemands, ability: Ability) -> None:
         self._view = view
@@ -88,23 +88,24 @@ class _Judgement:
     # --- who may move
 
     def is_uneven(self) -> bool:
-        """Returns whether a stage is thin, or the rates, if they could be evened out freely, would rise by enough.
+        """Returns whether a move could help at all: a stage is thin, or the slowest is far below the even rate.
 
-        While the view has a thin stage only that counts: rates are evened out when it is filled and can give its state.
+        If the view has a thin stage, only that counts: rates are evened out once it is filled and can give its state.
         """
         supply = self._supply
         return bool(supply.thin_stages) or (not self._was_thin and self._least_gain * supply.rate < supply.even_rate)
 
     def other_spare_peers(self) -> list[PeerView]:
-        """Returns the other serving peers that could give up their stages without making any worse."""
+        """Returns the other serving peers that could leave their stages without slowing the swarm; see `_is_spare`."""
         peers, is_thin, rate = self._view.peers.values(), bool(self._supply.thin_stages), self._supply.rate
         return [peer for peer in peers if peer.peer != self._own.peer and self._is_spare(peer, is_thin, rate)]
 
-    def let_go_first(self, others: list[PeerView]) -> int:
-        """Moves those of `others` whose turn comes before this peer's to where they help most; returns how many moved.
+    def apply_earlier_moves(self, others: list[PeerView]) -> int:
+        """Simulates the moves of those of `others` whose turn comes before this peer's; returns how many moved.
 
-        Peers that are leaving may be on their way, and count as moved. Turns are by a hash of the peer and the slowest
-        stage: nothing that a peer reports changes them. After MOST_FOLLOWERS nothing is left for this peer to do.
+        Each goes where it helps most. Peers that are leaving are taken to be moving, and are placed first, not counted.
+        Turns are by a hash of the peer and the slowest stage: nothing that a peer reports changes them. Stops after
+        MOST_FOLLOWERS.
         """
         slowest = self._supply.rates.index(min(self._supply.rates))
         turns = {peer.peer: _turn(peer.peer, slowest) for peer in [*others, self._own]}
@@ -120,13 +121,13 @@ class _Judgement:
         return moved
 
     def _is_still_spare(self, peer: PeerView) -> bool:
-        """Returns whether a peer can be spared after the moves that `supply` has by now."""
+        """Returns whether a peer can be spared after the moves simulated by now."""
         return self._is_spare(peer, bool(self._supply.thin_stages), self._supply.rate)
 
     def _is_spare(self, peer: PeerView, is_thin: bool, swarm_rate: float) -> bool:
-        """Returns whether the swarm would be no worse without the peer: see LEAST_REPLICAS, and its rate stays.
+        """Returns whether the peer could leave: LEAST_REPLICAS hold, and no stage of its gets slower than the slowest.
 
-        is_thin, swarm_rate: whether `supply` has a thin stage, and its rate.
+        is_thin: whether the supply has a thin stage; then rates do not matter. swarm_rate: of the slowest stage.
         """
         if peer.state != "serving" or peer.span.last >= self._supply.stage_count:
             return False
@@ -158,7 +159,10 @@ class _Judgement:
     # --- whether it pays
 
     def judge(self) -> Placement | None:
-        """Returns the best span to hold if moving there is better than staying, by enough, and repays what it costs."""
+        """Returns the best span if moving there beats staying by the least gain and repays its cost; otherwise None.
+
+        Leaves the supply with the move made.
+        """
         if not self.is_uneven():
             return None
         spans = [s for s in spans_that_fit(self._ability.longest) if s != self._own.span and self.may_hold(s)]
@@ -183,7 +187,7 @@ class _Judgement:
         return Placement(span, f"the swarm's slowest stage gets {rates.then / max(now, 1e-9) - 1:.0%} faster")
 
     def _rate_after_reaction(self, wanted: float) -> float:
-        """Returns the swarm's rate after others have moved too, each where it helps most; stops once above `wanted`.
+        """Simulates the moves of others, each where it helps most, until the rate is above `wanted`; returns the rate.
 
         Only peers that can be spared move, each once, and keep the lengths of their spans.
         """
@@ -198,12 +202,12 @@ class _Judgement:
         return supply.rate
 
     def _follow(self, peer: PeerView) -> bool:
-        """Moves another peer in `supply` to where it helps most. Returns whether that differs from where it was."""
+        """Simulates the move of another peer to where it helps most. Returns whether that is not its present span."""
         self._supply.remove(peer.span, self._supply.rate_of(peer))
         return self._settle(peer) != peer.span
 
     def _settle(self, peer: PeerView) -> Span:
-        """Adds a peer that is not in `supply` where it helps most, with the length of its span; returns where."""
+        """Adds a peer that is not in the supply where it helps most, keeping its span's length; returns the span."""
         supply = self._supply
         spans, speed = spans_of_length(len(peer.span), supply.stage_count), supply.speed_of(peer)
         span = _of_equals(supply.best_spans(spans, speed, peer.bandwidth), peer.peer)
@@ -211,9 +215,10 @@ class _Judgement:
         return span
 
     def _is_repaid(self, span: Span, rates: _Rates, fills: bool) -> bool:
-        """Returns whether the time won within HORIZON_S is longer than MOVE_S and fetching the new stages' state take.
+        """Returns whether the time won within HORIZON_S exceeds the time of the move: MOVE_S, and fetching new state.
 
-        The time won is HORIZON_S * (1 - now / then); for a thin stage, which may cost all of it, HORIZON_S.
+        The time won is HORIZON_S * (1 - now / then); if `fills`, which means that the move fills a thin stage,
+        HORIZON_S: without that the swarm may stop.
         """
         new = [stage for stage in span.stages if stage not in self._own.span]
         fetched = sum(self._demands.state_bytes[stage] for stage in new)

@@ -1,4 +1,4 @@
-"""Decides which peers that went out of sight are dialled again, and when. Deterministic.
+"""Decides which peers that left the view are dialled again, and when. Deterministic.
 
 Knows: when each peer was last seen, and at which addresses. Must not know: whether a dial succeeds (the view shows it),
 the network, or a clock: `now` and a random generator are passed in.
@@ -26,14 +26,14 @@ JITTER: Final = 0.25
 REMEMBERED_S: Final = 24 * 3600.0
 """A peer is dialled while it was seen at most this many seconds before the peer that was seen last."""
 MAX_REMEMBERED: Final = 256
-"""Peers remembered at most; those seen last stay. One that can be reached is enough to find all of its half."""
+"""Most peers remembered; those seen last stay. One that can be reached is enough to find all of its half."""
 MAX_DIALS: Final = 8
-"""Peers dialled at once at most; those that have waited longest come first."""
+"""Most peers dialled at once; those that have waited longest come first."""
 
 
 @dataclass(slots=True)
 class _KnownPeer:
-    """One peer: its addresses, when it was last seen, and when it is to be dialled if it stays out of sight."""
+    """One peer: its addresses, when it was last in the view, and when it is to be dialled unless it comes back."""
 
     addresses: tuple[str, ...]
     seen_at: float
@@ -42,7 +42,7 @@ class _KnownPeer:
 
 
 class Redialling:
-    """Remembers the peers of the last day, and says which of those that are out of sight are due to be dialled.
+    """Remembers the peers of the last day, and says which of those that left the view are due to be dialled.
 
     It changes only by the calls below; all times are seconds on one clock.
     """
@@ -53,7 +53,7 @@ class Redialling:
         self._known: dict[PeerId, _KnownPeer] = {}
 
     def learn(self, now: float, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Remembers a peer that was heard of but not seen yet, such as one of the invite's; it is due at once."""
+        """Remembers a peer not seen yet, such as one named in the invite, unless it is known; it is due at once."""
         if peer != self._me and addresses:
             self._known.setdefault(peer, _KnownPeer(tuple(addresses), now, now))
 
@@ -82,10 +82,10 @@ class Redialling:
         return chosen
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
-        """Returns where a remembered peer was last said to be; () for one that is not remembered."""
+        """Returns the addresses last known of a peer; () for one that is not remembered."""
         known = self._known.get(peer)
         return known.addresses if known is not None else ()
 
     def remembered(self) -> list[PeerId]:
-        """Returns the peers that are remembered, the last seen first."""
+        """Returns the peers that are remembered, the most recently seen first."""
         return sorted(self._known, key=lambda peer: (-self._known[peer].seen_at, peer))

@@ -22,15 +22,15 @@ ENOUGH_HOLDERS = 2
 MOST_TIMES_USUAL = 64.0
 """A peer's claimed speed counts as at most this many times the median: one claim must not hide that a stage is slow."""
 MOST_COMPARED = 256
-"""Most spans, of those that raise the swarm's rate alike, that are compared by the rates of all stages."""
+"""Most spans compared by the rates of all stages, among those that raise the swarm's rate equally."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageDemands:
-    """What the stages of a run ask of a machine.
+    """What the stages of a run ask of a machine. Immutable.
 
-    work: of one microbatch in each stage, as a multiple of their mean. boundary_bytes: of one microbatch's boundary, in
-    the larger direction. state_bytes: what a newcomer of each stage fetches.
+    work: computation of one microbatch in each stage, as a multiple of the mean over stages. boundary_bytes: size of
+    one microbatch's boundary, in the larger direction. state_bytes: what a newcomer to each stage fetches.
     """
 
     work: tuple[float, ...]
@@ -44,17 +44,17 @@ class StageDemands:
 
 
 def equal_demands(stage_count: int) -> StageDemands:
-    """Returns the demands of stages that are all alike, with boundaries and states of no size."""
+    """Returns the demands of equal stages whose boundaries and states have no size."""
     return StageDemands((1.0,) * stage_count, 0.0, (0.0,) * stage_count)
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """What one machine can do.
+    """What one machine can do. Immutable.
 
-    speed: stages of mean work per second; 0: unknown, the median of others is taken. bandwidth: bytes per second, the
-    lesser of up and down; 0: unknown, taken as unbounded. longest: for each first stage, how many stages from it on fit
-    into memory.
+    speed: stages of mean work per second; 0 for unknown, then the median of others is used. bandwidth: bytes per
+    second, the lesser of up and down; 0 for unknown, then taken as unbounded. longest: for each first stage, how many
+    stages from it on fit into memory.
     """
 
     speed: float
@@ -63,7 +63,7 @@ class Ability:
 
 
 class StageSupply:
-    """The rate and the number of holders of each stage: peers that serve it or are joining.
+    """Counts the holders of each stage (peers that serve it or are joining) and their rate in microbatches per second.
 
     usual_speed: the median speed of the peers whose speed is known, in stages of mean work per second; 1 when no speed
     is known, so that rates count heads. is_measured: some speed is known, so that rates are microbatches per second.
@@ -71,7 +71,7 @@ class StageSupply:
     """
 
     def __init__(self, view: View, demands: StageDemands, own_speed: float = 0.0) -> None:
-        """own_speed: of the peer that asks, 0 if unknown; it stands for the others' where none of theirs is known."""
+        """own_speed: of the peer that asks, 0 if unknown; used as the usual speed if the view has no known speed."""
         self.demands = demands
         self.stage_count = demands.stage_count
         self._work = list(accumulate(demands.work, initial=0.0))
@@ -90,10 +90,10 @@ class StageSupply:
         self._scale_samples(view)
 
     def _scale_samples(self, view: View) -> None:
-        """Scales what the known peers of each stage do up to the stage's size, where only some of its peers are known.
+        """Scales rates and holders of each stage up to its estimated size, where only some of its peers are known.
 
         Sets `uncertainty`: three standard deviations of a stage's estimated rate, as a share of it, at the stage of
-        which least is known; n known peers of N stand for all of them to within about sqrt((1 - n / N) / n).
+        which the least is known; n known peers of N stand for all of them to within about sqrt((1 - n / N) / n).
         """
         self.uncertainty, rates = 0.0, sum(self.rates)
         for stage, known in enumerate(self.holders):
@@ -115,7 +115,7 @@ class StageSupply:
         return self.believed_speed(known)
 
     def believed_speed(self, claimed: float) -> float:
-        """Returns the speed that counts: the claimed one, bounded; the usual one for 0."""
+        """Returns the claimed speed, at most MOST_TIMES_USUAL times the usual one; the usual one if 0 is claimed."""
         return min(claimed, MOST_TIMES_USUAL * self.usual_speed) if claimed > 0 else self.usual_speed
 
     def rate_of(self, peer: PeerView) -> float:
@@ -123,7 +123,7 @@ class StageSupply:
         return self.rate_at(peer.span, self.speed_of(peer), peer.bandwidth)
 
     def rate_at(self, span: Span, speed: float, bandwidth: float) -> float:
-        """Returns the microbatches per second of a machine at `span`: the lesser of what it computes and what it sends.
+        """Returns the microbatches per second of a machine at `span`: the lesser of what it can compute and can send.
 
         It sends a boundary on unless it holds the last stage, and a gradient back unless it holds the first.
         """
@@ -132,13 +132,13 @@ class StageSupply:
         return min(computed, bandwidth / sent) if self.is_measured and bandwidth > 0 and sent > 0 else computed
 
     def add(self, span: Span, rate: float, holders: int = 1) -> None:
-        """Adds a holder of `span`, with its rate."""
+        """Adds `holders` holders of `span`, which together do `rate` microbatches per second."""
         for stage in range(span.first, min(span.last + 1, self.stage_count)):
             self.rates[stage] += rate
             self.holders[stage] += holders
 
     def remove(self, span: Span, rate: float) -> None:
-        """Removes a holder of `span`, with its rate."""
+        """Removes one holder of `span`, which does `rate` microbatches per second."""
         self.add(span, -rate, -1)
 
     @property
@@ -148,7 +148,7 @@ class StageSupply:
 
     @property
     def even_rate(self) -> float:
-        """The microbatches per second that all stages would have if all speeds could be divided among them freely."""
+        """The microbatches per second of every stage if the sum of all speeds could be divided among them freely."""
         return self.speed / self._work[-1]
 
     @property
@@ -159,10 +159,10 @@ class StageSupply:
     # --- comparing
 
     def thinness(self, most: int, added: Span | None = None) -> tuple[int, ...]:
-        """Returns how thin the run is if `added` has one more holder; the lesser tuple is better, all 0: not thin.
+        """Returns how thin the run would be with one more holder of `added`; the lesser tuple is better, all 0 is best.
 
-        First counts stages without any holder, then those with fewer than two: the newcomers that it takes to fill
-        them if each takes at most `most` stages in a row, and the stages.
+        Two numbers for the stages without a holder, then the same two for those with fewer than two holders: how many
+        newcomers it takes to fill them, if each takes at most `most` stages in a row, and how many stages there are.
         """
         thinness: list[int] = []
         for least in range(1, ENOUGH_HOLDERS + 1):
@@ -172,18 +172,20 @@ class StageSupply:
         return tuple(thinness)
 
     def levels(self, added: Span | None = None, rate: float = 0.0) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Returns the stages' rates, then their numbers of holders, each ascending; the greater tuple is better.
+        """Returns (rates of the stages, numbers of holders), each in ascending order; the greater tuple is better.
 
-        added, rate: counts one more holder of this span with this rate. Rates are rounded to a millionth of the usual.
+        added, rate: one more holder, of this span with this rate, is counted. Rates are in units of the usual speed,
+        rounded to a millionth.
         """
         rates = [r + rate * (added is not None and s in added) for s, r in enumerate(self.rates)]
         holders = [count + (added is not None and s in added) for s, count in enumerate(self.holders)]
         return tuple(sorted(round(r / self.usual_speed, 6) for r in rates)), tuple(sorted(holders))
 
     def best_spans(self, spans: Sequence[Span], speed: float, bandwidth: float) -> list[Span]:
-        """Returns those of `spans` where one more machine of this speed and bandwidth helps most; returns all ties.
+        """Returns those of `spans` where one more machine of this speed and bandwidth helps most, with all ties.
 
-        Fewest thin stages come first, then the greatest rate of the slowest stage, of the next slowest, and so on.
+        The least `thinness` comes first, then the greatest rate of the slowest stage, of the next slowest, and so on.
+        Of many spans about MOST_COMPARED, evenly spaced, take part in the last comparison. spans: must not be empty.
         """
         if self.thin_stages:
             most = max(len(span) for span in spans)
@@ -191,7 +193,7 @@ class StageSupply:
             least = min(thinness.values())
             spans = [span for span in spans if thinness[span] == least]
         rates = {span: self.rate_at(span, speed, bandwidth) for span in spans}
-        slowest = self._slowest_beside(rates)
+        slowest = self._slowest_with(rates)
         highest = max(slowest.values()) - 1e-6 * self.usual_speed
         raised = self._least_left_behind([span for span in spans if slowest[span] >= highest], rates)
         raised = raised[:: -(-len(raised) // MOST_COMPARED)]
@@ -200,13 +202,13 @@ class StageSupply:
         return [span for span in raised if levels[span] == best]
 
     def _least_left_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
-        """Returns those of `spans`, beside all of which the slowest rate is the same, that leave fewest stages at it.
+        """Returns those of `spans` that leave the fewest stages at the slowest rate, which must be the same with each.
 
-        This decides most cases before all stages' rates have to be compared.
+        This decides most cases before the rates of all stages have to be compared.
         """
         if len(spans) < 2:
             return spans
-        slow = max(self._slowest_beside({span: rates[span] for span in spans}).values()) + 1e-6 * self.usual_speed
+        slow = max(self._slowest_with({span: rates[span] for span in spans}).values()) + 1e-6 * self.usual_speed
         behind = list(accumulate((rate <= slow for rate in self.rates), initial=0))
         left = {
             span: behind[span.first]
@@ -217,8 +219,8 @@ class StageSupply:
         least = min(left.values())
         return [span for span in spans if left[span] == least]
 
-    def _slowest_beside(self, rates: dict[Span, float]) -> dict[Span, float]:
-        """Returns, for each span in `rates`, the slowest stage's rate if the span had one more holder of that rate."""
+    def _slowest_with(self, rates: dict[Span, float]) -> dict[Span, float]:
+        """Returns, by span, the rate of the slowest stage if the span had one more holder, of the rate in `rates`."""
         before = list(accumulate(self.rates, min, initial=float("inf")))
         after = list(accumulate(reversed(self.rates), min, initial=float("inf")))[::-1]
         return {
@@ -228,15 +230,15 @@ class StageSupply:
 
 
 def spans_of_length(length: int, stage_count: int) -> list[Span]:
-    """Returns all spans of `length` stages, at most all of them."""
+    """Returns all spans of `length` stages; of `stage_count` stages if `length` is greater."""
     length = min(length, stage_count)
     return [Span(first, first + length - 1) for first in range(stage_count - length + 1)]
 
 
 def spans_that_fit(longest: Sequence[int]) -> list[Span]:
-    """Returns the spans that fit a machine, to choose from. longest: as in Ability.
+    """Returns spans that fit into a machine's memory, to choose from; [] if no stage fits. longest: as in Ability.
 
-    All lengths up to 8 are tried, then each about a quarter longer.
+    From each first stage on: all lengths up to 8, then each about a quarter longer, and the longest.
     """
     stage_count = len(longest)
     spans = []

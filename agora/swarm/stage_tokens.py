@@ -30,8 +30,8 @@ class StageTokens:
 def sum_accounts(accounts: Sequence[StageAccount]) -> StageTokens:
     """Returns the counts of a stage whose replicas publish `accounts`.
 
-    Of steps along own gradients, each replica counts a part; of steps along the mean of all, each counts the whole, so
-    that only the replica with the most of these is used.
+    In steps along their own gradients, each replica counts its own tokens, so these are added up. In steps along the
+    mean gradient, each counts the tokens of all, so only the replica with the most of these steps is used.
     """
     counted, settled = sum(a.counted for a in accounts), sum(a.computed - a.waiting for a in accounts)
     of_means = max(accounts, key=lambda account: account.mean_steps, default=StageAccount())

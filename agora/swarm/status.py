@@ -24,8 +24,9 @@ SCHEMA = 1
 class SamplesTold:
     """Which samples the swarm has trained on, as far as the origin `told_by` knew at `step` of stage 0. Immutable.
 
-    epoch: the first that is not complete. seen: samples trained on, in each epoch anew. repeated: trained on again in
-    the same epoch. missed: not done yet, of epochs before the newest. told_by: the origin's name for people.
+    epoch: the first one that is not complete. seen: samples trained on; a sample counts once in each epoch. repeated:
+    times that a sample was trained on again in the same epoch. missed: samples not done yet, of epochs before the
+    newest. told_by: the origin's short name.
     """
 
     told_by: str
@@ -38,7 +39,7 @@ class SamplesTold:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The run that a status is of: id, name, number of stages, tokens that a step should hold, and objective."""
+    """Identifies the run that a status describes. Immutable. target_tokens: of an optimizer step."""
 
     run_id: str
     name: str
@@ -63,9 +64,9 @@ def status(
 ) -> dict[str, Any]:
     """Returns what `swarm status --json` prints; `step` is stage 0's, `tokens_per_second` the slowest stage's.
 
-    paths: how the asked peer reaches others: "direct", "punched", "relayed" or "self"; where none is given, as the
-    peer's claim lets expect. The state "serving" is shown as "training". samples: what the asked peer knows of them;
-    None in runs on text, and where it knows nothing, because it is no origin or has seen no step yet.
+    paths: how the asked peer reaches others: "direct", "punched", "relayed" or "self"; a peer that is not among them is
+    shown with the path that its claim suggests. The state "serving" is shown as "training". samples: what the asked
+    peer knows of them; None in runs on text, and if it is no origin or has seen no step yet.
     """
     stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))
@@ -87,12 +88,12 @@ def status(
 
 
 def _expected_path(seen: PeerView) -> str:
-    """Returns the path to a peer that is not connected, by what its claim says of its reachability."""
+    """Returns the path by which a peer that is not connected would probably be reached, judged by its claim."""
     return seen.reachability if seen.reachability in ("punched", "relayed") else "direct"
 
 
 def _peer_status(seen: PeerView, path: str, now_unix: float) -> dict[str, Any]:
-    """Returns a peer's row of the status. path: how the asked peer reaches it."""
+    """Returns a peer's entry in the status's "peers", see docs of `--json`. path: how the asked peer reaches it."""
     return {
         "peer": seen.peer,
         "name": peer_name(seen.peer),
@@ -110,11 +111,11 @@ def _peer_status(seen: PeerView, path: str, now_unix: float) -> dict[str, Any]:
 
 
 def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
-    """Returns a stage's row of the status: its serving replicas, their highest step, their tokens per second summed.
+    """Returns a stage's entry in the status's "stages": replicas, highest step, sum of tokens per second and more.
 
     In a run that is too large to be read whole, replicas and tokens per second are estimates, from `replicas_known`
-    replicas. It also has the counts of StageTokens, and what the replica with the fewest steps waits for, of those that
-    publish that.
+    replicas. "waits_for" is that of the replica with the fewest steps, among those that publish one. The counts of
+    StageTokens are part of the entry.
     """
     replicas, count = view.replicas(stage), view.replica_count(stage)
     last = min((p for p in replicas if p.waits_for), key=lambda seen: seen.step_of(stage), default=None)
@@ -132,7 +133,7 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
 
 
 def _mean_metrics(view: View, objective: str) -> dict[str, float]:
-    """Returns the means of the objective's metrics that peers report, by name; without those that nobody knows."""
+    """Returns the mean of each metric of the objective over the peers that report it, by name; others are left out."""
     means = {}
     for index, name in enumerate(METRIC_NAMES[objective]):
         told = [(seen, seen.metrics[index]) for seen in view.peers.values() if index < len(seen.metrics)]
@@ -142,7 +143,7 @@ def _mean_metrics(view: View, objective: str) -> dict[str, float]:
 
 
 def _mean_over_peers(told: Iterable[tuple[PeerView, float | None]]) -> float | None:
-    """Returns the mean of what peers report, weighted by their tokens per second; None without any."""
+    """Returns the mean of what peers report, weighted by their tokens per second; None if no peer reports a number."""
     known = [(value, max(seen.tokens_per_second, 1e-3)) for seen, value in told if value is not None]
     weights = sum(weight for _, weight in known)
     return round(sum(value * weight for value, weight in known) / weights, 4) if known else None

@@ -37,9 +37,10 @@ REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
 
 @dataclass(frozen=True, slots=True)
 class ClockCorrection:
-    """What is added to this machine's clock, in seconds, to give swarm time; is_settled: as the module's table has it.
+    """The seconds to add to this machine's clock to get swarm time. Immutable.
 
-    refused_s: the correction that the others' clocks ask for and that is beyond MAX_CORRECTION_S, else None.
+    is_settled: see the module's table. refused_s: the correction that the others' clocks ask for, if it was not applied
+    because it exceeds MAX_CORRECTION_S; otherwise None.
     """
 
     seconds: float = 0.0
@@ -48,8 +49,10 @@ class ClockCorrection:
 
 
 def correct_clock(current: ClockCorrection, told: Collection[float]) -> ClockCorrection:
-    """Returns the next correction by the module's table. told: by how many seconds each other peer's time is ahead of
-    this machine's clock, uncorrected."""
+    """Returns the correction that follows `current`, by the module's table.
+
+    told: by how many seconds the time of each other peer is ahead of this machine's uncorrected clock.
+    """
     if current.is_settled and len(told) < 2:
         return current
     if not told:
@@ -62,12 +65,12 @@ def correct_clock(current: ClockCorrection, told: Collection[float]) -> ClockCor
 
 
 def _median_with_own(told: Sequence[float], own: float) -> float:
-    """Returns the median of what was told; of an even number and the own value, but of two or more only."""
+    """Returns the median of `told`; if their number is even, `own` is counted too, so that one of the values wins."""
     return statistics.median(told if len(told) % 2 else [*told, own])
 
 
 def clock_remark(correction: ClockCorrection) -> str:
-    """Returns one sentence with the remedy when this machine's clock is more than MOST_TOLERATED_S off, else ""."""
+    """Returns a sentence with the remedy if this machine's clock is more than MOST_TOLERATED_S off, "" if not."""
     off_s = correction.seconds if correction.refused_s is None else correction.refused_s
     if abs(off_s) <= MOST_TOLERATED_S:
         return ""
@@ -77,7 +80,7 @@ def clock_remark(correction: ClockCorrection) -> str:
 
 
 class SwarmClock:
-    """Tells the swarm's time in this process. `correction` says what is added to this machine's clock, and why."""
+    """Tells the swarm's time in this process. correction: what is added to this machine's clock at present."""
 
     def __init__(self, wall_unix: float, boot_s: Callable[[], float]) -> None:
         """wall_unix: the wall clock now. boot_s: seconds since this machine was started."""
@@ -90,13 +93,13 @@ class SwarmClock:
         return self._boot_unix + self._boot_s() + self.correction.seconds
 
     def told_unix(self) -> float:
-        """Returns what this peer tells others of the time: swarm time once it is settled, before that 0."""
+        """Returns the time that this peer tells others: unix seconds in swarm time if it is settled, 0.0 before."""
         return self.unix() if self.correction.is_settled else 0.0
 
     def follow(self, boot_unix: Collection[float]) -> bool:
-        """Corrects the clock by what others told; returns whether the correction or what it was judged by has changed.
+        """Corrects the clock by the times that other peers told; returns whether `correction` has changed.
 
-        boot_unix: for each peer, the unix time at which, by its clock, this machine's `boot_s` was 0.
+        boot_unix: for each of these peers, the unix time on its clock when this machine's `boot_s` was 0.
         """
         former = self.correction
         self.correction = correct_clock(former, [each - self._boot_unix for each in boot_unix])

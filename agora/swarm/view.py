@@ -16,17 +16,19 @@ from agora_protocol.records import Claim, Progress, Record, StageAccount
 from agora.moving_average import MovingAverage
 
 STEP_SECONDS_WEIGHT = 0.3
-"""The weight of the newest sample in PeerView.mean_step_s."""
+"""The weight of the newest value in PeerView.mean_step_s."""
 _NO_STEPS = MovingAverage(STEP_SECONDS_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """What is known of one live peer.
+    """What is known of one live peer. Immutable.
 
-    steps: optimizer steps taken, one number for each stage of the span, as are `accounts`, which may be empty.
-    stepped_unix: when any of the steps last grew. metrics, waits_for, note: see Progress.
-    mean_step_s: the moving average of the seconds between two steps of a stage; it has no value before the second step.
+    steps, accounts: optimizer steps taken and token counts, one entry for each stage of the span; empty before the
+    first progress. capacity: microbatches per second; bandwidth: bytes per second; both 0 for unknown. expires_unix:
+    when the peer is dropped unless its claim is read again. stepped_unix: when any of the steps last grew. metrics,
+    waits_for, note: see Progress. mean_step_s: the moving average of the seconds between two steps of a stage; it has
+    no value before the second step.
     """
 
     peer: PeerId
@@ -63,9 +65,10 @@ class PeerView:
 
 @dataclass(frozen=True, slots=True)
 class StageSample:
-    """What is known of a stage's size in a run that is too large to be read whole.
+    """What is known of a stage's size in a run that is too large to be read whole. Immutable.
 
-    peers: those that claim the stage, by estimate. period_s: seconds within which a peer of the view is read again.
+    peers: estimated number of peers that claim the stage. period_s: seconds within which each peer in the view is read
+    again.
     """
 
     peers: float
@@ -74,11 +77,11 @@ class StageSample:
 
 @dataclass(frozen=True)
 class View:
-    """Every peer that is believed to be live, with its id as key. Each stage's peers are found and sorted only once.
+    """Every peer that is believed to be live, by its id. Immutable; each stage's peers are found and sorted only once.
 
-    samples: by stage, if only a part of the run's peers is read; empty if the view has them all. strangers: peers whose
-    claims were read, but with whom no HELLO was exchanged. They count for nothing, but for the estimate of how many of
-    the claims that were not read are of members: as large a part as of those that were.
+    samples: by stage, if only a part of the run's peers is read; empty if all are. strangers: peers whose claims were
+    read, but with whom no HELLO was exchanged. They count only when a stage's size is estimated: of the claims that
+    were not read, the same part is taken to be of members as of those that were read.
     """
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
@@ -94,11 +97,11 @@ class View:
         return self._claiming_by_stage.get(stage, ())
 
     def replica_count(self, stage: int) -> int:
-        """Returns how many peers serve `stage`: those of the view, or by estimate, if that is more."""
+        """Returns how many peers serve `stage`: those in the view, or the estimate if that is more."""
         return self._scaled(stage, len(self.replicas(stage)))
 
     def claimant_count(self, stage: int) -> int:
-        """Returns how many peers serve `stage` or are joining: those of the view, or by estimate, if that is more."""
+        """Returns how many peers serve `stage` or are joining: those in the view, or the estimate if that is more."""
         return self._scaled(stage, len(self.claimants(stage)))
 
     def period_s(self, stage: int) -> float:
@@ -106,7 +109,7 @@ class View:
         return self.samples[stage].period_s if stage in self.samples else 0.0
 
     def without(self, *peers: PeerId) -> View:
-        """Returns a view without `peers`: this one itself if none are named."""
+        """Returns a view without `peers` among its peers and strangers; this view itself if none are named."""
         if not peers:
             return self
         left = {other: seen for other, seen in self.peers.items() if other not in peers}
@@ -114,20 +117,23 @@ class View:
         return View(left, self.samples, strangers)
 
     def of_members(self, is_member: Callable[[PeerId], bool]) -> View:
-        """Returns a new view whose `peers` are the members among its peers and strangers; the others are strangers."""
+        """Returns a new view in which `is_member` decides who, of this one's peers and strangers, is a peer."""
         everybody = {**self.peers, **self.strangers}
         peers = {peer: seen for peer, seen in everybody.items() if is_member(peer)}
         strangers = {peer: seen for peer, seen in everybody.items() if peer not in peers}
         return View(peers, self.samples, strangers)
 
     def _scaled(self, stage: int, count: int) -> int:
-        """Returns about how many peers of a stage are as `count` of those in the view are."""
+        """Scales `count`, of the stage's peers in the view, to its estimated size; `count` if that is no larger.
+
+        The estimate counts strangers and leaving peers too, so it is divided by their number in the view.
+        """
         sample, known = self.samples.get(stage), self._holders_by_stage.get(stage, 0)
         return count if sample is None or sample.peers <= known else round(sample.peers * count / max(1, known))
 
     @cached_property
     def _holders_by_stage(self) -> Mapping[int, int]:
-        """The number of peers of each stage, in any state, strangers too."""
+        """The number of peers and strangers of each stage, in any state."""
         everybody = (*self.peers.values(), *self.strangers.values())
         return Counter(stage for seen in everybody for stage in seen.span.stages)
 
@@ -163,7 +169,7 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
 
 
 _STATES = ("joining", "serving", "leaving")
-"""In the order in which one incarnation of a peer goes through them."""
+"""The states of a claim, in the order in which one incarnation of a peer goes through them."""
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:

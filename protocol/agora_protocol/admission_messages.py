@@ -25,7 +25,9 @@ class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
 
     version: int = int_field(1, 65_535, doc="protocol version of the sender; must be 1")
     salt: bytes = bytes_field(SALT_BYTES, doc="random bytes, new for each HELLO")
-    run: bytes = bytes_field(32, doc="the salted hash of section 10: it tells the run only to who knows the run's id")
+    run: bytes = bytes_field(
+        32, doc="the salted hash of section 10: only those who know the run's id can tell which it is"
+    )
     role: str = choice_field(
         "member", "reader", doc="what the sender wants to be: one who takes part, or one who reads status and manifest"
     )
@@ -37,7 +39,7 @@ class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
 class ShareRevocations(Message, kind=28, frames=(FrameType.REQUEST,)):
     """Passes on revocations, section 4: all that the sender knows when a connection begins, then each new one.
 
-    Answered by TookRevocations. Readers may send it too: a revocation is worth its signature, whoever brings it.
+    Answered by TookRevocations. Readers may send it too: a revocation counts by its signature, whoever passes it on.
     """
 
     revocations: tuple[bytes, ...] = list_field(

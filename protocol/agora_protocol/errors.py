@@ -42,7 +42,7 @@ class AgoraError(Exception):
 
 
 class InputError(AgoraError, ValueError):
-    """A person's input cannot be read; the text says how it should look."""
+    """Raised when a person's input cannot be read; the text says how it should look."""
 
     code: ClassVar[str] = "bad-input"
 

@@ -275,7 +275,10 @@ class Structure:
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns the fields as plain values by name, for the wire. Do not change the map: it may be its own."""
+        """Returns the fields as plain values by name, for the wire.
+
+        Do not change the map: it may be the instance's own.
+        """
         fields = self.__dict__
         if self._dumps:
             fields = dict(fields)

@@ -1,4 +1,4 @@
-"""Invites: texts that one person sends to another, who can join a run by it. Knows the form, nothing of networks.
+"""Invites: texts that one person sends to another, who can join a run with it. Knows the form, nothing of networks.
 
     agora://RUN/NAME@ADDRESS,ADDRESS
     agora://RUN/NAME/TICKET@ADDRESS,ADDRESS
@@ -30,8 +30,8 @@ _ADVICE: Final = "copy the whole line that `agora-node join` printed."
 class Invite:
     """A run's id, its name for people, 1 to MAX_ADDRESSES addresses of peers that were in it, and perhaps a ticket.
 
-    ticket: the text of a tickets.InviteTicket, which reads it; "" for none. An invite with a bearer ticket is a secret:
-    whoever has it may take part.
+    Immutable. ticket: the text of a tickets.InviteTicket, which reads it; "" for none. An invite with a bearer ticket
+    is a secret: whoever has it may take part.
     """
 
     run: RunId

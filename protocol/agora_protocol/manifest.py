@@ -211,9 +211,9 @@ class Manifest(Section):
         return max(STATE_CHUNK_BYTES, boundary + 4 * math.prod(self.tokens_shape()))
 
     def admits(self, peer: PeerId) -> bool:
-        """Returns whether `peer` may take part without a ticket: anyone in mode open, else the founder, and the listed.
+        """Returns whether `peer` may take part without a ticket: all in mode open, otherwise founder and listed peers.
 
-        Revocations are not looked at; agora/swarm/admission.py decides.
+        Ignores revocations; who is really admitted is decided in agora/swarm/admission.py.
         """
         return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
 

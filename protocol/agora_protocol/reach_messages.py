@@ -55,14 +55,14 @@ class DialedBack(Message, kind=41, frames=(FrameType.ANSWER,)):
 
 
 class Introduce(Message, kind=42, frames=(FrameType.REQUEST,)):
-    """Asks the receiver, who is connected to both, to have `peer` and the sender dial each other at once."""
+    """Asks the receiver, which is connected to both, to have `peer` and the sender dial each other at once."""
 
     peer: PeerId = peer_id_field(doc="whom the sender wants to meet")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=8_000, doc=_DEADLINE_DOC)
 
 
 class Meet(Message, kind=43, frames=(FrameType.REQUEST,)):
-    """Tells the receiver to dial `peer` now, who will dial it in the same moment."""
+    """Tells the receiver to dial `peer` now; that peer dials the receiver at the same moment."""
 
     peer: PeerId = peer_id_field(doc="who asked for an introduction")
     seen: str = text_field(MAX_SEEN_BYTES, doc="where the sender sees that peer, /ip4/ADDRESS/tcp/PORT")
@@ -74,7 +74,7 @@ class Meet(Message, kind=43, frames=(FrameType.REQUEST,)):
 
 
 class Meeting(Message, kind=44, frames=(FrameType.ANSWER,)):
-    """Answers Introduce, and Meet: the other one dials."""
+    """Answers Introduce: the other peer dials the sender now; and Meet: the receiver dials `peer` now."""
 
     seen: str = text_field(
         MAX_SEEN_BYTES, doc="to Introduce: where the answering peer sees the other one; to Meet: empty"

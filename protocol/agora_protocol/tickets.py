@@ -45,7 +45,7 @@ ROLES: Final = (MEMBER, READER, DELEGATE)
 
 
 class Ticket(Structure):
-    """Says that `issuer` gives `holder` a role in the run. It counts only if the issuer may give it."""
+    """Says that `issuer` gives `holder` a role in the run. It counts only if the issuer may give it: section 4."""
 
     ERROR: ClassVar[str] = "bad-ticket"
     issuer: PeerId = peer_id_field(doc="who signs the ticket: the founder, a delegate, or the key of a bearer ticket")
@@ -63,7 +63,7 @@ class Ticket(Structure):
 
 
 class Revocation(Structure):
-    """Says that `issuer` bans `subject` from the run, for good."""
+    """Says that `issuer` bans `subject` from the run for good. It counts only if the issuer may ban: section 4."""
 
     ERROR: ClassVar[str] = "bad-ticket"
     issuer: PeerId = peer_id_field(doc="who signs it: the founder or a delegate")
@@ -77,7 +77,7 @@ Signed = TypeVar("Signed", Ticket, Revocation)
 
 
 def run_token(run: RunId, salt: bytes, sender: PeerId, receiver: PeerId) -> bytes:
-    """Returns the 32 bytes by which a HELLO names its run: only who knows the run's id can tell which run it is."""
+    """Returns the 32 bytes by which a HELLO names its run; only those who know the run's id can tell which it is."""
     return hashlib.sha256(HELLO_TAG + salt + bytes.fromhex(run) + sender.encode() + receiver.encode()).digest()
 
 
@@ -87,7 +87,7 @@ def seal_ticket(ticket: Ticket, run: RunId, issuer: Identity) -> bytes:
 
 
 def make_proof(*tickets: bytes) -> bytes:
-    """Returns a proof of sealed tickets, the one that the founder signed first. No tickets make no proof: b""."""
+    """Returns a proof of sealed tickets, to be given in order: the one that the founder signed first. b"" for none."""
     return pack(tickets) if tickets else b""
 
 
@@ -119,7 +119,10 @@ def open_revocation(data: bytes, run: RunId) -> Revocation:
 
 @dataclass(frozen=True, slots=True)
 class InviteTicket:
-    """What an invite carries beside addresses: a proof, and the private key of a bearer ticket at its end, or b""."""
+    """The part of an invite that admits: a proof and, if its last ticket is a bearer ticket, that ticket's private key.
+
+    Immutable. secret: the raw 32 bytes of that key; b"" for a proof that is for one peer.
+    """
 
     proof: bytes
     secret: bytes = field(default=b"", repr=False)
@@ -136,16 +139,17 @@ class InviteTicket:
             proof, secret = _pair(unpack(data, MAX_PROOF_BYTES + 64, "bad-ticket"))
             _tickets_in(proof)
         except (binascii.Error, ValueError, ProtocolError):
-            raise InputError(
-                "The invite's ticket is damaged; copy the whole line that `swarm invite` printed."
-            ) from None
+            raise InputError(_DAMAGED) from None
         ticket = cls(proof, secret)
         if not proof or len(secret) not in (0, SECRET_BYTES) or str(ticket) != text:
             raise InputError(_DAMAGED)
         return ticket
 
-    def used_by(self, peer: PeerId, run: RunId) -> bytes:
-        """Returns the proof that `peer` shows: of a bearer ticket, with one more ticket that its key signs for `peer`.
+    def proof_for(self, peer: PeerId, run: RunId) -> bytes:
+        """Returns the proof with which `peer` asks for admission.
+
+        With a bearer ticket, that is the invite's proof and one more ticket, signed here with the bearer's key for
+        `peer`.
 
         Raises InputError when the ticket is for another peer, or of another run.
         """
@@ -165,7 +169,7 @@ class InviteTicket:
 
 
 def _pair(value: object) -> tuple[bytes, bytes]:
-    """Returns a list of two byte strings as it is. Raises ProtocolError "bad-ticket" for anything else."""
+    """Returns `value` if it is a pair of byte strings. Raises ProtocolError "bad-ticket" for anything else."""
     if not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(part, bytes) for part in value):
         raise ProtocolError("bad-ticket", "It must be a list of two byte strings.")
     return value

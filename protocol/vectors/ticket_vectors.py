@@ -39,7 +39,7 @@ def proofs(run: RunId, founder: Identity, other: Identity, until_unix: int) -> d
         "named": make_proof(named),
         "delegate": make_proof(delegate),
         "invite": invite.proof,
-        "bearer": invite.used_by(other.peer, run),
+        "bearer": invite.proof_for(other.peer, run),
     }
 
 

@@ -71,7 +71,7 @@ def test_what_is_no_character_at_the_end_is_said() -> None:
     assert list(decoded_pieces(iter("€".encode()[:2]), ByteTokenizer().decode, [])) == ["", "", "�"]
 
 
-# --- a run that trains LoRA beside a base model
+# --- a run that trains LoRA on top of a base model
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_run_with_lora_is_sampled_with_its_base_model(
 def test_without_the_base_model_it_is_one_sentence_before_any_text(
     tuned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(Failure, match="trains LoRA beside a base model.* --base-model DIR"):
+    with pytest.raises(Failure, match="trains LoRA on top of a base model.* --base-model DIR"):
         sampled(tuned, capsys, as_json=False)
     assert not capsys.readouterr().out
 

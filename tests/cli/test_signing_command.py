@@ -52,10 +52,10 @@ def test_the_founder_signs_for_one_peer_or_for_whoever_has_the_invite(
 ) -> None:
     founder = Machine(tmp_path, mode="ticket")
     named = InviteTicket.parse(founder.invite(capsys, InviteRequest(PEER, 3.0)).ticket)
-    (ticket,) = open_proof(named.used_by(PEER, founder.run), founder.run)
+    (ticket,) = open_proof(named.proof_for(PEER, founder.run), founder.run)
     assert (ticket.issuer, ticket.holder, ticket.role) == (founder.identity.peer, PEER, "member")
     anybody = InviteTicket.parse(founder.invite(capsys, InviteRequest(role="reader")).ticket)
-    assert [link.role for link in open_proof(anybody.used_by(PEER, founder.run), founder.run)] == ["reader"] * 2
+    assert [link.role for link in open_proof(anybody.proof_for(PEER, founder.run), founder.run)] == ["reader"] * 2
     assert signing_command.print_invite(founder.run, InviteRequest(), founder.home.root, as_json=False) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("agora://") and "keep it secret" in printed.err and "swarm ban" in printed.err
@@ -68,9 +68,9 @@ def test_a_delegate_signs_in_the_founders_name_but_names_no_delegates(
     other = Machine(tmp_path / "delegate", founder.signed)
     other.refuses("only the founder .* or a delegate can sign", InviteRequest())
     ticket = InviteTicket.parse(founder.invite(capsys, InviteRequest(other.identity.peer, role="delegate")).ticket)
-    admission_files.write_proof(other.home, other.run, ticket.used_by(other.identity.peer, other.run))
+    admission_files.write_proof(other.home, other.run, ticket.proof_for(other.identity.peer, other.run))
     made = InviteTicket.parse(other.invite(capsys, InviteRequest()).ticket)
-    assert [link.role for link in open_proof(made.used_by(PEER, other.run), other.run)] == [
+    assert [link.role for link in open_proof(made.proof_for(PEER, other.run), other.run)] == [
         "delegate",
         "member",
         "member",

@@ -32,7 +32,7 @@ def proof(holder: Identity, *, bearer: bool = False, role: str = "member") -> by
 
 def test_a_bearer_ticket_is_bound_to_the_key_of_who_uses_it_and_its_secret_is_nowhere_in_the_proof() -> None:
     invite = InviteTicket.parse(str(InviteTicket(proof(BEARER, bearer=True, role="reader"), SECRET)))
-    shown = invite.used_by(PEER.peer, RUN)
+    shown = invite.proof_for(PEER.peer, RUN)
     first, last = open_proof(shown, RUN)
     assert (first.holder, last.issuer, last.holder) == (BEARER.peer, BEARER.peer, PEER.peer)
     assert (last.role, last.not_after, last.bearer) == ("reader", 100, False)
@@ -41,9 +41,9 @@ def test_a_bearer_ticket_is_bound_to_the_key_of_who_uses_it_and_its_secret_is_no
 
 def test_a_ticket_for_one_peer_is_shown_as_it_is() -> None:
     invite = InviteTicket(proof(PEER))
-    assert invite.used_by(PEER.peer, RUN) == proof(PEER)
+    assert invite.proof_for(PEER.peer, RUN) == proof(PEER)
     with pytest.raises(InputError, match="The invite is for 12D3"):
-        invite.used_by(STRANGER.peer, RUN)
+        invite.proof_for(STRANGER.peer, RUN)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_ticket_for_one_peer_is_shown_as_it_is() -> None:
 )
 def test_an_invites_ticket_that_cannot_be_used_says_why(ticket: InviteTicket, run: RunId, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        ticket.used_by(PEER.peer, run)
+        ticket.proof_for(PEER.peer, run)
 
 
 @pytest.mark.parametrize("text", ["", "x", "====", str(InviteTicket(proof(PEER)))[:-4], str(InviteTicket(b"", SECRET))])

@@ -72,7 +72,7 @@ def test_tickets(vectors: Vectors, make_script: ModuleType) -> None:
         assert open_proof(it["bytes"], run) == tickets
     invite = InviteTicket(proofs["invite"], vector["invite"]["secret"])
     assert str(invite) == vector["invite"]["text"] and InviteTicket.parse(str(invite)) == invite
-    assert invite.used_by(second.peer, run) == proofs["bearer"]
+    assert invite.proof_for(second.peer, run) == proofs["bearer"]
     for it in vector["revocations"]:
         assert open_revocation(it["sealed"], run) == Revocation(**it["fields"])
     hello = vector["hello"]

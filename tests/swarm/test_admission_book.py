@@ -44,10 +44,10 @@ def test_a_peer_that_has_shown_its_ticket_is_a_member_until_the_ticket_ends() ->
 
 def test_a_claim_takes_part_by_the_proof_in_it_and_a_forged_one_by_nothing() -> None:
     made, good = book(), proof_for(PEER)
-    assert made.takes_part(PEER.peer, good, NOW)
-    assert not made.takes_part(STRANGER.peer, good, NOW)
-    assert not made.takes_part(PEER.peer, good[:-1] + bytes([good[-1] ^ 1]), NOW)
-    assert not made.takes_part(PEER.peer, b"\xc1", NOW)
+    assert made.is_member_by_proof(PEER.peer, good, NOW)
+    assert not made.is_member_by_proof(STRANGER.peer, good, NOW)
+    assert not made.is_member_by_proof(PEER.peer, good[:-1] + bytes([good[-1] ^ 1]), NOW)
+    assert not made.is_member_by_proof(PEER.peer, b"\xc1", NOW)
     with pytest.raises(ProtocolError):
         made.judge(PEER.peer, b"\xc1", NOW)
 
@@ -58,24 +58,24 @@ def test_a_bearer_invite_makes_a_proof_for_whoever_uses_it_and_its_ban_reaches_t
     invite = InviteTicket(make_proof(seal_ticket(bearer, RUN, FOUNDER)), bytes([9]) * 32)
     made = book()
     for user in (PEER, STRANGER):
-        assert made.judge(user.peer, invite.used_by(user.peer, RUN), NOW).is_member
-    assert not made.takes_part(DELEGATE.peer, invite.used_by(PEER.peer, RUN), NOW)
-    made.take(ban_of(key.peer), NOW)
+        assert made.judge(user.peer, invite.proof_for(user.peer, RUN), NOW).is_member
+    assert not made.is_member_by_proof(DELEGATE.peer, invite.proof_for(PEER.peer, RUN), NOW)
+    made.add_revocation(ban_of(key.peer), NOW)
     assert not any(made.is_member(user.peer, NOW) for user in (PEER, STRANGER))
 
 
 def test_a_revocation_is_taken_once_and_kept_as_it_was_signed() -> None:
     made, sealed = book("open"), ban_of(PEER.peer)
-    taken = made.take(sealed, NOW)
+    taken = made.add_revocation(sealed, NOW)
     assert taken is not None and taken.subject == PEER.peer
-    assert made.take(sealed, NOW) is None and made.sealed_revocations() == [sealed]
+    assert made.add_revocation(sealed, NOW) is None and made.sealed_revocations() == [sealed]
     assert "banned" in made.why_not_called(PEER.peer, NOW)
     with pytest.raises(NotAdmitted, match="banned"):
         made.judge(PEER.peer, b"", NOW)
     with pytest.raises(ProtocolError):
-        made.take(ban_of(STRANGER.peer, run=RunId("cd" * 32)), NOW)
+        made.add_revocation(ban_of(STRANGER.peer, run=RunId("cd" * 32)), NOW)
     with pytest.raises(NotAdmitted, match="does not count"):
-        made.take(ban_of(STRANGER.peer, STRANGER), NOW)
+        made.add_revocation(ban_of(STRANGER.peer, STRANGER), NOW)
 
 
 def test_the_owners_ban_holds_against_everyone_but_needs_no_signature() -> None:
@@ -109,7 +109,7 @@ def test_the_founder_finds_room_for_a_ban_where_delegates_have_taken_it(monkeypa
     made, proof = book("open"), proof_for(DELEGATE, "delegate")
     ids = [Identity(bytes([n]) * 32).peer for n in range(50, 53)]
     for subject in ids[:2]:
-        made.take(ban_of(subject, DELEGATE, proof), NOW)
-    made.take(ban_of(ids[2]), NOW)
+        made.add_revocation(ban_of(subject, DELEGATE, proof), NOW)
+    made.add_revocation(ban_of(ids[2]), NOW)
     assert [made.is_member(peer, NOW) for peer in ids] == [True, False, False]
     assert len(made.sealed_revocations()) == 2

@@ -20,8 +20,8 @@ from agora.swarm.directory_shards import (
     READINGS_S,
     SHARDS_PER_READ,
     SMALL_RUN,
-    Reader,
-    Readings,
+    KnownReadings,
+    ReaderIdentity,
     add_readings,
     close_shards,
     depth_to_read,
@@ -47,9 +47,9 @@ def bottom(hashes: Iterable[int], shard: Shard) -> list[int]:
     return sorted(peer for peer in hashes if shard.holds(peer))[:MAX_KEY_RECORDS]
 
 
-def knowing(counts: Mapping[int, float], depth: int = 0) -> Readings:
+def knowing(counts: Mapping[int, float], depth: int = 0) -> KnownReadings:
     """Readings from which a stage has exactly so many peers."""
-    known: Readings = {}
+    known: KnownReadings = {}
     for stage, count in counts.items():
         shard = Shard(stage, "0" * depth)
         reading = judge_reading(shard, (), 0.0)
@@ -86,10 +86,10 @@ def test_a_stage_of_which_nothing_was_read_has_no_peers_and_one_read_empty_neith
 
 
 def test_old_readings_of_a_stage_are_forgotten_only_after_newer_ones_came() -> None:
-    def found(shard: Shard, count: int, at: float) -> Readings:
+    def found(shard: Shard, count: int, at: float) -> KnownReadings:
         return add_readings(known, {shard: judge_reading(shard, range(count), at)})
 
-    known: Readings = {}
+    known: KnownReadings = {}
     known = found(Shard(0, "00"), 8, 0.0)
     known = found(Shard(0, "11"), 4, READINGS_S)
     assert estimate_peers(known, 0) == pytest.approx(24.0)
@@ -104,7 +104,7 @@ def test_ids_made_to_have_the_least_hashes_spoil_the_estimate_only_until_shards_
     everybody = [*honest, *ground]
     known = add_readings({}, {Shard(0): judge_reading(Shard(0), bottom(everybody, Shard(0)), 0.0)})
     assert estimate_peers(known, 0) > 1e12 and depth_to_read(estimate_peers(known, 0)) == MAX_SHARD_BITS
-    reader, reads = Reader(hashes_of(1, seed=5)[0], 1, Span(0, 0), 7), 0
+    reader, reads = ReaderIdentity(hashes_of(1, seed=5)[0], 1, Span(0, 0), 7), 0
     while estimate_peers(known, 0) > 20_000:
         plan, reads = plan_read(known, reader, 8.0 * reads, random.Random(reads)), reads + 1
         found = {shard: judge_reading(shard, bottom(everybody, shard), 8.0 * reads) for shard in plan.shards}
@@ -154,8 +154,8 @@ def test_what_a_key_holds_is_bounded_and_whoever_should_be_read_is_there(count: 
 # --- what to read
 
 
-def reader_of(peer_hash: int, span: Span | None, stages: int = 32) -> Reader:
-    return Reader(peer_hash, stages, span, peer_hash ^ 0xABCDEF)
+def reader_of(peer_hash: int, span: Span | None, stages: int = 32) -> ReaderIdentity:
+    return ReaderIdentity(peer_hash, stages, span, peer_hash ^ 0xABCDEF)
 
 
 @pytest.mark.parametrize("peers", [0, 1, 3])

@@ -44,8 +44,8 @@ def test_a_stranger_that_does_not_answer_is_dialled_less_and_less() -> None:
             dialled_at.append(now)
     waits = [later - earlier for earlier, later in zip(dialled_at, dialled_at[1:], strict=False)]
     assert waits[0] == FIRST_WAIT_S and waits == sorted(waits) and waits[-1] == LONGEST_WAIT_S
-    assert meetings.was_in_vain(PeerId("a"))
-    assert not meetings.choose(1001.0, {}) and not meetings.was_in_vain(PeerId("a")), "who is gone is forgotten"
+    assert meetings.was_unreachable(PeerId("a"))
+    assert not meetings.choose(1001.0, {}) and not meetings.was_unreachable(PeerId("a")), "who is gone is forgotten"
 
 
 def test_strangers_without_an_address_are_not_dialled() -> None:
