@@ -1,4 +1,4 @@
-"""What the device thread and the event loop exchange: step policies one way; results and step events the other way.
+"""What the device thread and the event loop exchange: the loop sends step policies, the thread results and events.
 
 Knows: tokens, step numbers, encoded gradients. Must not know: torch, threads, replicas, how tokens are agreed on.
 The loop publishes a new StepPolicy whenever its knowledge of the other replicas changes; the device thread reads the

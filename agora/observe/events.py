@@ -123,7 +123,7 @@ class MicrobatchCounted(Event):
 
 
 class RepeatServed(Event):
-    """Event: a microbatch came again and was not counted again: it got the kept answer, or joined the running work."""
+    """Event: a microbatch came again and was not counted again: its sender gets the kept or the pending answer."""
 
     microbatch: str
     stage: int

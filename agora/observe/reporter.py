@@ -71,7 +71,7 @@ a daemon whose microbatches all fail has those too."""
 
 @dataclass
 class Counters:
-    """Running totals of a daemon's events, changed by `take`. A field counts microbatches unless its comment differs."""
+    """Running totals of a daemon's events, changed by `take`. Without another comment, a field counts microbatches."""
 
     occurred: Counter[str] = field(default_factory=Counter)  # all events, by name
     started: Counter[str] = field(default_factory=Counter)  # by purpose: those that this peer originated

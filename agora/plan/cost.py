@@ -219,9 +219,10 @@ class RunCost:
         return kept
 
     def _crossing(self, span: Span, at_end: float, at_start: float) -> float:
-        """Returns the bytes of one microbatch that cross the span's two ends in one direction; 0 at an end of the model.
+        """Returns the bytes that one microbatch moves over the span's two ends, in one direction.
 
-        at_end, at_start: the bytes that cross the end towards the last stage, and the end towards the first.
+        at_end, at_start: the bytes that cross the end towards the last stage, and the end towards the first; nothing
+        crosses an end of the model.
         """
         return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
 

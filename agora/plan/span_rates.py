@@ -56,7 +56,7 @@ class _SpanNeeds:
                 self._add(cost, Span(begin, end - 1), (begin, end))
 
     def _add(self, cost: RunCost, span: Span, place: tuple[int, int]) -> None:
-        """Fills the arrays at `place`, (first stage, last stage + 1), with the span's traffic, operations and memory."""
+        """Fills the arrays at `place` = (first stage, last stage + 1): the traffic, operations and memory of `span`."""
         self.upload[place], self.download[place] = cost.upload_bytes(span), cost.download_bytes(span)
         for number, mode in enumerate(cost.training_modes(span)):
             self.flops[(number, *place)] = mode.flops
