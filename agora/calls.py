@@ -1,4 +1,4 @@
-"""A call to another peer, as every room that makes one sees it: a request, progress while it is open, a reply.
+"""A call to another peer, as every package that makes one sees it: a request, progress while it is open, a reply.
 
 Knows: the form of a call. Must not know: who carries it (net.network.Network, or memory in tests) or what it is about.
 """
@@ -22,7 +22,7 @@ OnProgress = Callable[[Advance], None]
 
 @dataclass(slots=True)
 class Reply:
-    """The message that ended a call, and the tensors that came with it."""
+    """The message that answered a call, and the tensors that came with it. Refusals are raised, never returned here."""
 
     message: Message
     tensors: list[WireTensor] = field(default_factory=list)

@@ -18,13 +18,16 @@ def loop_time() -> float:
 
 
 def boot_time() -> float:
-    """Returns seconds since this machine was started, its sleep included; nobody can set this clock."""
+    """Returns the seconds since this machine was booted, including suspended time; nobody can set this clock.
+
+    Where the system has no such clock, suspended time is missing.
+    """
     return time.clock_gettime(_BOOT_CLOCK)
 
 
 def slept_s() -> float:
-    """Returns the seconds that this machine has been suspended since it was started; 0.0 where nobody can tell.
+    """Returns how many seconds this machine has been suspended since it was booted; 0.0 where nobody can tell.
 
-    The loop's clock does not count them, but other machines went on meanwhile.
+    The event loop's clock does not count them, although other machines worked on in that time.
     """
     return boot_time() - time.clock_gettime(time.CLOCK_MONOTONIC)

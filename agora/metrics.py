@@ -30,7 +30,7 @@ MAX_REWARD: Final = 1e12
 
 
 def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> bool:
-    """Returns whether a microbatch of `tokens` counted tokens and `rows` rows can have these sums.
+    """Returns whether a microbatch of `tokens` supervised tokens and `rows` rows can have these sums.
 
     kind: the manifest's objective.kind. False also for a wrong number of sums.
     """
@@ -47,7 +47,7 @@ def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> b
 def add_sums(sums: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
     """Returns the elementwise sums of `sums` and `more`; `more` alone if `sums` is empty.
 
-    ValueError for other lengths.
+    Raises ValueError if their lengths differ.
     """
     return tuple(a + b for a, b in zip(sums, more, strict=True)) if sums else tuple(more)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Immutable exponential moving average; the first 1 / `weight` samples count equally.
+    """Immutable exponential moving average, changed by `updated`; the first 1 / `weight` samples count equally.
 
     value: None before the first sample. samples: how many there were.
     """

@@ -1,4 +1,4 @@
-"""What the device thread and the event loop exchange: step policies one way; results and step events the other way.
+"""What the device thread and the event loop exchange: the loop sends step policies, the thread results and events.
 
 Knows: tokens, step numbers, encoded gradients. Must not know: torch, threads, replicas, how tokens are agreed on.
 The loop publishes a new StepPolicy whenever its knowledge of the other replicas changes; the device thread reads the
@@ -16,8 +16,8 @@ from agora_protocol.tensors import WireTensor
 class StepPolicy:
     """Immutable policy: when a stage steps along its gradient sum, or closes its share of a step for the mean.
 
-    `own_tokens`, `alone` and `closes_share` hold for step number `step` (0 is the first). The stage may be at a later
-    step by now, of which nothing is known; then the safe answer of the last column holds.
+    `own_tokens`, `alone` and `closes_share` hold for step number `step` only (0 is the first). The stage may be at a
+    later step by now, about which nothing is known; then the last column holds, which is always safe.
 
     | question                                 | step `step`                             | any other step      |
     |------------------------------------------|-----------------------------------------|---------------------|
@@ -42,7 +42,7 @@ class StepPolicy:
         return step < self.exact_steps and not (self.alone and step == self.step)
 
     def closes(self, step: int) -> bool:
-        """Returns whether the share of step `step` is closed as soon as it has the tokens needed, see the table."""
+        """Returns whether the share of step `step` is to be closed once it has `tokens_needed(step)`, see the table."""
         return self.closes_share and step == self.step and self.steps_along_mean(step)
 
 

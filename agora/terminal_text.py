@@ -1,4 +1,4 @@
-"""Makes text that others wrote harmless to a terminal.
+"""Makes text that others wrote harmless to a terminal, or one line.
 
 Knows: which characters a terminal shows. Must not know: who wrote a text, or where it is printed. Every command prints
 through it (cli/console.py), and so does the log (observe/log.py).
@@ -20,3 +20,8 @@ def printable(text: str, keep: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() or sign in keep else HIDDEN for sign in text)
+
+
+def one_line(text: str, limit: int | None = None) -> str:
+    """Returns `text` with each run of whitespace replaced by one space, cut to its first `limit` characters."""
+    return " ".join(text.split())[:limit]

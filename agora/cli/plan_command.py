@@ -21,7 +21,7 @@ from agora.cli.stage_sources import find_run
 from agora.node import paths, runs
 from agora.plan.advice import Gain, explain_bottleneck, gain_of_one_more
 from agora.plan.assignment import Assignment, Plan
-from agora.plan.cost import ALL_WAYS, RunCost
+from agora.plan.cost import ALL_ACTIVATIONS, RunCost
 from agora.plan.cost_of_run import run_cost
 from agora.plan.drawing import picture_lines, picture_svg, plan_table
 from agora.plan.machine import Machine
@@ -103,7 +103,7 @@ def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> 
 def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
     """Raises InputError, which names the machine, if any of `machines` can hold no stage of the run."""
     stages = [Span(stage, stage) for stage in range(cost.stage_count)]
-    needs = [way.need for stage in stages for way in cost.ways(stage)]
+    needs = [mode.need for stage in stages for mode in cost.training_modes(stage)]
     for machine in machines:
         if not any(need.fits(machine) for need in needs):
             least = min(need.device for need in needs) / 1e9
@@ -173,7 +173,7 @@ def _activations(planned: PlannedRun) -> str:
     counts = Counter(one.rate.activations for one in planned.plan.assignments if one.span is not None)
     if len(counts) == 1:
         return next(iter(counts))
-    return ", ".join(f"{counts[name]} {name}" for name in ALL_WAYS if name in counts)
+    return ", ".join(f"{counts[name]} {name}" for name in ALL_ACTIVATIONS if name in counts)
 
 
 def _speed(planned: PlannedRun) -> str:

@@ -1,7 +1,7 @@
 """Encodes and decodes boundaries: activations forward and their gradients backward, each by its direction's codec.
 
 Activations are rounded to the nearest level. Gradients are rounded with a dither that sender and receiver both derive:
-rounded to nearest, small gradients would vanish in every microbatch alike, and their sum too. All tokens of a
+rounded to nearest, small gradients would become zero in every microbatch, and so would their sum. All tokens of a
 microbatch share the columns that are sent, so that the columns' numbers cost almost nothing. Knows: directions, shapes,
 the run's seed. Must not know: models, peers, streams.
 """

@@ -110,9 +110,9 @@ class _Claim:
 class EpochShares:
     """Decides which microbatches of the epochs one origin takes, from what the origins of the swarm tell each other.
 
-    seed: the run's. me: this origin's name. session: a number from 0 to 2^63 - 1 that no other start of any origin
-    uses. count: microbatches in an epoch. rows_id: identifies the rows, so that origins with other rows are refused.
-    last_told: what `state` has returned last, to answer the gossip of others with.
+    seed: the run's. me: this origin's name. session: a number from 0 to 2^63 - 1, different at each start of each
+    origin. count: microbatches in an epoch. rows_id: identifies the rows, so that origins with other rows are refused.
+    last_told: the last result of `state`, with which the gossip of others is answered.
     """
 
     def __init__(self, seed: int, me: str, session: int, count: int, rows_id: int = 0) -> None:
@@ -245,7 +245,7 @@ class EpochShares:
             ) from error
 
     def done_runs(self, epoch: int) -> list[Run]:
-        """Returns which microbatches (0 to count - 1) of an epoch are known to be done, as (first, length) in order."""
+        """Returns which microbatches (0 to count - 1) of an epoch are known to be done, as ascending runs."""
         if epoch < self._first:
             return [(0, self.count)]
         return list(self._parts[epoch].done.runs(full_blocks=True)) if epoch in self._parts else []
@@ -364,10 +364,10 @@ class EpochShares:
         return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
 
     def _find_free(self, seen: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
-        """Returns a claim of the first free microbatch in this origin's order, None if none is free.
+        """Returns a new claim of the first free microbatch in this origin's order, None if none is free.
 
-        own_blocks: looks only in blocks where this origin has the lowest hash and no other works, so that the claim may
-        be opened at once.
+        Remembers its number in `_last_claimed`; the caller adds the claim to `_claims`. own_blocks: looks only in
+        blocks where this origin has the lowest hash and no other works, so that the claim may be opened at once.
         """
         for epoch in range(self._first, self._first + open_epochs(self._layout)):
             number = self._find_free_in(epoch, seen, own_blocks)

@@ -143,7 +143,7 @@ def read_state(
 
 
 class OtherRows(ValueError):
-    """Error: a state is about other rows than this origin's."""
+    """Raised when a state is about other rows than this origin's."""
 
 
 def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:

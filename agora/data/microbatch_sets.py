@@ -105,7 +105,10 @@ class MicrobatchSet:
         return len(self.masks) == self.layout.blocks and len(self) == self.layout.count
 
     def runs(self, *, full_blocks: bool) -> Iterator[Run]:
-        """Yields the set as runs (first, length) of greatest length, in order. full_blocks: False skips full blocks."""
+        """Yields the set as ascending runs (first, length), each as long as can be.
+
+        full_blocks: whether to include the blocks all of whose microbatches are in the set.
+        """
         start = end = 0
         for block in sorted(self.masks):
             if self.is_full(block) and not full_blocks:

@@ -36,8 +36,8 @@ It is the date that Llama 3's own template writes if it is given no clock."""
 class ModelTokenizer:
     """A tokenizer with its chat template. end_of_turn: the text of the token that ends a completion or a document.
 
-    name, template_name: what messages call the tokenizer and the template. longest_context: in tokens, None when the
-    folder does not say.
+    name, template_name: of the tokenizer and of the template, for messages to a person. longest_context: the model's,
+    in tokens; None when the folder does not say.
     """
 
     tokenizer: Tokenizer

@@ -34,7 +34,7 @@ SHOWN_COLUMNS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The values of one record by the format's names of their columns. where: the record's place, for errors."""
+    """One record's values, by the format's names of the columns. where: the record's place in its file, for errors."""
 
     values: Mapping[str, Any]
     where: str
@@ -54,7 +54,7 @@ class Columns:
         return () if value is None else read_tools(value, self.place("tools"))
 
     def place(self, name: str) -> str:
-        """Returns "PLACE: COLUMN" for error sentences."""
+        """Returns "WHERE: NAME", the place of a column in the file, for error sentences."""
         return f"{self.where}: {name}"
 
 
@@ -242,15 +242,15 @@ def _read_alpaca(row: Columns) -> Sample:
 
 def _read_completion(row: Columns) -> Sample:
     """Reads `prompt` and `completion`: texts that are taken literally, or lists of messages."""
-    return _answer(row, "completion")
+    return _read_answer(row, "completion")
 
 
 def _read_preference(row: Columns) -> Sample:
     """Reads `prompt`, `chosen` and `rejected`: texts that are taken literally, or lists of messages."""
-    return _preference(row, _answer(row, "chosen"), _answer(row, "rejected"))
+    return _preference(row, _read_answer(row, "chosen"), _read_answer(row, "rejected"))
 
 
-def _answer(row: Columns, column: str) -> Completion | Conversation:
+def _read_answer(row: Columns, column: str) -> Completion | Conversation:
     """Returns the prompt with the answer in `column`: a Completion if both are texts, otherwise a Conversation.
 
     In a conversation, a text becomes one message. An answer in messages may repeat the prompt at its beginning, as in
@@ -315,7 +315,7 @@ def _preference(row: Columns, chosen: Completion | Conversation, rejected: Compl
     if chosen == rejected:
         raise DataError(f"{row.where}: chosen and rejected are equal, which says nothing; remove the record.")
     if type(chosen) is not type(rejected):
-        raise DataError(f"{row.where}: of chosen and rejected one is text, one messages; write both alike.")
+        raise DataError(f"{row.where}: of chosen and rejected one is text, one messages; write both in the same form.")
     return Preference(chosen, rejected)
 
 

@@ -94,7 +94,7 @@ def row_dtype(vocabulary: int, context: int) -> np.dtype[np.unsignedinteger[Any]
 
 @dataclass(frozen=True, slots=True)
 class _SampleChunk:
-    """Samples that are packed together; numbers: the number in the file of each."""
+    """Samples that are packed together. numbers: for each sample its number in the file, from 0."""
 
     samples: list[TokenSample]
     numbers: list[int]

@@ -147,7 +147,7 @@ class OriginBatches:
         """Does nothing: no microbatch is drawn twice, whether it was completed or not. See EpochBatches.completed."""
 
     def released(self, number: int) -> None:
-        """Does nothing, for the same reason: a microbatch that was given up is not drawn again."""
+        """Does nothing: a microbatch that was given up is not drawn again. See EpochBatches.released."""
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches of held-out windows, as wire tensors, the same at every call."""

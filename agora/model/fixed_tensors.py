@@ -22,7 +22,7 @@ KNOWN_DIGEST = "b6dd8460cd61ee1dfc1d8c770288a0ecf2f41e3f58c29979a61989144b69a38a
 
 
 class DerivationError(LocalError):
-    """Error: this machine's numpy derives other tensors from a seed than other peers do (see check_derivation)."""
+    """Raised when this machine's numpy derives other tensors from a seed than other peers do, see check_derivation."""
 
     code: ClassVar[str] = "derivation"
 

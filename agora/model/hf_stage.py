@@ -24,6 +24,7 @@ from agora.model.hf_architecture import architecture_of
 from agora.model.lora_layers import adapters_off, inject_lora, lora_targets
 from agora.model.row_segments import as_additive, attended_pairs, token_positions
 from agora.model.tuning_packages import TuningMissing
+from agora.terminal_text import one_line
 
 HEAD: Final = "lm_head"
 INSIDE_LORA: Final = ".base_layer."
@@ -49,7 +50,7 @@ class HfStage(Stage):
         except (TuningMissing, MemoryError):
             raise
         except Exception as error:  # transformers raises many kinds for a config that its classes cannot use
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(str(error), 160)
             raise ManifestError(
                 f"[model] config is not one that transformers can build ({reason}); the run needs a manifest of a "
                 "config.json that AutoModelForCausalLM loads."
@@ -163,7 +164,10 @@ class HfStage(Stage):
         allocate(self)
 
     def load(self, name: str, values: Tensor) -> None:
-        """Sets a parameter of `file_shapes` to a file's values, float32 in the file's shape. Call `allocate` before."""
+        """Copies a file's values, float32 in the file's shape, into the parameter `name`. Call `allocate` before.
+
+        Frozen ones are rounded to bf16 or quantised, and frozen matrices are allocated here.
+        """
         load_parameter(self, name, values, self._frozen_as)
 
     def fill_buffers(self, seed: int) -> None:

@@ -17,7 +17,7 @@ TUNING_EXTRA: Final = "pip install 'agora-swarm[tuning]'"
 
 
 class TuningMissing(LocalError):
-    """Error: a package of the extra `tuning` is not installed, broken, or too old."""
+    """Raised when a package of the extra `tuning` is not installed, broken, or too old."""
 
     code: ClassVar[str] = "tuning-missing"
 

@@ -29,11 +29,12 @@ from agora.net.hive import Multiaddr, MultiaddrError, PeerID, p2pd_pb2
 from agora.net.line_brake import LineBrake
 from agora.net.link import LinkSpec
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
-from agora.net.p2pd_process import SocketDirectory, one_line, start_p2pd
+from agora.net.p2pd_process import MAX_ERROR_CHARACTERS, SocketDirectory, start_p2pd
 from agora.net.rate_limits import UNLIMITED, RateLimits
 from agora.net.raw_streams import READ_BYTES, RawStream
 from agora.net.shaping import AccessLink, ShapedTransport
 from agora.net.streams import MAX_PREAMBLE_BYTES, FrameStream
+from agora.terminal_text import one_line
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
 """Takes a stream that a peer has opened, to attach a sink or close it; that peer; and the stream's path.
@@ -207,7 +208,7 @@ class Host:
             except (TimeoutError, OSError, ValueError) as error:
                 raise ConnectionBroken(f"{peer} gives no stream ({error or 'late'})") from None
             if response.type == p2pd_pb2.Response.ERROR:
-                raise ConnectionBroken(one_line(response.error.msg))
+                raise ConnectionBroken(one_line(response.error.msg, MAX_ERROR_CHARACTERS))
             undo.pop_all()
         return stream
 
@@ -344,7 +345,7 @@ class Host:
                 raise ConnectionBroken("this machine's p2pd is gone; restart the daemon") from error
             response = p2pd_pb2.Response.FromString(answer)
             if response.type == p2pd_pb2.Response.ERROR:
-                raise _failure(one_line(response.error.msg))
+                raise _failure(one_line(response.error.msg, MAX_ERROR_CHARACTERS))
             undo.pop_all()
         return stream, response
 

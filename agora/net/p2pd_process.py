@@ -19,10 +19,12 @@ from typing import Any, Final
 from agora_protocol.errors import LocalError
 
 from agora.net.hive import P2P, P2PDaemonError
+from agora.terminal_text import one_line
 
 STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start at once
 SOCKET_PREFIX: Final = "agora-net-"  # how the names of the folders begin that hold p2pd's Unix sockets
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
+MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's words in an error's sentence
 
 _GUARD: Final = (
     "import ctypes,os,sys\n"
@@ -94,10 +96,5 @@ async def start_p2pd(
             nat_port_map=upnp,
         )
     except P2PDaemonError as error:
-        why = one_line(str(error))
+        why = one_line(str(error), MAX_ERROR_CHARACTERS)
         raise LocalError(f"p2pd did not start ({why}); look whether {', '.join(listen)} can be listened on.") from error
-
-
-def one_line(text: str) -> str:
-    """Returns `text` with every run of whitespace made one space, cut to 300 characters."""
-    return " ".join(text.split())[:300]

@@ -16,7 +16,7 @@ Level = Literal["debug", "info", "warning", "error"]
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a daemon. Those in events.py are all; each becomes a frozen dataclass."""
+    """Base class of everything that a daemon reports. events.py has all subclasses; each becomes a frozen dataclass."""
 
     level: ClassVar[Level] = "debug"
     template: ClassVar[str] = ""  # a sentence with the fields' names in braces; "" lists all fields
@@ -35,4 +35,4 @@ class Event:
 
 
 Report = Callable[[Event], None]
-"""Takes an event from any room and any thread. It never blocks and never raises."""
+"""Takes an event from any module and any thread. It never blocks and never raises."""

@@ -26,7 +26,7 @@ class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {not
 
 
 class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_stage}-{last_stage} of run {run:.12}"):
-    """Event: the daemon serves its first span; reported once in its life."""
+    """Event: the daemon begins to serve its first span; reported once in a process's life."""
 
     peer: str
     run: str
@@ -38,14 +38,17 @@ class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_s
 
 
 class FirstHopServed(Event, level="info", template="first microbatch through stage {stage} after {seconds:.1f} s"):
-    """Event: this peer counted its first microbatch, `seconds` after its process started; `stage`: its first stage."""
+    """Event: this peer counted its first microbatch, `seconds` after its process started.
+
+    stage: the first of the stages in which it counted the microbatch.
+    """
 
     stage: int
     seconds: float
 
 
 class OwnerTold(Event, level="warning", template="{text}"):
-    """Event: one sentence for the owner, about this machine's clock, memory, disk or limits, with what to do."""
+    """Event: the owner is told about this machine's clock, memory, disk or limits. text: one sentence, with advice."""
 
     text: str
 
@@ -81,7 +84,10 @@ class MicrobatchStarted(Event):
 
 
 class MicrobatchCompleted(Event):
-    """Event: the origin has a microbatch's answer. loss_sum: over its tokens; metrics: sums, see agora.metrics."""
+    """Event: the origin received a microbatch's answer, `seconds` after it started the microbatch.
+
+    loss_sum: in nats, over its `tokens` supervised tokens. metrics: sums, see agora.metrics.
+    """
 
     microbatch: str
     loss_sum: float
@@ -117,14 +123,14 @@ class MicrobatchCounted(Event):
 
 
 class RepeatServed(Event):
-    """Event: a microbatch came again and was not counted again: it got the kept answer, or joined the running work."""
+    """Event: a microbatch came again and was not counted again: its sender gets the kept or the pending answer."""
 
     microbatch: str
     stage: int
 
 
 class SeatsChanged(Event):
-    """Event: from now on this peer takes at most `seats` microbatches at once; it began with `most`."""
+    """Event: from now on this peer works on at most `seats` microbatches at once; at its start it was `most`."""
 
     seats: int
     most: int
@@ -132,7 +138,7 @@ class SeatsChanged(Event):
 
 
 class HopRefused(Event):
-    """Event: this peer refused a microbatch before any work. `code`: of the error, for example "busy"."""
+    """Event: this peer refused a microbatch before doing any work. code: the error's code, for example "busy"."""
 
     microbatch: str
     stage: int
@@ -140,11 +146,12 @@ class HopRefused(Event):
 
 
 class RouteChanged(Event):
-    """Event: no peer of `stage` can be asked any more (`peer` is ""), or one can be asked again (`peer`)."""
+    """Event: no peer of `stage` can be asked any more (`is_empty`), or some peer of it can be asked again."""
 
     stage: int
-    peer: str
-    reason: str
+    is_empty: bool
+    peer: str  # the one chosen for the call that noticed the change; "" if none was chosen
+    reason: str  # of that choice
 
 
 class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} over {tokens} tokens in {seconds:.1f} s"):
@@ -157,13 +164,13 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
 
 
 class SamplesCounted(Event):
-    """Event: which samples the swarm has trained on when stage 0 took `step`, as far as this origin knows."""
+    """Event: how many samples the swarm had trained on when stage 0 took `step`, as far as this origin knows."""
 
     step: int
-    epoch: int  # the first that is not complete
-    seen: int  # samples trained on, in each epoch anew
-    repeated: int  # trained on again in the same epoch
-    missed: int  # not done yet, of epochs before the newest
+    epoch: int  # the first epoch that is not complete
+    seen: int  # samples trained on; a sample counts once in each epoch
+    repeated: int  # times that a sample was trained on again in the same epoch
+    missed: int  # samples of the epochs before the newest that are not trained on yet
 
 
 class StepTaken(Event):
@@ -171,7 +178,7 @@ class StepTaken(Event):
 
     stage: int
     step: int
-    tokens: int  # of this peer in the step; 0 if only the other replicas took it, and this one took over its number
+    tokens: int  # of this peer in the step; 0 if only the other replicas took it, and this one only set its number
     loss: float | None  # mean per token of this peer's microbatches; None unless it holds the last stage
     seconds: float
     learning_rate: float = 0.0
@@ -214,10 +221,10 @@ class RoundDone(Event):
     """Event: an averaging round of one stage ended."""
 
     stage: int
-    what: str  # of which the mean was formed: "gradient" or "slice"
+    what: str  # what was averaged: "gradient", or "slice" for one slice of the weights
     round: int
     parts: int
-    failed_parts: int  # those for which no mean could be used
+    failed_parts: int  # parts for which no mean could be used
     contributors: float  # how many of the `members` contributed in time, a mean over the parts
     members: int
     weight: float
@@ -234,7 +241,7 @@ class GradientWireChosen(Event, level="info", template="gradients are sent as {r
 
 
 class PartFailed(Event):
-    """Event: no mean of a part of an averaging round could be used here: neither owner gave a plausible one."""
+    """Event: this peer could use no mean of one part of an averaging round: no owner gave a plausible one in time."""
 
     stage: int
     what: str
@@ -261,9 +268,9 @@ class CheckpointDamaged(Event, level="error", template="{text}"):
 class BaseTensorDamaged(
     Event,
     level="error",
-    template="{path} does not have the tensor {name} as the run's list says; others get it no more",
+    template="{path} does not have the tensor {name} as the run's list says; other peers do not get it from here",
 ):
-    """Event: a tensor of the base model on this disk has other bytes than the run's list says; it is not given away."""
+    """Event: a tensor of the base model on this disk differs from the run's list; it is no longer sent to peers."""
 
     path: str
     name: str
@@ -272,7 +279,7 @@ class BaseTensorDamaged(
 class StateFetched(
     Event, level="info", template="stage {stage} fetched at step {step}: {bytes:,} bytes in {seconds:.1f} s"
 ):
-    """Event: a stage's state was fetched from peers. `fetched_again`: chunks that had to be asked for again."""
+    """Event: a stage's state was fetched from peers. fetched_again: how many chunks had to be requested again."""
 
     stage: int
     step: int
@@ -296,7 +303,10 @@ class StageDiverged(
     level="warning",
     template="stage {stage} differs from its replicas at step {step}: it fetches the state of {sources}",
 ):
-    """Event: the largest group of a stage's replicas, `sources`, applied other means; it fetches their state."""
+    """Event: this peer's stage differs from the largest group of its replicas, `sources`, and fetches their state.
+
+    Replicas differ when they applied different means in averaging rounds.
+    """
 
     stage: int
     step: int
@@ -344,7 +354,10 @@ class HealthChanged(Event, level="info", template="health {state}: {why}; {do}")
 
 
 class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
-    """Event: a peer did what no honest peer does. offence: a value of conduct.Offence; follows: the consequence."""
+    """Event: a peer did what no honest peer does.
+
+    offence: a value of conduct.Offence. text: what it did. follows: the consequence, for a person to read.
+    """
 
     peer: str
     offence: str
@@ -361,7 +374,10 @@ class PeerBanned(Event, level="warning", template="{peer} is banned {by}: it is 
 
 
 class DirectoryTrouble(Event):
-    """Event: a read or a write of the DHT failed or took too long; the last known view stays in use."""
+    """Event: a read or a write of the DHT failed or took too long; the daemon keeps using its last view of the swarm.
+
+    what: the operation that failed.
+    """
 
     what: str
     reason: str

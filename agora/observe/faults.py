@@ -36,7 +36,7 @@ POINTS = {
 }
 ACTIONS = {
     "kill": "SIGKILL to this process",
-    "hang": "this task, or this thread, waits without an end; the rest of the process runs on",
+    "hang": "this task, or this thread, waits without end; the rest of the process runs on",
     "stop": "SIGSTOP: the whole process freezes",
     "fail": "what is done here fails as if the device had failed",
     "exit": "this thread ends; the rest of the process runs on",
@@ -46,7 +46,7 @@ ACTIONS = {
 HANG_S = 1e8
 _SECONDS: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
 WITH_SECONDS: Final = {"sleep": re.compile(_SECONDS), "shift": re.compile("-?" + _SECONDS)}
-"""Of the actions that take a number of seconds: how it is written."""
+"""The actions that take a number of seconds, and the pattern of that number."""
 _ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
 ReachFault = Callable[[str], Awaitable[None]]
@@ -107,8 +107,8 @@ class Faults:
     def act(self, point: str) -> float:
         """Counts an arrival at `point`, and carries out the first planned fault that is due there.
 
-        "kill" and "stop" send a signal to this process. "fail" raises DeviceError, "exit" SystemExit. Otherwise it
-        returns the seconds that the caller must wait: 0.0 if no fault is due.
+        "kill" and "stop" send a signal to this process, "shift" sets its wall clock, "fail" raises DeviceError and
+        "exit" SystemExit. Returns the seconds that the caller must wait, for "hang" and "sleep"; otherwise 0.0.
         """
         with self._lock:
             self._counts[point] += 1
@@ -134,7 +134,7 @@ class Faults:
 
 
 def _shift_wall_clock(seconds: float) -> None:
-    """Sets time.time and time.time_ns of this process forward by `seconds`."""
+    """Replaces time.time and time.time_ns of this process by functions that are `seconds` ahead of them."""
     unix, unix_ns = time.time, time.time_ns
     time.time = lambda: unix() + seconds
     time.time_ns = lambda: unix_ns() + int(seconds * 1e9)

@@ -14,7 +14,7 @@ from agora.observe import journal
 from agora.observe.events import Event
 from agora.terminal_text import printable
 
-LEVELS = ("debug", "info", "warning", "error")
+LEVELS = ("debug", "info", "warning", "error")  # in rising order
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m"}
 _PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 REPEAT_SECONDS = 10.0
@@ -32,8 +32,9 @@ def goes_to_journald(stream: TextIO) -> bool:
 class EventLog:
     """A reporter's sink that writes each event of `level` or above to a stream, standard error by default.
 
-    People get `12:00:01 sentence`. A sentence that is repeated within 10 s is left out, unless its level is info; the
-    next one that is written says how many there were. journald gets every event, as `<priority>{json}`.
+    People get `12:00:01 sentence`. A sentence that is repeated within 10 s is left out, unless its level is info; when
+    it is next written, the line ends with how often it was reported. journald gets repeated sentences, too, each event
+    as `<priority>{json}`.
     """
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:

@@ -18,7 +18,7 @@ from agora.observe.events import Event
 
 
 class Sink(Protocol):
-    """Interface of what a Reporter passes events to, in the order in which they were reported."""
+    """Interface of a place that a Reporter passes events to, such as the journal, in the order of the reports."""
 
     def take(self, event: Event, at_unix: float) -> None:
         """Takes one event, quickly, since a lock is held. at_unix: wall clock, in seconds, when it was reported.
@@ -31,7 +31,7 @@ class Reporter:
     """Counts the events of a daemon and passes each to every sink; drops a sink that raises OSError. Thread-safe."""
 
     def __init__(self, sinks: Sequence[Sink] = (), unix: Callable[[], float] = time.time) -> None:
-        """unix: the time of the events, in unix seconds."""
+        """unix: returns the present time in unix seconds; it is called once for each event."""
         self._sinks = list(sinks)
         self._unix = unix
         self._lock = threading.Lock()
@@ -71,16 +71,16 @@ a daemon whose microbatches all fail has those too."""
 
 @dataclass
 class Counters:
-    """Running totals of a daemon's events. Without another comment, a field counts microbatches."""
+    """Running totals of a daemon's events, changed by `take`. Without another comment, a field counts microbatches."""
 
     occurred: Counter[str] = field(default_factory=Counter)  # all events, by name
-    started: Counter[str] = field(default_factory=Counter)  # those that this peer originated, by purpose; so next two
-    completed: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
+    started: Counter[str] = field(default_factory=Counter)  # by purpose: those that this peer originated
+    completed: Counter[str] = field(default_factory=Counter)  # by purpose: originated here and answered
+    dropped: Counter[str] = field(default_factory=Counter)  # by purpose: originated here and given up
     tokens: int = 0  # of the completed microbatches with purpose "train"
-    counted: Counter[int] = field(default_factory=Counter)  # by stage: those whose gradient was added
-    counted_tokens: int = 0
-    first_counted_unix: float | None = None
+    counted: Counter[int] = field(default_factory=Counter)  # by stage: those whose gradient this peer added
+    counted_tokens: int = 0  # of the counted microbatches; each microbatch once, in however many stages
+    first_counted_unix: float | None = None  # when the first was counted
     steps: dict[int, int] = field(default_factory=dict)  # by stage: the newest optimizer step
     stage_loss: float | None = None  # the newest mean loss per token that the last stage reported
     last_sign_unix: float = 0.0  # when the last of SIGNS_OF_PROGRESS came

@@ -170,7 +170,7 @@ class Router:
         is_empty = not self.table.costs(stage)
         if is_empty != (stage in self._empty_stages):
             self._empty_stages ^= {stage}
-            self._report(events.RouteChanged(stage, choice.peer or "", choice.reason))
+            self._report(events.RouteChanged(stage, is_empty, choice.peer or "", choice.reason))
         return choice
 
     async def _try(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer | None:

@@ -1,14 +1,14 @@
-"""What stages cost a machine: operations, bytes held, bytes sent; and how many microbatches a second come of it. Pure.
+"""What stages cost a machine: operations, bytes held, bytes sent; and the microbatches per second that result. Pure.
 
 Knows: sums over the stages of a span, and what becomes of a microbatch's graph between forward and backward:
 
-| activations | graph between forward and backward    | forwards of a microbatch | in a span that ends with the model |
+| activations | graph between forward and backward    | forwards of a microbatch | in a span with the last stage      |
 |-------------|---------------------------------------|--------------------------|------------------------------------|
 | keep        | of all layers, of each in flight      | 1                        | 1, and one graph at a time         |
 | recompute   | of all layers, of one at a time       | 2                        | 1                                  |
 | layers      | of one layer, of one at a time        | 3                        | 2, but of the head 1               |
 
-A span that ends with the model goes backward right after its forward. Must not know: model families (cost_of_run.py),
+A span with the last stage goes backward right after its forward. Must not know: model families (cost_of_run.py),
 devices, peers, torch.
 """
 
@@ -24,10 +24,10 @@ from agora_protocol.ids import Span
 from agora.plan.machine import Machine
 
 Activations = Literal["keep", "recompute", "layers"]
-ALL_WAYS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
+ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
 """From the fewest operations and most memory to the reverse."""
 FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
-"""How often the layers compute a microbatch's forward: in most spans, and in one that ends with the model."""
+"""How often the layers compute a microbatch's forward: in a span without the last stage, and in one with it."""
 Limit = Literal["compute", "upload", "download", "memory"]
 """What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0."""
 
@@ -36,14 +36,14 @@ Limit = Literal["compute", "upload", "download", "memory"]
 class StageCost:
     """What one stage costs the machine that holds it.
 
-    forward_flops, backward_flops: for each microbatch; the forward is not repeated in the backward's. head_flops: those
-    of the forward that come after the last layer. frozen_bytes: of weights that never change, as they are kept.
-    trained_bytes: of trained weights, their gradient sums and every copy that must lie beside them. version_bytes: of a
-    second version of the weights, beside graphs that are kept while steps are taken. optimizer_bytes: of moments and of
-    the moving average, which may lie in host memory. kept_bytes: of the graph of one microbatch of all layers.
-    peak_bytes: beyond all of these, the most that a forward and backward take for a moment. layer_inputs_bytes,
-    layer_peak_bytes: instead of these two where one layer's graph is kept at a time. state_bytes: what a newcomer
-    fetches to begin.
+    forward_flops, backward_flops: for each microbatch; backward_flops does not contain a repeated forward. head_flops:
+    the part of forward_flops after the last layer. frozen_bytes: of weights that never change, as they are kept.
+    trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them. version_bytes: of
+    a second version of the weights, needed where graphs are kept while steps are taken. optimizer_bytes: of moments and
+    of the moving average, which may lie in host memory. kept_bytes: of the autograd graph of all layers for one
+    microbatch. peak_bytes: in addition to all of these, the most that a forward and backward take for a moment.
+    layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where the graph of one layer is kept at a
+    time. state_bytes: what a newcomer fetches before it can begin.
     """
 
     forward_flops: float
@@ -62,7 +62,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """The bytes that a span takes: on the device, and in host memory beside it."""
+    """The bytes that a span takes: on the device, and in addition in host memory."""
 
     device: float
     host: float = 0.0
@@ -76,7 +76,7 @@ class MemoryNeed:
 class Rate:
     """How many microbatches per second a machine does at a span, and what bounds it.
 
-    activations: what it does with graphs. in_host: its optimizer state lies in host memory.
+    activations: how it keeps graphs, see the module's table. in_host: its optimizer state lies in host memory.
     """
 
     microbatches: float
@@ -86,8 +86,8 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to train a span: its operations for each microbatch, and the bytes that it takes."""
+class TrainingMode:
+    """One way to train a span: how graphs and optimizer state are kept, the operations per microbatch, the bytes."""
 
     activations: Activations
     in_host: bool
@@ -99,9 +99,9 @@ class RunCost:
     """The costs of all stages of a run, and of what crosses between two peers.
 
     forward_bytes, backward_bytes: of one microbatch's boundary, and of its gradient. tokens: of one microbatch.
-    in_flight: how many microbatches a peer holds between forward and backward. activations: what all peers do; None:
-    each the fastest that fits its memory, where graphs take half of what is free at most, as daemons do. can_offload:
-    optimizer state may lie in host memory.
+    in_flight: how many microbatches a peer holds between forward and backward. activations: how all peers keep graphs;
+    with None each peer chooses the fastest that fits its memory, its graphs taking at most half of what is free, as
+    daemons do. can_offload: optimizer state may lie in host memory.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RunCost:
         self.tokens = tokens
         self.in_flight = in_flight
         self.activations = activations
-        self.choices: tuple[Activations, ...] = ALL_WAYS if activations is None else (activations,)
+        self.choices: tuple[Activations, ...] = ALL_ACTIVATIONS if activations is None else (activations,)
         self._offloads = (False, True) if can_offload else (False,)
         self._layer_flops = _sums(stage.forward_flops - stage.head_flops for stage in self.stages)
         self._flops_once = _sums(stage.forward_flops + stage.backward_flops for stage in self.stages)
@@ -133,20 +133,20 @@ class RunCost:
 
     @property
     def stage_count(self) -> int:
-        """Returns how many stages the run has."""
+        """The number of stages."""
         return len(self.stages)
 
     def flops(self, span: Span, activations: Activations | None = None) -> float:
         """Returns the operations of one microbatch in the stages of `span`, forward and backward.
 
-        activations: None means the way with the fewest operations of those that peers may choose.
+        activations: None means the one with the fewest operations of those that peers may choose.
         """
-        repeats = FORWARDS[activations or self.choices[0]][self._ends(span)] - 1
+        repeats = FORWARDS[activations or self.choices[0]][self._holds_last_stage(span)] - 1
         return _within(self._flops_once, span) + repeats * _within(self._layer_flops, span)
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the operations of one microbatch in each stage when held alone, as a multiple of their mean."""
+        """The operations of one microbatch in each stage when held alone, as a multiple of their mean."""
         flops = [self.flops(Span(stage, stage)) for stage in range(self.stage_count)]
         mean = sum(flops) / self.stage_count
         return tuple(amount / mean for amount in flops)
@@ -162,66 +162,76 @@ class RunCost:
     def memory(self, span: Span, activations: Activations | None = None, *, in_host: bool = False) -> MemoryNeed:
         """Returns the bytes that training `span` takes; in_host: optimizer state lies in host memory.
 
-        activations: None means the way with the least memory of those that peers may choose.
+        activations: None means the one with the least memory of those that peers may choose.
         """
         chosen, stages = activations or self.choices[-1], self.stages[span.first : span.last + 1]
         device = _within(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)
         if chosen == "layers":
             device += _within(self._layer_inputs_bytes, span) + max(stage.layer_peak_bytes for stage in stages)
         else:
-            device += self._graph_bytes(span, chosen) + max(stage.peak_bytes for stage in stages)
+            device += self._autograd_graph_bytes(span, chosen) + max(stage.peak_bytes for stage in stages)
         optimizer = _within(self._optimizer_bytes, span)
         return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
 
-    def ways(self, span: Span) -> Iterator[Way]:
+    def training_modes(self, span: Span) -> Iterator[TrainingMode]:
         """Yields the ways in which a peer may train `span`, the preferred ones first: those with fewest operations.
 
-        Where peers choose for themselves, a way needs room for its graphs twice, since they fill half of what is free.
+        Where peers choose for themselves, a need counts the graphs twice, since daemons let them fill half of what is
+        free.
         """
         for activations in self.choices:
-            room = self._graph_bytes(span, activations) if self.activations is None and activations != "layers" else 0.0
+            counts_twice = self.activations is None and activations != "layers"
+            reserve = self._autograd_graph_bytes(span, activations) if counts_twice else 0.0
             for in_host in self._offloads:
                 need = self.memory(span, activations, in_host=in_host)
-                need = MemoryNeed(need.device + room, need.host)
-                yield Way(activations, in_host, self.flops(span, activations), need)
+                need = MemoryNeed(need.device + reserve, need.host)
+                yield TrainingMode(activations, in_host, self.flops(span, activations), need)
 
     def rate(self, machine: Machine, span: Span) -> Rate:
-        """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download), 0 where it does not fit.
+        """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download) seconds, 0 where it does not fit.
 
-        Source of the formula: sending, receiving and computing overlap, since many microbatches are on the way.
+        It is that of the first training mode that fits. Assumes that sending, receiving and computing overlap, since
+        many microbatches are in flight.
         """
-        way = next((way for way in self.ways(span) if way.need.fits(machine)), None)
-        if way is None:
+        mode = next((mode for mode in self.training_modes(span) if mode.need.fits(machine)), None)
+        if mode is None:
             return Rate(0.0, "memory")
         seconds: dict[Limit, float] = {
-            "compute": way.flops / machine.flops,
+            "compute": mode.flops / machine.flops,
             "upload": self.upload_bytes(span) / machine.upload,
             "download": self.download_bytes(span) / machine.download,
         }
         limit = max(seconds, key=lambda name: seconds[name])
-        return Rate(1.0 / seconds[limit], limit, way.activations, way.in_host)
+        return Rate(1.0 / seconds[limit], limit, mode.activations, mode.in_host)
 
-    def _ends(self, span: Span) -> bool:
-        """Returns whether the span ends with the model."""
+    def _holds_last_stage(self, span: Span) -> bool:
+        """Returns whether the run's last stage is in the span."""
         return span.last == self.stage_count - 1
 
-    def _graph_bytes(self, span: Span, activations: Activations) -> float:
-        """Returns the bytes of all graphs at once, and of the second version of the weights that they may need."""
+    def _autograd_graph_bytes(self, span: Span, activations: Activations) -> float:
+        """Returns the bytes of the autograd graphs held at once, for "keep" and "recompute".
+
+        "keep", except in a span with the last stage, adds a second copy of the trained weights.
+        """
         kept = _within(self._kept_bytes, span)
-        if activations == "keep" and not self._ends(span):
+        if activations == "keep" and not self._holds_last_stage(span):
             return self.in_flight * kept + _within(self._version_bytes, span)
         return kept
 
     def _crossing(self, span: Span, at_end: float, at_start: float) -> float:
-        """Returns the bytes for each microbatch in one direction, at the two ends that are not ends of the model."""
+        """Returns the bytes that one microbatch moves over the span's two ends, in one direction.
+
+        at_end, at_start: the bytes that cross the end towards the last stage, and the end towards the first; nothing
+        crosses an end of the model.
+        """
         return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
 
 
 def _sums(values: Iterable[float]) -> list[float]:
-    """Returns the sum of the values before each place, and of all of them."""
+    """Returns the sums of the first 0, 1, 2, ... and of all values."""
     return list(accumulate(values, initial=0.0))
 
 
 def _within(sums: Sequence[float], span: Span) -> float:
-    """Returns the sum over the stages of `span`."""
+    """Returns the sum over the stages of `span`. sums: what `_sums` returned for all stages."""
     return sums[span.last + 1] - sums[span.first]

@@ -56,9 +56,10 @@ def run_cost(
 ) -> RunCost:
     """Returns the costs of a run's stages.
 
-    in_bf16: products are in bf16, as on a GPU; else in float32, as on a CPU. activations: what daemons do where the
-    manifest says auto; None: each chooses by its memory. in_flight: None means the usual number. Raises TypeError for a
-    family without a formula. Optimizer state lies on the device: the trainer knows no other place.
+    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU. activations: what daemons do where
+    the manifest says auto; None: each chooses by its memory. in_flight: microbatches that a peer holds between forward
+    and backward; None: `usual_in_flight`. Raises TypeError for a family without a formula. Optimizer state lies on the
+    device: the trainer knows no other place.
     """
     sizes = decoder_sizes(manifest.model)
     codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()

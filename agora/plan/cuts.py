@@ -42,33 +42,33 @@ class Cuts:
 
 
 def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
-    """Returns the cuts that maximise the slowest group's rate; None if no cuts give every group a rate above 0.
+    """Returns the Cuts (spans and rate) that maximise the slowest group's rate; None if none give all a rate above 0.
 
     rates: as span_rates returns them. group_of: the group of each machine; those with a negative number are left out.
-    count: the number of groups. Since each group gets at least one stage, group s begins at a stage from s to
-    s + stages - count: only these corners of the arrays are added up.
+    count: the number of groups. Since each group gets at least one stage, group s can only begin at stages s to
+    s + stages - count, so only that window of each array is summed.
     """
-    room = rates.shape[-1] - count
-    if room < 1:
+    offsets = rates.shape[-1] - count  # the number of stages at which one group can begin
+    if offsets < 1:
         return None
-    reached = np.zeros(room)
-    reached[0] = np.inf
-    steps, corners = [reached], []
+    nothing_held = np.zeros(offsets)
+    nothing_held[0] = np.inf
+    best_rates, windows = [nothing_held], []
     for group in range(count):
-        corner = np.zeros((room, room))
+        window = np.zeros((offsets, offsets))
         for machine in np.flatnonzero(group_of == group):  # faster than one sum, which copies them all
-            corner += rates[machine, group : group + room, group + 1 : group + 1 + room]
-        corners.append(corner)
-        steps.append(np.minimum(steps[-1][:, None], corner).max(axis=0))
-    if not steps[-1][-1] > 0:
+            window += rates[machine, group : group + offsets, group + 1 : group + 1 + offsets]
+        windows.append(window)
+        best_rates.append(np.minimum(best_rates[-1][:, None], window).max(axis=0))
+    if not best_rates[-1][-1] > 0:
         return None
     spans: list[Span] = []
-    end = room - 1
+    end = offsets - 1
     for group in reversed(range(count)):
-        begin = int(np.minimum(steps[group], corners[group][:, end]).argmax())
+        begin = int(np.minimum(best_rates[group], windows[group][:, end]).argmax())
         spans.append(Span(group + begin, group + end))
         end = begin
-    return Cuts(tuple(reversed(spans)), float(steps[-1][-1]))
+    return Cuts(tuple(reversed(spans)), float(best_rates[-1][-1]))
 
 
 def rates_in_groups(rates: Rates, cuts: Cuts) -> Rates:

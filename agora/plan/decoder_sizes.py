@@ -231,7 +231,10 @@ def _training(model: HfSection) -> dict[str, Any]:
 
 
 def _softcap(config: Mapping[str, Any], kind: str, key: str) -> float:
-    """Returns the value at which attention scores or logits are capped; 0 if they are not."""
+    """Returns config[key], the soft cap of attention scores or logits in Gemma 2 and 3.
+
+    kind: the model type; the result is 0 for types other than these. Without the key, Gemma 2 has its USUAL_SOFTCAP.
+    """
     usual = USUAL_SOFTCAP[key] if kind == "gemma2" else 0.0
     return float(config.get(key, usual) or 0.0) if kind in ("gemma2", "gemma3_text") else 0.0
 

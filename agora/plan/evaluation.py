@@ -20,7 +20,7 @@ IDLE = Rate(0.0, "memory")
 
 
 def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Span | None]) -> Plan:
-    """Returns the plan in which each machine holds the span at its place in `spans`; None means that it is idle.
+    """Returns the plan in which machine i holds span i of `spans`; None means that it is idle.
 
     A machine whose memory its span does not fit is idle too. The rate of the swarm is that of the stage whose holders
     are slowest together.

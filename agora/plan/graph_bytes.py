@@ -102,7 +102,7 @@ def _norm_values(sizes: DecoderSizes, layer: int) -> int:
     return _norm_copies(sizes) * (sizes.norms * sizes.width + of_heads) - needless
 
 
-def _learns(sizes: DecoderSizes, linear: LinearSize) -> bool:
+def _needs_input(sizes: DecoderSizes, linear: LinearSize) -> bool:
     """Returns whether the backward needs a linear layer's input: its matrix is trained, or it has LoRA."""
     return sizes.frozen_as is None or sizes.has_lora(linear)
 
@@ -111,7 +111,7 @@ def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
     """Returns how many values of a token the linear layers keep as inputs, without those kept as attention's output."""
     values = 0
     for reads, group in groupby(sizes.linears, key=lambda linear: linear.reads):
-        learning = [linear for linear in group if _learns(sizes, linear)]
+        learning = [linear for linear in group if _needs_input(sizes, linear)]
         if learning and (reads != "attended" or in_bf16 or sizes.copies_attended):
             values += learning[0].inputs * (len(learning) if in_bf16 and reads in ("attention", "feed-forward") else 1)
     return values

@@ -104,7 +104,7 @@ def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
     group_of = _place_unused(at_spans, group_of)
     if at_spans.shape[1] < 2:
         return group_of
-    totals = _totals(at_spans, group_of)
+    totals = _group_rates(at_spans, group_of)
     for _ in range(4 * len(group_of)):
         slowest = int(totals.argmin())
         others = np.flatnonzero((group_of != slowest) & (group_of >= 0))
@@ -115,7 +115,7 @@ def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
         if mine >= 0:
             group_of[mine] = group_of[theirs]
         group_of[theirs] = slowest
-        totals = _totals(at_spans, group_of)
+        totals = _group_rates(at_spans, group_of)
     return group_of
 
 
@@ -133,12 +133,12 @@ def _best_exchange(
     arriving = np.concatenate([np.zeros((1, len(others))), at_spans[np.ix_(members, theirs)]])
     ours_after = totals[slowest] - leaving[:, None] + at_spans[others, slowest][None, :]
     theirs_after = (totals[theirs] - at_spans[others, theirs])[None, :] + arriving
-    after = np.minimum(np.minimum(ours_after, theirs_after), _rest(totals, slowest)[theirs][None, :])
+    after = np.minimum(np.minimum(ours_after, theirs_after), _least_other_rates(totals, slowest)[theirs][None, :])
     row, column = divmod(int(after.argmax()), len(others))
     return float(after[row, column]), int(members[row - 1]) if row else -1, int(others[column])
 
 
-def _rest(totals: Rates, slowest: int) -> Rates:
+def _least_other_rates(totals: Rates, slowest: int) -> Rates:
     """Returns, for each group, the least rate among all groups other than that one and the slowest one."""
     order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
     rest = np.full(len(totals), totals[order[0]])
@@ -149,7 +149,7 @@ def _rest(totals: Rates, slowest: int) -> Rates:
 def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
     """Returns a copy of the groups in which each unused machine is in the slowest group whose span it can hold."""
     group_of = group_of.copy()
-    totals = _totals(at_spans, group_of)
+    totals = _group_rates(at_spans, group_of)
     machines = np.arange(len(group_of))
     own = at_spans[machines, np.maximum(group_of, 0)]
     unused = (group_of == IDLE_GROUP) | ((group_of >= 0) & (own <= 0))
@@ -161,7 +161,7 @@ def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
     return group_of
 
 
-def _totals(at_spans: Rates, group_of: Groups) -> Rates:
+def _group_rates(at_spans: Rates, group_of: Groups) -> Rates:
     """Returns the rate of each group at its span: the sum over its machines."""
     placed = np.flatnonzero(group_of >= 0)
     totals = np.zeros(at_spans.shape[1])

@@ -149,7 +149,7 @@ def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -
 
 
 def _kind(table: Mapping[str, Any], where: str) -> Machine:
-    """Returns the machine that a [[machine]] table describes. where: the begin of the InputError's sentence."""
+    """Returns the machine that a [[machine]] table describes. where: begins the sentence of the InputError."""
     for key in table:
         if key not in MACHINE_KEYS:
             raise InputError(f"{where} has no key {describe(key)}; {suggest(key, MACHINE_KEYS)}")

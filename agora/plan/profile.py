@@ -33,7 +33,7 @@ from agora.train.device import has_native_bf16
 
 VERSION: Final = 1
 ROWS: Final = (1, 2, 4)
-"""Numbers of rows that are timed, as far as a microbatch has so many and the time allows it."""
+"""Numbers of rows that are timed, up to a microbatch's rows and as far as the time allows."""
 REPEATS: Final = 5
 BUDGET_S: Final = 1.0
 """Seconds that a measurement may take at a start."""
@@ -130,7 +130,7 @@ def measure_profile(
     for rows in [rows for rows in ROWS if rows <= most]:
         if times and clock() + 2 * (REPEATS + 1) * times[-1][1] > deadline:
             break
-        times.append((rows, _seconds(stage, manifest, device, rows, deadline, clock)))
+        times.append((rows, _measure_seconds(stage, manifest, device, rows, deadline, clock)))
     fixed_s, row_s = fit_line(times)
     batch = MicrobatchSize(most, context, manifest.has_marks)
     work = sum(microbatch_flops(decoder_sizes(manifest.model), stage.layer_range, batch))
@@ -168,7 +168,7 @@ def _filled_stage(manifest: Manifest, layers: range) -> Stage:
     return stage
 
 
-def _seconds(
+def _measure_seconds(
     stage: Stage, manifest: Manifest, device: torch.device, rows: int, deadline: float, clock: Callable[[], float]
 ) -> float:
     """Returns the median seconds of a forward and backward of `rows` rows, after one run to warm up.

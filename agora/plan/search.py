@@ -39,11 +39,11 @@ PROMISING: Final = 3
 GOOD_ENOUGH: Final = 0.9995
 """The search ends when a plan reaches this part of the upper bound."""
 SEARCH_WORK: Final = 24_000_000
-"""Machines x stages^2 x random changes of one grouping: limits the time, whatever the size of the swarm."""
+"""The most machines x stages^2 x random changes of one grouping: it limits the time, whatever the swarm's size."""
 FEWEST_DISTURBANCES: Final = 10
 MOST_DISTURBANCES: Final = 150
-ANEW: Final = 0.5
-"""The part of the random changes that start from wholly random groups; in small swarms these reach groupings that
+RANDOM_RESTARTS: Final = 0.5
+"""The probability that a random change starts from wholly random groups; in small swarms these reach groupings that
 exchanges do not."""
 
 
@@ -58,7 +58,7 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
     rates = span_rates(cost, machines)
     holders = fewest_holders(rates)
     if holders.reached < cost.stage_count:
-        raise MemoryError_(_what_lacks(cost, machines, holders))
+        raise MemoryError_(_explain_lack(cost, machines, holders))
     best = _best_grouping(rates, holders, compute_bound(cost, machines) * GOOD_ENOUGH, rng, start)
     if best is None:
         raise MemoryError_("the machines cannot hold the model in groups of one span each; add one with more memory.")
@@ -78,7 +78,7 @@ def _best_grouping(
     for grouping in _from_plan(rates, start):
         best_of_count[grouping.count] = grouping
     for count in _group_counts(len(holders.machines), min(len(rates), rates.shape[-1] - 1)):
-        tried = [best_of_count.get(count), *_first_groupings(rates, count, holders)]
+        tried = [best_of_count.get(count), *_starting_groupings(rates, count, holders)]
         if count - 1 in best_of_count:
             tried.append(_best_split(rates, best_of_count[count - 1]))
         found = max((grouping for grouping in tried if grouping is not None), key=_preference, default=None)
@@ -90,10 +90,11 @@ def _best_grouping(
     return max((_searched(rates, grouping, good_enough, rng) for grouping in finalists), key=_preference, default=None)
 
 
-def _first_groupings(rates: Rates, count: int, holders: Coverage) -> Iterator[Grouping | None]:
-    """Yields improved first groupings into `count` groups; None for groups that cannot hold the model.
+def _starting_groupings(rates: Rates, count: int, holders: Coverage) -> Iterator[Grouping | None]:
+    """Yields the groupings into `count` groups that the search begins from, each improved; None for impossible ones.
 
-    First of all machines; then, with the machines that fit the whole model ALONE, of the others.
+    Three divide all machines. If some machines, but not all, can hold the whole model, three more set those apart
+    (ALONE) and divide the rest.
     """
     alone = rates[:, 0, -1] > 0
     for groups in first_groups(rates, count, holders, np.zeros_like(alone)):
@@ -137,13 +138,16 @@ def _group_counts(fewest: int, most: int) -> Iterator[int]:
 
 
 def _searched(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
-    """Returns the best grouping found by random changes, each improved; one that is no worse is changed next."""
+    """Returns the best grouping found by random changes of `grouping`, each improved by exchanges.
+
+    A changed grouping that is no worse is changed further. Ends early at the rate `good_enough`.
+    """
     best = current = grouping
     for _ in range(max(FEWEST_DISTURBANCES, min(MOST_DISTURBANCES, SEARCH_WORK // _work(rates)))):
         if best.rate >= good_enough:
             break
-        is_anew = rng.random() < ANEW
-        groups = scatter(rates, grouping.count, rng) if is_anew else disturb(rates, current, rng)
+        restarts = rng.random() < RANDOM_RESTARTS
+        groups = scatter(rates, grouping.count, rng) if restarts else disturb(rates, current, rng)
         found = improve(rates, groups, grouping.count)
         if found is not None and found.rate >= current.rate:
             current = found
@@ -157,7 +161,7 @@ def _work(rates: Rates) -> int:
     return int(machines * begins * ends)
 
 
-def _what_lacks(cost: RunCost, machines: Sequence[Machine], holders: Coverage) -> str:
+def _explain_lack(cost: RunCost, machines: Sequence[Machine], holders: Coverage) -> str:
     """Returns the error's sentence: how many stages fit the machines, and how much memory the other stages need."""
     rest = Span(holders.reached, cost.stage_count - 1)
     lacking = cost.memory(rest).device / 1e9

@@ -39,29 +39,34 @@ def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
 
 
 class _SpanNeeds:
-    """What each span needs, by the cost model, as arrays [begin, end]: bytes sent and received; for each way to train
-    it operations and bytes held.
+    """What each span needs, by the cost model, as arrays.
+
+    upload, download: bytes per microbatch, [first stage, last stage + 1]. flops, device, host: operations per
+    microbatch and bytes held, [training mode, first stage, last stage + 1]; infinite bytes where that is no span.
     """
 
     def __init__(self, cost: RunCost) -> None:
         size = cost.stage_count + 1
-        ways = len(list(cost.ways(Span(0, 0))))
+        modes = len(list(cost.training_modes(Span(0, 0))))
         self.upload, self.download = np.zeros((size, size)), np.zeros((size, size))
-        self.flops = np.zeros((ways, size, size))
-        self.device, self.host = np.full((ways, size, size), math.inf), np.full((ways, size, size), math.inf)
+        self.flops = np.zeros((modes, size, size))
+        self.device, self.host = np.full((modes, size, size), math.inf), np.full((modes, size, size), math.inf)
         for begin in range(cost.stage_count):
             for end in range(begin + 1, size):
                 self._add(cost, Span(begin, end - 1), (begin, end))
 
     def _add(self, cost: RunCost, span: Span, place: tuple[int, int]) -> None:
-        """Writes the needs of one span at its place in the arrays."""
+        """Fills the arrays at `place` = (first stage, last stage + 1): the traffic, operations and memory of `span`."""
         self.upload[place], self.download[place] = cost.upload_bytes(span), cost.download_bytes(span)
-        for number, way in enumerate(cost.ways(span)):
-            self.flops[(number, *place)] = way.flops
-            self.device[(number, *place)], self.host[(number, *place)] = way.need.device, way.need.host
+        for number, mode in enumerate(cost.training_modes(span)):
+            self.flops[(number, *place)] = mode.flops
+            self.device[(number, *place)], self.host[(number, *place)] = mode.need.device, mode.need.host
 
     def rates_of(self, machine: Machine) -> Rates:
-        """Returns the machine's rate at each span, by the formula of `RunCost.rate`: by the first way that fits."""
+        """Returns the machine's rate at each span, as `RunCost.rate` computes it for the first training mode that fits.
+
+        Shape [stages + 1, stages + 1]; 0 where no mode fits.
+        """
         fits = (self.device <= machine.memory) & (self.host <= machine.host_memory)
         first = np.argmax(fits, axis=0)[None]
         flops = np.take_along_axis(self.flops, first, axis=0)[0]

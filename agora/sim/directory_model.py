@@ -1,4 +1,4 @@
-"""The directory of a simulation: claims in the shards of their stages, when they end, and who serves what.
+"""The directory of a simulation: keeps claims in the shards of their stages, and knows who serves what.
 
 Knows: claims, their lifetime, shards, and that a key keeps a bounded number of records. Must not know: who reads when
 (simulated_reader.py does), nodes of a DHT, or microbatches. A peer that dies keeps its claim until the claim ends.
@@ -30,7 +30,11 @@ FETCH_SAMPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class ShardContent:
-    """What a read of a shard finds: the claims, and how many peers that are in which part of all hashes."""
+    """What a read of a shard finds.
+
+    claims: the stored claims. count: peers found in the part `covered`, from 0 to 1, of all hashes; both together give
+    an estimate of the stage's size.
+    """
 
     claims: tuple[PeerView, ...]
     count: int
@@ -51,7 +55,7 @@ class DirectoryModel:
 
     @property
     def stage_count(self) -> int:
-        """How many stages the run has."""
+        """The number of stages of the run."""
         return len(self._work)
 
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:

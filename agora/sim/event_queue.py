@@ -20,17 +20,17 @@ class EventQueue:
     def __init__(self) -> None:
         self.now = 0.0
         self.happened = 0
-        """How many events have happened."""
+        """How many events were run."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._added = 0
 
     def at(self, time: float, function: Callable[..., None], *args: Any) -> None:
-        """Has `function(*args)` called at `time`; if that has passed, at the present time, after this event."""
+        """Schedules `function(*args)` for simulated second `time`; if that has passed, for now, after this event."""
         self._added += 1
         heapq.heappush(self._heap, (max(time, self.now), self._added, function, args))
 
     def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
-        """Has `function(*args)` called `seconds` from now."""
+        """Schedules `function(*args)` for `seconds` from now, in simulated time."""
         self.at(self.now + seconds, function, *args)
 
     def run(self, until: float) -> None:

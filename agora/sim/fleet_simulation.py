@@ -32,22 +32,23 @@ HANG_S = 60.0
 
 
 class PlacementRules(Protocol):
-    """Decides which stages each machine holds, and how often a machine asks again."""
+    """Interface: decides which stages each machine holds, and how often a machine asks again."""
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
         """Returns the span that a newcomer should hold; None: it stands by."""
 
     def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
-        """Returns the span to which a serving peer should move. view: returns what the peer knows."""
+        """Returns the span to which a serving peer should move; None: it stays. view: returns what the peer knows."""
 
     def next_look_s(self) -> float | None:
         """Returns the seconds until a peer judges its place again; None: never."""
 
 
 class FleetSimulation:
-    """All machines of a simulation. state_bytes: what a newcomer fetches of each stage.
+    """All machines of a simulation. It schedules their actions in `events`; whoever owns that queue runs them.
 
-    startup_s: the seconds from a machine's start to its first choice of a span.
+    state_bytes: by stage, the bytes that a newcomer fetches. startup_s: the seconds from a machine's start to its first
+    choice of a span.
     """
 
     def __init__(
@@ -112,14 +113,14 @@ class FleetSimulation:
         return peer
 
     def _watch(self, peer: SimulatedPeer) -> None:
-        """Begins a machine's reading of the directory, and its looks at its own place."""
+        """Schedules a machine's first read of the directory and its first judgement of its own place."""
         read_s = self._readers[peer.id].interval_s()
         self._events.after(read_s, self._read, peer)
         if (look_s := self._rules.next_look_s()) is not None:
             self._events.after(read_s + look_s, self._look, peer)
 
     def _choose(self, peer: SimulatedPeer) -> None:
-        """Has a machine that stands by choose a span and fetch it; without a span to choose it goes on standing by."""
+        """Lets a standing-by machine read the directory and choose a span; with one, it begins to fetch its state."""
         if peer.presence is Presence.STANDBY:
             reader = self._readers[peer.id]
             reader.read(None, self._events.now)
@@ -161,14 +162,17 @@ class FleetSimulation:
         if not peer.is_up:
             return
         if self._read_directory(peer):
-            self.hops.look_again(peer)
+            self.hops.route_waiting(peer)
         reader = self._readers[peer.id]
         interval_s = reader.interval_s()
         self._measurements.directory_stored += reader.records_stored_per_s(peer.span) * interval_s
         self._events.after(interval_s, self._read, peer)
 
     def _read_directory(self, peer: SimulatedPeer) -> bool:
-        """A machine reads what is due; returns whether other peers than before serve the stage after its span."""
+        """Reads what is due for a machine, and sets its `replicas` to those that serve the stage after its span.
+
+        Returns whether these have changed.
+        """
         reader = self._readers[peer.id]
         if not reader.read(peer.span, self._events.now) or peer.span is None or peer.span.last + 1 >= self.stages:
             return False
@@ -196,7 +200,7 @@ class FleetSimulation:
             self._events.after(look_s, self._look, peer)
 
     def _judge(self, peer: SimulatedPeer) -> Span | None:
-        """Returns the span to which a machine should move by what it knows."""
+        """Returns the span to which a machine should move, by its own view; None: it stays."""
         reader = self._readers[peer.id]
         return self._rules.judge(self._events.now, peer, lambda: reader.view(peer.span))
 
@@ -230,7 +234,7 @@ class FleetSimulation:
         self._drain(peer, lambda: self._go(peer))
 
     def _go(self, peer: SimulatedPeer) -> None:
-        """Removes a machine that has finished what it held, and its claim."""
+        """Removes the claim of a machine that has finished what it held, and the machine."""
         self._directory.withdraw(peer.id)
         self._end(peer)
 

@@ -30,17 +30,23 @@ SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)
 
 
 class RootListener(Protocol):
-    """The origin's side of its own hop."""
+    """Interface: what an origin does when an attempt of one of its microbatches ends."""
 
     def completed(self, visit: Visit) -> None:
-        """Called when a microbatch has come back to its origin."""
+        """Called when a microbatch has passed all stages and its origin has the answer."""
 
     def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """Called when an attempt ended without a result. is_failure: False if the origin had no free seat itself."""
+        """Called when an attempt ended without a result.
+
+        retry_s: seconds to wait at least before the next one. is_failure: False if the origin itself had no free seat.
+        """
 
 
 class HopSimulation:
-    """Moves microbatches from peer to peer. find: returns the simulated peer of an id."""
+    """Moves microbatches from peer to peer, as events in `events`. find: returns the simulated peer of an id.
+
+    root: told of the end of each attempt at its origin; must be set before any event happens.
+    """
 
     def __init__(
         self,
@@ -66,7 +72,7 @@ class HopSimulation:
         kept = peer.answers.get((microbatch.id, 0))
         if kept is not None:
             kept.is_root = True
-            self._end_root(kept)
+            self._report_completed(kept)
             return
         visit = Visit(microbatch, peer, 0, deadline)
         visit.is_root = True
@@ -139,7 +145,11 @@ class HopSimulation:
             self._route(visit)
 
     def _route(self, visit: Visit) -> bool:
-        """Calls the peer that the routing table chooses, or gives up near the deadline; False: the visit waits."""
+        """Calls the peer that the routing table chooses, or gives up near the deadline.
+
+        Returns False if no peer can be called now: then the visit waits, and it is routed again at the time that the
+        table names.
+        """
         peer, now, stage = visit.peer, self._events.now, visit.last + 1
         until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
         if until - now < MIN_ATTEMPT_S:
@@ -162,23 +172,24 @@ class HopSimulation:
         """Routes a peer's waiting visits; does nothing if an earlier time was set after this one."""
         if peer.wakes_at == wakes_at:
             peer.wakes_at = math.inf
-            self.look_again(peer)
+            self.route_waiting(peer)
 
-    def _look_again(self, peer: SimulatedPeer) -> None:
-        """Routes the visits that wait at a peer, in order, until one still has to wait."""
-        for _ in range(len(peer.waiting)):
+    def route_waiting(self, peer: SimulatedPeer) -> None:
+        """Routes the visits that wait at a peer, in order, until one still has to wait; none if the peer is not up.
+
+        Called when the peer's view has changed or one of its calls has ended.
+        """
+        for _ in range(len(peer.waiting) if peer.is_up else 0):
             visit = peer.waiting.popleft()
             if visit.state == "routing" and visit.call is None and not self._route(visit):
                 peer.waiting.rotate(1)  # it stays the first
                 return
 
-    def look_again(self, peer: SimulatedPeer) -> None:
-        """Routes the visits that wait at a peer; called when its view has changed or one of its calls has ended."""
-        if peer.waiting and peer.is_up:
-            self._look_again(peer)
-
     def _call(self, visit: Visit, callee: SimulatedPeer, payload: int, until: float) -> None:
-        """Sends the boundary to the chosen peer."""
+        """Charges the chosen peer in the routing table and sends it the boundary; a peer that is gone costs a failure.
+
+        until: simulated time at which the attempt is left.
+        """
         now, peer = self._events.now, visit.peer
         attempt = peer.table.sent(now, visit.last + 1, callee.id, payload, until)
         call = Call(visit, callee, attempt)
@@ -196,7 +207,7 @@ class HopSimulation:
     # --- what comes back
 
     def _reply(self, call: Call, then: Callable[..., None], *args: object) -> None:
-        """Has `then(*args)` called when a message without tensors, sent now, reaches the caller."""
+        """Schedules `then(*args)` for when a message without tensors, sent now, reaches the caller; counts it."""
         self._measurements.messages += 1
         delay_s = call.callee.equipment.link.delay_to(call.caller.peer.equipment.link)
         self._events.after(delay_s, then, *args)
@@ -252,7 +263,7 @@ class HopSimulation:
         visit = call.caller
         visit.call, visit.state = None, "routing"
         self._route(visit)
-        self.look_again(visit.peer)
+        self.route_waiting(visit.peer)
 
     def _answered(self, call: Call) -> None:
         """Called when the gradient reaches the caller: records the times and queues its backward."""
@@ -271,7 +282,7 @@ class HopSimulation:
         peer.device.submit(
             JobOrder.BACKWARD, seconds * (1.0 - self._workload.forward_share), self._backward_done, visit
         )
-        self.look_again(peer)
+        self.route_waiting(peer)
 
     def _backward_done(self, visit: Visit) -> None:
         """Called at the end of a visit's backward: records how long it took, and finishes the visit."""
@@ -294,7 +305,7 @@ class HopSimulation:
         for call in visit.callers:
             self._send_answer(visit, call)
         if visit.is_root:
-            self._end_root(visit)
+            self._report_completed(visit)
 
     def _keep_answer(self, visit: Visit) -> None:
         """Keeps an answer for repeats, and forgets the oldest beyond KEPT_ANSWERS."""
@@ -366,7 +377,7 @@ class HopSimulation:
             self._cancel(visit)
         peer.waiting.clear()
 
-    def _end_root(self, visit: Visit) -> None:
+    def _report_completed(self, visit: Visit) -> None:
         """Reports to the origin that a microbatch has come back."""
         self._root().completed(visit)
 

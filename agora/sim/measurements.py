@@ -12,11 +12,13 @@ from agora.sim.simulated_peer import Visit
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The swarm at one time; rates are since the sample before. rate: microbatches completed per second.
+    """The swarm at one simulated time, in seconds; rates are means since the sample before.
 
-    bound: the flow bound of those that served. best: the rate of the best placement of all machines that were there.
-    fluid: all speed by all work. messages, stored, read, keys: per peer and second; keys: reads of one key.
-    empty_stages: stages without a server.
+    peers: machines that are up. serving: those of them that serve. rate: microbatches completed per second. bound: the
+    flow bound of the serving machines. best: the rate of the best placement of all machines that are up, on one stage
+    each. fluid: the sum of all speeds divided by the sum of all work. messages: sent per peer and second. stored, read:
+    directory records per peer and second. keys: reads of one directory key per peer and second. empty_stages: how many
+    stages have no server.
     """
 
     time: float
@@ -35,10 +37,13 @@ class Sample:
 
 @dataclass(slots=True)
 class Measurements:
-    """Counters since the start. messages: frames between peers, whatever their size.
+    """Counters since the start of the simulation.
 
-    twice: (microbatch, stage) pairs counted a second time. lost: microbatches whose origin was killed. dropped: those
-    that an origin gave up. empty_s: seconds for which a stage had no server, by stage.
+    completed: microbatches whose origin has the answer. counted: visits of peers whose gradient was added. twice:
+    (microbatch, stage) pairs counted a second time. lost: microbatches whose origin was killed. dropped: those that an
+    origin gave up. messages: frames between peers, of any size. directory_stored, directory_read: records.
+    directory_keys: reads of one key. moves, joins, kills, leaves, hangs: of machines. empty_s: seconds for which a
+    stage had no server, by stage. longest_empty_s: the longest such time without a break.
     """
 
     completed: int = 0
@@ -64,7 +69,7 @@ class Measurements:
     samples: list[Sample] = field(default_factory=list)
 
     def count(self, visit: Visit) -> None:
-        """Counts a visit's gradient at each of its stages."""
+        """Counts a visit's gradient at each of its stages, and marks them in the microbatch's `counted` bits."""
         bits = (1 << (visit.last + 1)) - (1 << visit.entry)
         self.counted += 1
         self.twice += (visit.microbatch.counted & bits).bit_count()

@@ -55,7 +55,7 @@ class NetworkFaults:
 
 
 class Uplink:
-    """What a peer sends: all messages in order at the link's rate; each then takes half a round trip."""
+    """A peer's uplink: sends all messages in order at the link's rate; each then takes half a round trip."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
         """Creates an idle link."""
@@ -81,7 +81,7 @@ class MemoryPeer:
         self.calls_in = 0
 
     async def gate(self) -> None:
-        """Returns at once, or never for a frozen peer."""
+        """Returns at once, or never if the peer is frozen; the peer's own work awaits it, so as to freeze as well."""
         if self.frozen:
             await asyncio.Event().wait()
 
@@ -142,7 +142,7 @@ class MemoryNetwork:
         self.faults.fired["hang"] += 1
         self.peers[peer].frozen = True
 
-    def breaks(self, one: PeerId, other: PeerId) -> bool:
+    def is_cut_between(self, one: PeerId, other: PeerId) -> bool:
         """Returns whether calls between the two fail: one of them is in `dead`, or the pair is in `broken`."""
         return bool({one, other} & self.dead) or frozenset((one, other)) in self.broken
 
@@ -155,12 +155,16 @@ class MemoryNetwork:
         deadline: float,
         on_progress: OnProgress | None,
     ) -> Reply:
-        """Carries one call there and back, and returns its reply."""
+        """Delivers a request to `peer` and returns its reply; called by MemoryPeer.call.
+
+        Raises the handler's error, ConnectionBroken for a fault or a dead peer, DeadlinePassed at the deadline. A
+        request that ends with one of the last two, or is cancelled, is added to `unanswered`.
+        """
         target = self.peers.get(peer)
         self.calls[caller.peer, peer] += 1
         try:
             await self._travel(caller, peer, sum(tensor.nbytes for tensor in tensors))
-            if target is None or target.died.done() or self.breaks(caller.peer, peer):
+            if target is None or target.died.done() or self.is_cut_between(caller.peer, peer):
                 raise ConnectionBroken("the peer is gone")
             handling = self._deliver(caller, target, request, tensors, deadline, on_progress)
             return await self._reply(caller, target, handling, deadline)
@@ -218,8 +222,8 @@ class MemoryNetwork:
         self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply], deadline: float
     ) -> Reply:
         """Waits for the answer, a fault or the deadline; returns the answer once it has arrived."""
-        breaks = self.rng.random() < self.faults.break_call
-        until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if breaks else deadline
+        will_break = self.rng.random() < self.faults.break_call
+        until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if will_break else deadline
         try:
             either: tuple[asyncio.Future[Any], ...] = (handling, target.died)
             await asyncio.wait(either, timeout=until - loop_time(), return_when="FIRST_COMPLETED")
@@ -231,7 +235,7 @@ class MemoryNetwork:
         if target.died.done():
             raise ConnectionBroken("the peer died")
         if not handling.done() or target.frozen:
-            if breaks and loop_time() < deadline:
+            if will_break and loop_time() < deadline:
                 self.faults.fired["break"] += 1
                 raise ConnectionBroken("the connection broke")
             self._cancel(caller, target, handling)
@@ -241,7 +245,7 @@ class MemoryNetwork:
             raise ConnectionBroken("the answer was lost")
         reply = handling.result()
         await self._travel(target, caller.peer, sum(tensor.nbytes for tensor in reply.tensors))
-        if self.breaks(caller.peer, target.peer):
+        if self.is_cut_between(caller.peer, target.peer):
             raise ConnectionBroken("the stream broke")
         return reply
 

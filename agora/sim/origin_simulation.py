@@ -22,7 +22,7 @@ from agora.sim.simulated_peer import OriginState, Presence, SimulatedMicrobatch,
 
 @dataclass(frozen=True, slots=True)
 class OriginRules:
-    """The settings of origins. seats: the most microbatches that an origin has in flight.
+    """The settings of origins. stages: of the run. seats: the most microbatches that an origin has in flight.
 
     max_in_flight: the manifest's; 0 to measure it. staleness, step_microbatches: the manifest's bound on what all
     origins have in flight, in steps, and a step's size; 0 for no bound. first_patience_s: the time limit of an attempt
@@ -99,7 +99,10 @@ class OriginSimulation:
         return opening.staleness_limit(rules.staleness, rules.step_microbatches, peer.number % origins, origins)
 
     def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
-        """Sends a microbatch into its origin's own hop; each further attempt gets twice the time."""
+        """Sends a microbatch into its origin's own hop; each further attempt gets twice the time.
+
+        Does nothing if the peer is not up or is an origin no longer.
+        """
         peer = microbatch.origin
         if peer.origin is None or not peer.is_up:
             return
@@ -109,7 +112,7 @@ class OriginSimulation:
         self._hops.enter(microbatch, self._events.now + min(MAX_PATIENCE_S, first * doubled))
 
     def completed(self, visit: Visit) -> None:
-        """Records a microbatch that has come back, and opens the next."""
+        """Records an answered microbatch, and opens further ones at its origin."""
         peer, now = visit.peer, self._events.now
         state = peer.origin
         self._measurements.completed += 1

@@ -1,4 +1,4 @@
-"""Decides which stages simulated machines hold, by the product's own placement and rebalancing.
+"""Decides which stages simulated machines hold, by the daemon's own placement and rebalancing.
 
 Knows: which functions decide, and their arguments. Must not know: time, what a machine does with the decision.
 """
@@ -18,7 +18,7 @@ from agora.swarm.rebalancing import judge_move, next_look_s
 from agora.swarm.view import View
 
 JUDGED_S = 2.0
-"""For so long a judgement that nobody alike moves is not made again."""
+"""Seconds for which a cached verdict on a span and machine kind is reused."""
 
 
 class _LeastDraws(random.Random):
@@ -29,11 +29,12 @@ class _LeastDraws(random.Random):
         return 0.0
 
 
-class ProductPlacement:
-    """The daemon's own decisions. rebalancing: whether machines that serve ever move.
+class DaemonPlacement:
+    """Decides as the daemon does. It implements fleet_simulation.PlacementRules.
 
-    Most judgements are that nobody of a span and a kind moves, whatever is drawn. Such a judgement stands for all
-    machines of this span and kind for JUDGED_S; in a run that is not small their views differ, and one is a sample.
+    model: the stages' costs. rebalancing: whether machines that serve ever move. Caches, per span and machine kind for
+    JUDGED_S, whether any random draw could lead to a move. Machines' views differ in large runs, so this is an
+    approximation.
     """
 
     def __init__(self, model: SimulatedModel, rebalancing: bool, rng: random.Random) -> None:
@@ -49,7 +50,10 @@ class ProductPlacement:
         return choose_placement(view, self._demands, self._ability(peer.equipment), self._rng).span
 
     def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
-        """Returns the span to which a serving peer should move; None: it stays. view: returns what it knows."""
+        """Returns the span to which a serving peer should move; None: it stays. view: returns the peer's view.
+
+        now: simulated seconds.
+        """
         if not self._rebalancing or peer.span is None:
             return None
         alike = (peer.span, peer.equipment.kind)
@@ -60,7 +64,7 @@ class ProductPlacement:
         return self._place_after_move(view(), peer, self._rng) if may_move else None
 
     def next_look_s(self) -> float | None:
-        """Returns the seconds until a peer judges its place again."""
+        """Returns the random number of seconds until a peer judges its place again; None: never."""
         return next_look_s(self._rng)
 
     def _place_after_move(self, view: View, peer: SimulatedPeer, rng: random.Random) -> Span | None:

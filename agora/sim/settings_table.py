@@ -14,9 +14,10 @@ from agora_protocol.errors import InputError
 
 
 class SettingsTable:
-    """Returns the settings of one table by name. `end` raises if the table has others than those that were read.
+    """Returns the settings of one table by name; `end` raises if the table has others than those that were read.
 
-    where: the table's name in error messages. error: builds the exception to raise from a sentence.
+    Each method raises `error(sentence)` for a value of a wrong type or outside of its limits, and for a missing one
+    that has no default. where: the table's name in error sentences.
     """
 
     def __init__(self, raw: dict[str, Any], where: str, error: Callable[[str], InputError]) -> None:
@@ -34,28 +35,28 @@ class SettingsTable:
                 raise self._error(f"{self._where} has no setting {name[:64]!r}; {hint}")
 
     def table(self, name: str, optional: bool = False) -> SettingsTable:
-        """Returns the table `name`; an empty one if it is missing and optional."""
+        """Returns the table [name] inside this one; an empty one if it is missing and `optional`."""
         value = self._value(name, {} if optional else None)
         if not isinstance(value, dict):
             raise self._error(f"{name} of {self._where} is no table; write [{name}]")
         return SettingsTable(value, f"[{name}]", self._error)
 
     def tables(self, name: str) -> list[SettingsTable]:
-        """Returns the tables [[name]], none if it is missing."""
+        """Returns the list of tables [[name]]; [] if there is none."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
             raise self._error(f"{name} of {self._where} is no list of tables; write [[{name}]]")
         return [SettingsTable(entry, f"[[{name}]] number {n}", self._error) for n, entry in enumerate(value, 1)]
 
     def text(self, name: str, default: str) -> str:
-        """Returns a text."""
+        """Returns the setting `name`, a text of at most 200 characters."""
         value = self._value(name, default)
         if not isinstance(value, str) or len(value) > 200:
             raise self._error(f"{name} of {self._where} is no text of at most 200 characters; write it in quotes")
         return value
 
     def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
-        """Returns one of `choices`."""
+        """Returns the setting `name`, which must be one of `choices`."""
         value = self.text(name, default)
         if value not in choices:
             close = difflib.get_close_matches(value, choices, n=1)
@@ -64,14 +65,14 @@ class SettingsTable:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns true or false."""
+        """Returns the setting `name`, which must be true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self._error(f"{name} of {self._where} is neither true nor false")
         return value
 
     def integer(self, name: str, default: int | None = None, *, least: int, most: int) -> int:
-        """Returns a whole number within limits, both included."""
+        """Returns the setting `name`, a whole number from `least` to `most`; without a default it must be there."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self._error(f"{name} of {self._where} is {value!r}; write a whole number from {least} to {most}")
@@ -80,7 +81,7 @@ class SettingsTable:
     def number(
         self, name: str, default: float, *, least: float = 0.0, above: float | None = None, most: float = math.inf
     ) -> float:
-        """Returns a number from `least`, or greater than `above`, to `most`."""
+        """Returns the setting `name`, a number from `least` to `most`; if `above` is given, one greater than that."""
         return self._checked(name, self._value(name, default), least, above, most)
 
     def numbers(
@@ -93,7 +94,7 @@ class SettingsTable:
         above: float | None = None,
         most: float = math.inf,
     ) -> tuple[float, ...]:
-        """Returns `count` numbers within limits, written as one number for all or as a list."""
+        """Returns the setting `name` as `count` numbers within limits; the file has one number for all, or a list."""
         value = self._value(name, default)
         values = value if isinstance(value, list) else [value] * count
         if len(values) != count:
@@ -101,7 +102,7 @@ class SettingsTable:
         return tuple(self._checked(name, entry, least, above, most) for entry in values)
 
     def _checked(self, name: str, value: Any, least: float, above: float | None, most: float) -> float:
-        """Returns a number within limits."""
+        """Returns `value`, which was read as setting `name`, as a float; raises unless it is within the limits."""
         low = least if above is None else above
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= most or (above is not None and value == above):
@@ -110,7 +111,7 @@ class SettingsTable:
         return float(value)
 
     def _value(self, name: str, default: Any) -> Any:
-        """Returns a setting's value, or its default; raises where there is neither."""
+        """Returns a setting's value, or its default, and remembers that it was read; raises if there is neither."""
         self._asked.append(name)
         value = self._raw.get(name, default)
         if value is None:

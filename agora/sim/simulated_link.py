@@ -33,7 +33,7 @@ class SimulatedLink:
         return DelayLine(self.spec, rng).arrival(bytes_whole, max(sent_at, taken_at))
 
     def delay_to(self, to: SimulatedLink) -> float:
-        """Returns the seconds that a message of no bytes takes to another machine when its link is idle."""
+        """Returns the seconds that a message without bytes takes on an idle link: half of this link's round trip."""
         return self.spec.rtt_s / 2.0
 
     def round_trip_to(self, to: SimulatedLink) -> float:

@@ -1,4 +1,4 @@
-"""What a simulated swarm consists of: peers, the microbatches on their way, and the calls between peers.
+"""What a simulated swarm consists of: peers, the microbatches in flight, and the calls between peers.
 
 Knows: each peer's own routing table, pace and averages, of the daemon's classes. Must not know: what happens next
 (hop_simulation.py, origin_simulation.py and fleet_simulation.py do).
@@ -37,7 +37,10 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What a machine can do. speed: stages of work 1 per second. longest: the most stages that fit from each one on."""
+    """What a machine can do. kind: the name of its kind. speed: work per second, in the unit of the stages' work.
+
+    longest: for each first stage, how many stages the machine can hold from there on.
+    """
 
     kind: str
     speed: float
@@ -59,7 +62,13 @@ class OriginState:
 
 
 class SimulatedPeer:
-    """One machine with its daemon's own state. Compared by identity."""
+    """One machine with its daemon's own state. Compared by identity.
+
+    visits: its unfinished work, and answers: the kept answers, both by microbatch and entry stage. waiting: visits for
+    which no peer of the next stage can be called now; wakes_at: when they are routed again. calls_in: open calls to
+    this machine. paths_s: seconds of its last visits, including those at later stages. origin: None unless it holds
+    stage 0.
+    """
 
     def __init__(self, peer: PeerId, number: int, equipment: Equipment, device: SimulatedDevice, stages: int) -> None:
         self.id = peer
@@ -95,9 +104,10 @@ class SimulatedPeer:
 
 
 class SimulatedMicrobatch:
-    """One microbatch of an origin. path: the peer last known to hold it, by entry stage.
+    """One microbatch of an origin. opened: simulated second at which it was opened. attempts: how often it was sent.
 
-    counted: a bit for each stage at which its gradient was counted.
+    path: the peer last known to hold it, by entry stage. counted: an integer with a bit for each stage at which its
+    gradient was counted.
     """
 
     __slots__ = ("attempts", "counted", "id", "opened", "origin", "path")
@@ -115,9 +125,11 @@ VisitState = Literal["forward", "routing", "below", "backward", "answered", "can
 
 
 class Visit:
-    """A peer's work on one microbatch, from the stage `entry` on; see pipeline/hop.py. callers: none at the origin.
+    """A peer's work on one microbatch, from the stage `entry` on; see pipeline/hop.py.
 
-    is_root: it is the origin's own hop. committed: it is completed even if its callers go away.
+    callers: the open calls that wait for its answer; none at the origin. call: its own open call to the next stage.
+    is_root: whether it is the origin's own hop. committed: whether it is completed even if its callers go away. path_s:
+    seconds of its own work and of the later stages'; below_path_s: those of the later stages alone.
     """
 
     __slots__ = (
@@ -159,7 +171,11 @@ class Visit:
 
 
 class Call:
-    """One open call of a visit to a peer of a later stage. visit: the callee's work on it, once it has begun."""
+    """One call of the visit `caller` to a peer of the next stage.
+
+    attempt: its entry in the caller's routing table. visit: the callee's work on it, None until that has begun. ended:
+    whether the caller waits for it no longer.
+    """
 
     __slots__ = ("attempt", "callee", "caller", "ended", "visit")
 

@@ -1,4 +1,4 @@
-"""A simulated peer's reading of the directory: the shards that the daemon's own functions plan, what they have shown.
+"""A simulated peer's reading of the directory: it reads the shards that the daemon's own functions plan.
 
 Knows: shards read and when, how long their claims stay in a view (swarm/directory_reader.py). Must not know: who claims
 what or why, records as bytes, microbatches.
@@ -29,11 +29,11 @@ from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
 from agora.swarm.view import PeerView, StageSample, View
 
 RECORDS_OF_A_PEER = 2
-"""A claim and a progress are read of each peer, and published."""
+"""Each peer publishes a claim and a progress record, and a read finds both."""
 
 
 class SimulatedReader:
-    """What one peer knows of the others. Reads take no time: the links of machines are left to microbatches."""
+    """Reads the directory for one peer and keeps what it found. Reads take no simulated time and no link."""
 
     def __init__(self, peer: PeerId, directory: DirectoryModel, measurements: Measurements, rng: random.Random) -> None:
         self._peer = peer
@@ -47,7 +47,11 @@ class SimulatedReader:
         self._plan = ReadPlan((), True)
 
     def read(self, span: Span | None, now: float) -> bool:
-        """Reads the shards that are due; returns whether what is known of the stage after `span` has changed."""
+        """Reads the shards that are due; returns whether what is known of the stage after `span` has changed.
+
+        Adds the records and keys that it read to the measurements. span: what the peer holds; None: nothing. now:
+        simulated seconds.
+        """
         reader = ReaderIdentity(self._reader_hash, self._directory.stage_count, span, self._seed)
         self._plan = plan_read(self._readings, reader, now, self._rng)
         after, is_changed, found = -1 if span is None else span.last + 1, False, {}
@@ -70,7 +74,7 @@ class SimulatedReader:
         return any(shard.stage == after for shard in ended)
 
     def _linger_s(self, stage: int, span: Span | None) -> float:
-        """Returns how many seconds what was read of a stage is believed, see DirectoryReader."""
+        """Returns for how many seconds claims that were read of a stage stay in the view, see DirectoryReader."""
         if self._plan.is_small:
             return linger_s(0.0)
         is_close = span is not None and span.first <= stage <= span.last + 1
@@ -98,7 +102,10 @@ class SimulatedReader:
         return tuple(claims[peer] for peer in sorted(claims) if claims[peer].state == "serving")
 
     def view(self, span: Span | None) -> View:
-        """Returns all that is known, with the peer's own claim; samples as the daemon's membership has them."""
+        """Returns the view of all claims that are known, the peer's own included.
+
+        In a large run it has each stage's estimated size, as in the daemon's membership.
+        """
         peers = {view.peer: view for content, _ in self._known.values() for view in content.claims}
         own = self._directory.claim_of(self._peer)
         if own is not None:
@@ -106,6 +113,6 @@ class SimulatedReader:
         return View(peers, {} if self._plan.is_small else dict(self._samples(span)))
 
     def _samples(self, span: Span | None) -> Iterator[tuple[int, StageSample]]:
-        """Yields each stage with how many peers it has by estimate."""
+        """Yields for each stage its number and its StageSample: the estimated peers, and how long claims are kept."""
         for stage in range(self._directory.stage_count):
             yield stage, StageSample(estimate_peers(self._readings, stage), self._linger_s(stage, span))

@@ -18,7 +18,7 @@ from agora.sim.flow_bound import best_whole_placement, flow_bound
 from agora.sim.hop_simulation import HopSimulation
 from agora.sim.measurements import Measurements, Sample
 from agora.sim.origin_simulation import OriginRules, OriginSimulation
-from agora.sim.placement_rules import ProductPlacement
+from agora.sim.placement_rules import DaemonPlacement
 from agora.sim.scenario import MachineGroup, Scenario
 from agora.sim.simulated_link import SimulatedLink
 from agora.sim.simulated_peer import Equipment, Presence
@@ -29,7 +29,10 @@ LATEST_START_S = 1.0
 
 
 class Simulation:
-    """One running scenario. measurements: what has been counted so far."""
+    """One scenario, ready to be run once by `run`. measurements: what has been counted so far.
+
+    rules: decide which stages a machine holds; by default as the daemon does.
+    """
 
     def __init__(self, scenario: Scenario, rules: PlacementRules | None = None) -> None:
         self.scenario = scenario
@@ -38,7 +41,7 @@ class Simulation:
         model, seed = scenario.model, scenario.seed
         self._rng = random.Random(f"{seed} fleet")
         self.directory = DirectoryModel(model.work, random.Random(f"{seed} directory"))
-        rules = rules or ProductPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement"))
+        rules = rules or DaemonPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement"))
         self.fleet = FleetSimulation(
             self.events,
             self.directory,
@@ -84,7 +87,7 @@ class Simulation:
     # --- the machines
 
     def _prepare(self) -> None:
-        """Places the machines of the start, and arranges what the churn brings."""
+        """Adds the machines of the start, with spans, and schedules the events of the scenario's churn."""
         groups = [group for group in self.scenario.machines for _ in range(group.count)]
         self._rng.shuffle(groups)
         placed = balanced_spans([g for g in groups if g.span is None], self.scenario.model.work)
@@ -94,25 +97,25 @@ class Simulation:
             span = group.span or next(free)
             self.events.at(self._rng.uniform(0.0, LATEST_START_S), self.fleet.place, peer, span)
         for event in fleet_events(self.scenario.churn, len(groups), self.scenario.seconds, self._rng):
-            self.events.at(event.time, self._happen, event)
+            self.events.at(event.time, self._apply, event)
 
     def _equipment(self, group: MachineGroup) -> Equipment:
-        """Returns a new machine of a group."""
+        """Returns the Equipment of one more machine of `group`; all machines of a group are equal."""
         stages = self.scenario.model.stages
         longest = tuple(min(group.holds, stages - stage) for stage in range(stages))
         return Equipment(group.kind, group.speed, SimulatedLink(group.link), longest)
 
-    def _happen(self, event: FleetEvent) -> None:
-        """Adds or removes the machines of an event."""
+    def _apply(self, event: FleetEvent) -> None:
+        """Adds the machines of a "join" event, each of a random group; kills, hangs or removes random machines else."""
         if event.kind == "join":
             for _ in range(event.count):
                 weights = [group.count for group in self.scenario.machines]
                 (group,) = self._rng.choices(self.scenario.machines, weights)
                 self.fleet.join(self._equipment(group))
             return
-        ways = {"kill": self.fleet.kill, "leave": self.fleet.leave, "hang": self.fleet.hang}
+        endings = {"kill": self.fleet.kill, "leave": self.fleet.leave, "hang": self.fleet.hang}
         for peer in self.fleet.pick(event.count):
-            ways[event.kind](peer)
+            endings[event.kind](peer)
 
     # --- the samples
 
@@ -165,7 +168,7 @@ def balanced_spans(groups: list[MachineGroup], work: tuple[float, ...]) -> list[
     """Returns a span for each machine of a fleet that starts at once, so that all stages get about equal speed.
 
     Each machine, the fastest first, goes to the stages whose rate is least. This is for the start only: after it the
-    product's placement decides.
+    daemon's placement decides.
     """
     rates, stages = [0.0] * len(work), len(work)
     spans: dict[int, Span] = {}

@@ -49,9 +49,9 @@ class SimulatedFetch:
             done(peer)
 
     def _next_piece(self, donor: SimulatedPeer) -> None:
-        """Asks a donor for the next piece; if none is left or the donor is down, and it was the last one, calls `done`.
+        """Asks a donor for the next piece. Ends the donor's part if no piece is left or the donor is down.
 
-        Does nothing if the peer no longer fetches this state.
+        Calls `done` when the last donor's part has ended. Does nothing if the peer no longer fetches this state.
         """
         if self._peer.presence is not Presence.JOINING or self._peer.incarnation != self._incarnation:
             return  # the peer is gone, or fetches other stages by now

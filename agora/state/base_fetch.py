@@ -34,22 +34,25 @@ from agora.swarm.conduct import Offence, ReportOffence
 INDEX_S: Final = 30.0  # seconds a source may take to say which tensors it has
 AGAIN_S: Final = 5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
 REVIVE_S: Final = 30.0  # seconds until a source that has failed FAILURES times in a row is tried again
-LOOK_S: Final = 2.0  # seconds between two looks for new sources
+LOOK_S: Final = 2.0  # seconds between two readings of the list of sources
 PATIENCE_S: Final = 60.0  # seconds without an open call for a piece or a Busy answer, after which the fetch fails
 BUSY_PATIENCE_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
-LONELY_S: Final = 15.0  # takes the place of PATIENCE_S while there is no other peer at all
+NO_PEER_PATIENCE_S: Final = 15.0  # takes the place of PATIENCE_S while there is no other peer at all
 
 ListSources = Callable[[], Sequence[PeerId]]
 """Returns the peers that may be asked now, the likeliest first."""
 
 
 class FalseBaseError(ProtocolError):
-    """Error: a peer's answer contradicts the manifest's tensor list. No network fault causes that: it is an offence."""
+    """Raised when a peer's answer to GetBase or GetPiece is malformed or contradicts the run's tensor list.
+
+    No network fault causes that: it is an offence. `_handle_failure` reports it and excludes the peer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PieceKey:
-    """Names one piece to fetch. number: of its tensor in the tensor list. piece: its number within the tensor."""
+    """Names one piece to fetch. number: its tensor's number in the tensor list. piece: its number in the tensor."""
 
     number: int
     piece: int
@@ -146,7 +149,8 @@ class BaseFetch:
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends.
 
-        Raises BaseModelError when no piece has come or been on its way for PATIENCE_S (LONELY_S without any source).
+        Raises BaseModelError when no piece has come or been requested for PATIENCE_S (NO_PEER_PATIENCE_S while there is
+        no source).
         """
         now = loop_time()
         self._look_for_sources(now)
@@ -156,7 +160,7 @@ class BaseFetch:
         calls += self._finishing.values()
         if any(key is not None for source in self._sources.values() for key in source.calls):
             self._last_hope = now
-        if now - self._last_hope > (PATIENCE_S if self._sources else LONELY_S):
+        if now - self._last_hope > (PATIENCE_S if self._sources else NO_PEER_PATIENCE_S):
             raise BaseModelError(self._explain_failure())
         if calls:
             await asyncio.wait(calls, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)

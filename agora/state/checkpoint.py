@@ -41,7 +41,7 @@ _NAME: Final = re.compile(rf"step-(0|[1-9][0-9]{{0,17}})-([0-9a-f]{{{NAME_DIGITS
 
 
 class CheckpointError(LocalError):
-    """Error: a checkpoint on this disk is damaged or of another run; the text names the file and what is wrong."""
+    """Raised when a checkpoint on this disk is damaged or of another run; the text has the file and what is wrong."""
 
     code: ClassVar[str] = "checkpoint"
 

@@ -1,4 +1,4 @@
-"""One peer of a transfer: its open calls, how many it may have, and how long it is left alone after a failure.
+"""One peer that chunks are fetched from: its open calls, how many it may have, and its pause after a failure.
 
 Reads no clock (`now` is an argument) and sends nothing, but keeps the asyncio tasks of the open calls and cancels them.
 Knows: calls by what they ask for, errors, times. Must not know: what is transferred, how calls travel, which source is
@@ -52,11 +52,14 @@ class ChunkSource(Generic[Asked]):
         return WINDOW if self.last_chunk_s < QUICK_S and not self.failures else 1
 
     def is_slow(self, now: float, patience_s: float) -> bool:
-        """Returns whether its oldest open call has lasted longer than `patience_s`; False without an open call."""
+        """Returns whether its oldest open call has lasted longer than `patience_s`; False without an open call.
+
+        now: loop time.
+        """
         return now - min((started_at for _, started_at in self.calls.values()), default=now) > patience_s
 
     def record_chunk(self, seconds: float) -> None:
-        """Records that a chunk arrived `seconds` after it was asked for. The count of failures begins anew."""
+        """Records that a chunk arrived `seconds` after it was asked for; sets the count of failures to 0."""
         self.failures, self.last_chunk_s = 0, seconds
 
     def record_failure(self, error: AgoraError, now: float) -> None:

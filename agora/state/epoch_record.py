@@ -16,7 +16,7 @@ from agora.observe.events import DiskTrouble, Report
 from agora.state.files import sync_folder
 
 REMEMBERED: Final = 256
-"""How many steps' states are kept in memory: the checkpoint of such a step may still be being written."""
+"""How many steps' states are kept in memory: the checkpoint of such a step may not be written completely yet."""
 KEPT: Final = 4
 """How many states the file has: those of the newest checkpoints."""
 MAX_BYTES: Final = 1 << 24
@@ -24,8 +24,9 @@ MAX_BYTES: Final = 1 << 24
 
 
 class EpochRecord:
-    """Remembers the state of the epochs at each step of stage 0, and writes those of checkpoints to `path`.
+    """Remembers the state of the epochs at each step of stage 0, and writes that of each checkpoint to `path`.
 
+    A state is the tuple of integers that EpochShares.snapshot returns. The file is read when this object is made.
     A disk error is reported as DiskTrouble: after a restart, samples since the last good write are trained on again.
     """
 

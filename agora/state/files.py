@@ -143,10 +143,10 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
 
 @contextlib.contextmanager
 def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
-    """Creates and yields a folder beside `place`; the end of the `with` renames it to `place`, an exception removes it.
+    """Context manager: yields a new folder next to `place`, to be filled in the block, and renames it to `place` then.
 
-    A folder at `place` is replaced and removed. An OSError in the block becomes a DiskError. Raises DiskError at once
-    if the disk has less than `need_bytes` free.
+    A folder at `place` is replaced and removed. An exception in the block removes the new folder; an OSError becomes a
+    DiskError. Raises DiskError at once if the disk has less than `need_bytes` free.
     """
     fresh = fresh_path(place)
     try:
@@ -162,7 +162,10 @@ def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
 
 
 def fresh_path(place: Path) -> Path:
-    """Returns an unused path beside `place`, .NAME.RANDOM.new, to be renamed to `place` later. Creates nothing."""
+    """Returns an unused path in the folder of `place`, .NAME.RANDOM.new, for what is renamed to `place` later.
+
+    Creates nothing.
+    """
     return place.with_name(f".{place.name}.{secrets.token_hex(4)}.new")
 
 

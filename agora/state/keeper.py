@@ -31,7 +31,7 @@ from agora.threads import run_in_thread
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
 PATIENCE_S: Final = 300.0  # seconds that a joining peer without a checkpoint looks for new sources when all have failed
 ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to say whether they have taken a step
-RETRY_S: Final = 2.0  # seconds between two looks for new sources
+RETRY_S: Final = 2.0  # seconds until sources are looked for again
 
 
 class KeptStages(Protocol):
@@ -56,21 +56,25 @@ ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
 
 
 class AskSteps(Protocol):
-    """Asks peers directly for the optimizer steps that they have taken at a stage; returns those of who answered."""
+    """Interface: asks peers directly how many optimizer steps they have taken at a stage.
+
+    Returns the steps by peer, of those that answered.
+    """
 
     async def __call__(self, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]: ...
 
 
 async def ask_nobody(stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Answers for every peer that it has taken no step: for those who believe the directory."""
+    """Returns 0 steps for every peer and asks none of them: an AskSteps for callers that trust the directory."""
     return dict.fromkeys(peers, 0)
 
 
 class StageHolders(NamedTuple):
-    """Two functions that say which peers hold a stage and at which step they claim to be; both may include this peer.
+    """How a StateKeeper learns which peers hold a stage and which step they have reached.
 
-    me: this peer. serving: the peers that serve the stage. claimants: also those that are joining and may give a
-    checkpoint. ask: asks them directly, since what they have published may be older than their first step.
+    me: this peer. serving: returns the claimed steps of the peers that serve the stage. claimants: also of those that
+    are joining and may give a checkpoint. Both may include this peer. ask: asks peers directly, since what they have
+    published may be older than their first step.
     """
 
     me: PeerId
@@ -97,12 +101,10 @@ class StateKeeper:
         report_offence: ReportOffence,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
-        """folder: the one below which checkpoints lie. on_written(stage, step): called after each written checkpoint.
-
-        `make_room` may be set: it is called in a thread with stage and bytes before a checkpoint is written, and raises
-        DiskError when there is no room for it.
-        """
+        """folder: below it lie the checkpoints. on_written(stage, step): called after each checkpoint was written."""
         self.make_room: Callable[[int, int], None] = lambda _stage, _nbytes: None
+        """The owner may set it: it is called in a thread with stage and bytes before a checkpoint is written, and
+        raises DiskError when there is no room for it."""
         self._on_written = on_written
         self._run_id = manifest.run_id
         self._manifest = manifest
@@ -171,10 +173,11 @@ class StateKeeper:
         return decision.reason
 
     async def _ask_whether_a_step_was_taken(self, stage: int, decision: rules.StartDecision) -> rules.StartDecision:
-        """Returns `decision`, to keep the seed's weights, unless a serving replica answers that it has taken a step.
+        """Asks the replicas that serve the stage whether they have taken a step; returns what to do then.
 
-        Waits until each has answered or serves no more: for ANSWERS_S once some have, for PATIENCE_S while none has.
-        Then Unavailable is raised: beside replicas that may have taken steps nobody begins with the seed's weights.
+        decision: to keep the seed's weights; it is returned if all that answer have taken none. Waits until each has
+        answered or stopped serving, but at most ANSWERS_S once some have answered. While none has answered it waits
+        PATIENCE_S and then raises Unavailable: they may have taken steps, and then the seed's weights would be wrong.
         """
         started_at, answers = loop_time(), dict[PeerId, int]()
         while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
@@ -248,7 +251,7 @@ class StateKeeper:
             except Unavailable as error:
                 if loop_time() >= started_at + patience_s:
                     raise
-                self._report(events.TaskFailed("fetch state", f"{error}; it goes on when somebody has it"))
+                self._report(events.TaskFailed("fetch state", f"{error}; it is tried again"))
             await asyncio.sleep(RETRY_S)
             sources = rules.most_advanced_first(self._offers(stage)) or sources
 
@@ -268,7 +271,10 @@ class StateKeeper:
         return await self._snapshots.get_state(request)
 
     async def _export(self, stage: int) -> StageState | None:
-        """Returns the state to give to others: a copy of the stage, or before it is filled its checkpoint, or None."""
+        """Returns the state to give to others: a copy of the stage, or before it is filled its checkpoint.
+
+        None if the stage is not filled and had no checkpoint.
+        """
         if stage in self._filled_stages:
             return await self._stages.export_state(stage)
         own = self._found_checkpoints.get(stage)
@@ -281,7 +287,7 @@ class StateKeeper:
 
     def on_stepped(self, stage: int, step: int) -> None:
         """Called after each step of a stage: if a checkpoint is due at `step`, wakes `run`, which writes it."""
-        if rules.checkpoint_due(step, self._manifest.checkpoint.every, self._checkpoint_steps.get(stage, 0)):
+        if rules.is_checkpoint_due(step, self._manifest.checkpoint.every, self._checkpoint_steps.get(stage, 0)):
             self._checkpoint_steps[stage] = step
             self._due_stages.add(stage)
             self._wake.set()

@@ -1,4 +1,4 @@
-"""Says where each tensor of a stage lies in its flat arrays, and converts between these, named tensors, and chunks.
+"""Lays out a stage's tensors in flat arrays, and converts between these, named tensors, and a snapshot's chunks.
 
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
@@ -105,9 +105,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places of a stage's named tensors in a flat array of `numel` elements, and the moments its optimizer keeps.
+    """The places of a stage's named tensors in a flat array of `numel` elements, and the chunks of its snapshots.
 
-    Elements that no slot covers are padding, and are zero.
+    moments: describes the arrays that the optimizer keeps; they travel in the same chunks. Elements that no slot covers
+    are padding, and are zero.
     """
 
     numel: int

@@ -36,7 +36,7 @@ PIECE_VALUES: Final = 1 << 20
 
 
 class ExportError(LocalError):
-    """Error: a stage's file cannot be read or is not what the manifest says; the text names the file and the tensor."""
+    """Raised when a stage's file is unreadable or not what the manifest says; the text has the file and the tensor."""
 
     code: ClassVar[str] = "export"
 

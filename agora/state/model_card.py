@@ -18,11 +18,13 @@ from typing import Final, Literal
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import Manifest
 
+from agora.terminal_text import one_line
+
 Kind = Literal["model", "adapter", "merged"]
 
 BYTES: Final = "bytes"
 BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
-"""How a model came to be, in words, by whether the run began with a trained model."""
+"""How the model was made, in words; the key says whether the run began with a trained model."""
 LIBRARIES: Final[Mapping[Kind, str]] = {"model": "transformers", "adapter": "peft", "merged": "transformers"}
 FOLDER_CODE: Final = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +103,7 @@ def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, 
 
 
 def _front_matter(kind: Kind) -> str:
-    """Returns the YAML block at the top of the card, which tells sites such as the Hugging Face Hub what it is."""
+    """Returns the card's YAML front matter: library, task and tags for sites such as the Hugging Face Hub."""
     tags = "- agora\n- lora" if kind == "adapter" else "- agora"
     return f"---\nlibrary_name: {LIBRARIES[kind]}\npipeline_tag: text-generation\ntags:\n{tags}\n---"
 
@@ -150,7 +152,7 @@ def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int
 
 def _cell(text: str) -> str:
     """Returns the text as one cell of a Markdown table: in one line, with | escaped."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return one_line(text).replace("|", "\\|")
 
 
 def _objective_words(manifest: Manifest) -> str:

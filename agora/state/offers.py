@@ -1,4 +1,4 @@
-"""What a source offers of a stage's state, and whether its answers can be that: checked before anything is used.
+"""Checks what a source answers when it is asked for a stage's state, before anything of it is used.
 
 Knows: the messages of a transfer, hashes, layouts. Must not know: which sources there are, or what is asked next.
 """
@@ -19,7 +19,7 @@ from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chu
 
 
 class FalseStateError(ProtocolError):
-    """Error: a source's answer cannot be the state asked for, which no network fault causes: it is an offence."""
+    """Raised when a source's answer cannot be the state asked for. No network fault causes that: it is an offence."""
 
 
 MixingKey = tuple[int, int, int]
@@ -47,17 +47,24 @@ class Offer:
 
     @property
     def mixing_key(self) -> MixingKey:
-        """See the function of this name."""
+        """The snapshot's mixing key, see the function `mixing_key`."""
         return mixing_key(self.index)
 
 
 def milliseconds_until(moment: float) -> int:
-    """Returns the time left until `moment` (loop time) in whole ms, from 1 to MAX_DEADLINE_MS, for a request."""
+    """Returns the whole milliseconds until `moment` (loop time), at least 1 and at most MAX_DEADLINE_MS.
+
+    Requests carry this number as their deadline.
+    """
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
 
 
 def check_offer(reply: Reply, layout: Layout) -> Offer:
-    """Returns the offer in the answer to GetState. Raises Refused without one, FalseStateError if it cannot be true."""
+    """Returns the offer in the answer to GetState.
+
+    Raises Refused if the source has no snapshot, FalseStateError for a malformed answer and for one whose size or
+    hashes contradict `layout` or each other.
+    """
     index = reply.message
     if not isinstance(index, StateIndex):
         raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")

@@ -76,6 +76,6 @@ def lowest_step_to_fetch(at_least: int, offers: Collection[int]) -> int:
     return max(at_least, statistics.median_low(offers or [0]) - CLAIM_LAG)
 
 
-def checkpoint_due(step: int, every: int, last: int) -> bool:
+def is_checkpoint_due(step: int, every: int, last: int) -> bool:
     """Returns whether a multiple of `every` lies in (last, step]; `last` is the step of the previous checkpoint."""
     return step // every > last // every

@@ -1,4 +1,4 @@
-"""Compares samples of a fetched state with other sources': nobody's state is believed alone.
+"""Compares samples of a fetched state with those of other sources, so that no single source is simply believed.
 
 Knows: chunks, who gave them, how near the weights of replicas lie. Must not know: how chunks are scheduled, or what
 becomes of the state. `judge` is pure.
@@ -31,13 +31,13 @@ from agora_protocol.ids import PeerId
 from agora.state.layout import Flat
 
 SAMPLES: Final = 2
-"""Chunks of each source that are compared."""
+"""At most this many chunks of each source are compared."""
 WITNESSES: Final = 2
-"""Other sources with which each is compared, at most."""
+"""Each chunk is compared with those of at most this many other sources."""
 NEAR: Final = 0.05
 CLOSEST_RATIO: Final = 4.0
 DRIFT: Final = 0.05
-"""How much of their own size weights may change in a step, at most, as far as this check knows."""
+"""The largest change in one step, relative to the weights' own size, that this check allows."""
 FAR: Final = 1.0
 """Unrelated weights of one size have a distance of 1.4; zeros have 1 from anything."""
 
@@ -67,7 +67,10 @@ def distance(a: Flat, b: Flat) -> float:
 
 
 def judge(own: ChunkSample, others: Sequence[ChunkSample]) -> Verdict:
-    """Judges a source's chunk by those of others, see the module's table."""
+    """Returns the verdict on a source's chunk, by the same chunk of up to two other sources: see the module's table.
+
+    Whether an "undecided" one is dropped is for the caller to decide, by the steps.
+    """
     apart = [distance(own.weights, other.weights) for other in others]
     if not others:
         return "believed"
@@ -84,9 +87,10 @@ def judge(own: ChunkSample, others: Sequence[ChunkSample]) -> Verdict:
 async def find_false(
     chunks_of: Mapping[PeerId, Sequence[int]], witnesses: Sequence[PeerId], read: ReadSample, rng: random.Random
 ) -> dict[PeerId, Verdict]:
-    """Returns the sources whose chunks are not believed, with the verdict.
+    """Returns the sources whose chunks must be dropped, each with its verdict, "false" or "undecided".
 
-    chunks_of: the chunks that each source gave. witnesses: whom to compare with, the best first.
+    chunks_of: the numbers of the chunks that each source gave. witnesses: the sources to compare with, the best first.
+    read: is awaited for SAMPLES random chunks of each source and for the same chunks of up to WITNESSES witnesses.
     """
     found: dict[PeerId, Verdict] = {}
     for source, chunks in chunks_of.items():
@@ -103,5 +107,5 @@ async def find_false(
 
 
 def _is_later(own: ChunkSample, other: ChunkSample) -> bool:
-    """Returns whether of two that disagree, this one's step is later, or the same."""
+    """Returns whether the step of `own` is that of `other` or a later one."""
     return own.step >= other.step

@@ -79,7 +79,10 @@ class Snapshots:
         return Reply(StateIndex(snapshot.name, *counts, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
-        """Returns one chunk. Raises Refused for a snapshot that was dropped, ProtocolError for a chunk it never had."""
+        """Returns the answer with one chunk of a kept snapshot, which counts as used now.
+
+        Raises Refused for a snapshot that is not kept here (any more), ProtocolError for a chunk that it does not have.
+        """
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
             raise Refused("this snapshot is not kept any more; ask for the state again")
@@ -99,7 +102,7 @@ class Snapshots:
 
         at_least: the step that the asking peer needs; a snapshot of an earlier step is fresh for a shorter time, see
         REMAKE_FACTOR. If there is no room for a new one, returns the newest although it is old; raises Busy without
-        any.
+        snapshot of the stage.
         """
         self.drop_idle()
         started_at = loop_time()

@@ -25,7 +25,7 @@ DOWNLOAD_AGAIN: Final = "download the model again, in the revision that the run'
 
 
 class BaseModelError(LocalError):
-    """Error: the files of the base model are not on this machine, or not those that the manifest names."""
+    """Raised when files of the base model are not on this machine, or are not those that the manifest names."""
 
     code: ClassVar[str] = "base-model"
 

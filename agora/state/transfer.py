@@ -77,7 +77,10 @@ class StateFetch:
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """highest_plausible_step: a function; offers above the step that it returns are not used."""
+        """layout: of the stage, with its moments. report_offence: called for sources that send false data.
+
+        highest_plausible_step: offers above the step that it returns are not used.
+        """
         self.schedule = ChunkSchedule(layout.chunk_count)
         self._caller = caller
         self._stage = stage
@@ -293,7 +296,10 @@ class StateFetch:
     # --- samples
 
     async def _drop_false_chunks(self) -> None:
-        """Compares samples of each source's chunks with other sources', see sample_check; drops those of false ones."""
+        """Compares samples of each source's chunks with those of other sources, see sample_check.
+
+        Sources that are not believed are given up and their chunks dropped; those judged "false" are reported.
+        """
         chunks_of: dict[PeerId, list[int]] = {}
         for chunk, peer in self._chunk_peers.items():
             chunks_of.setdefault(peer, []).append(chunk)
@@ -310,7 +316,11 @@ class StateFetch:
             self._drop_chunks(chunks_of[peer])
 
     async def _read_sample(self, peer: PeerId, chunk: int) -> ChunkSample | None:
-        """Returns a source's weights of a chunk: as they arrived, if from it, else asked for; None if it has none."""
+        """Returns a source's weights of a chunk that has arrived; None if the source cannot give them.
+
+        The arrived weights are returned if they came from this source or if its offer has the same hash; otherwise the
+        source is asked for the chunk.
+        """
         place = self._layout.chunk_places(chunk)[0]
         if self._chunk_peers.get(chunk) == peer:
             return ChunkSample(self._weights[place], self._chunk_snapshots[chunk].step)
@@ -334,9 +344,10 @@ class StateFetch:
     # --- failures
 
     def _handle_failure(self, source: _Source, error: AgoraError, offer: Offer | None) -> None:
-        """Lets a source whose call failed pause, or gives it up, by the table in docs/state.md; reports false states.
+        """Pauses a source whose call failed, or gives it up, by the table in docs/state.md.
 
-        offer: the one whose chunk was asked for; None if the call asked for an offer.
+        Reports a FalseStateError as an offence. offer: the one whose chunk was asked for; None if the call asked for an
+        offer.
         """
         if source.given_up:
             return

@@ -210,7 +210,10 @@ class Compute:
         return await self._run_and_step(job)
 
     def _require_plausible(self, gradient: Tensor, microbatch: MicrobatchId) -> None:
-        """Raises ProtocolError for a gradient from downstream that is far larger than most, see gradient_norms."""
+        """Raises ProtocolError for a gradient from downstream that is far larger than most, see gradient_norms.
+
+        Remembers the gradient's size for later ones, and counts the microbatch of an implausible one as refused.
+        """
         size, limit = float(gradient.norm()) / math.sqrt(max(1, gradient.numel())), self._gradient_norms.limit
         if not self._gradient_norms.accepts(size):
             why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
@@ -232,9 +235,9 @@ class Compute:
         return self.trainer.stage(stage).progress.step
 
     def step_events(self) -> AsyncIterator[StepEvent]:
-        """Yields an event for every step and closed share of the span's stages, in order.
+        """Yields an event for every step and closed share of the span's stages, in order; never ends.
 
-        For one reader; never ends.
+        Only one task may read it.
         """
         return aiter(self._events)
 
@@ -288,7 +291,7 @@ class Compute:
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
-        """Returns this replica's share of the next step, and closes it if it is open.
+        """Returns this replica's share of the next step, and closes the share if it is open.
 
         After this, only `step_with_gradient` takes that step.
         """

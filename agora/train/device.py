@@ -33,7 +33,10 @@ WATCH_S = 0.5
 
 
 class Priority(enum.IntEnum):
-    """Order of jobs, the lowest first. A backward comes before forwards: it frees memory, and peers wait for it."""
+    """Job priorities, lowest value first, except that an evaluation is let through after PATIENCE_S.
+
+    A backward comes before forwards: it frees memory, and peers wait for it.
+    """
 
     BACKWARD = 0
     FORWARD = 1

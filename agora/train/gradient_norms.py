@@ -3,9 +3,9 @@
 Knows: root mean squares of gradients. Must not know: tensors, peers, time. A GradientNormBound changes only itself, and
 only by the calls to it.
 
-One gradient that is 1e30 large would fill the sum of a whole step. So a gradient may be MAX_RATIO times as large as the
-median of the last WINDOW. A rejected one counts as as large as the limit: if most are larger, the limit follows them,
-and whoever sends less than half of a stage's gradients cannot move it.
+One gradient of size 1e30 would outweigh all others in the sum of a step. So a gradient may be at most MAX_RATIO times
+as large as the median of the last WINDOW. A rejected one is remembered with the size of the limit: if most gradients
+are larger, the limit rises to them, but a peer that sends less than half of a stage's gradients cannot raise it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST_LIMIT: Final = 1e4
 
 
 class GradientNormBound:
-    """Says whether the next gradient is plausibly large, and remembers the last WINDOW of them."""
+    """Decides whether the next gradient's size is plausible, by the sizes of the last WINDOW gradients."""
 
     def __init__(self) -> None:
         self._sizes: deque[float] = deque(maxlen=WINDOW)

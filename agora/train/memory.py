@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 GRAPHS_FRACTION = 0.5
-"""The fraction of the available memory that graphs may take; the rest is for everything else on this machine."""
+"""The fraction of the available memory that graphs may take; the rest is left to all other uses."""
 KEEP_BYTES = 1 << 30
 """Malloc keeps up to this much freed memory, and takes tensors up to this size from it."""
 CGROUP = Path("/sys/fs/cgroup")
@@ -36,7 +36,7 @@ _limit_bytes = 0
 
 
 def limit_memory(limit_bytes: int) -> None:
-    """Makes `available_bytes` keep to this limit of the owner's from now on, on each device; 0: no limit."""
+    """Sets the owner's memory limit, which `available_bytes` keeps to from now on, on each device; 0: no limit."""
     global _limit_bytes
     _limit_bytes = limit_bytes
 
@@ -122,9 +122,9 @@ def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) ->
     sizes: dict[int, int] = {}
 
     def record_size(saved: Tensor) -> Tensor:
-        """Called by autograd for each tensor that the graph saves: records its storage's size, and returns its values.
+        """Records the size of the storage of a tensor that autograd saves, and returns the tensor, detached.
 
-        They come without their history: an output that its own node holds with it would never be freed.
+        A node that holds its own output together with the output's history would never be freed.
         """
         storage = saved.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()

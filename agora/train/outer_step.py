@@ -55,36 +55,40 @@ class OuterOptimizer:
 
     def difference(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
         """Returns anchor - snapshot in the blocks with these numbers. Both are float32 [blocks * SLICE_BLOCK]."""
-        return self._rows(ANCHOR)[blocks].flatten() - snapshot
+        return self._blocks_of(ANCHOR)[blocks].flatten() - snapshot
 
     def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...]) -> Tensor:
         """Moves anchor and velocity in `blocks` by a round's mean; returns what to add to the weights, new - s [n].
 
         snapshot, mean: float32 [n]. has_mean: for each part of PART_ELEMENTS, whether the round gave a mean; where it
         did not, nothing changes and the result is 0. Raises ProtocolError, and changes nothing, for a mean of another
-        shape or dtype, and when the anchor would not be finite.
+        shape or dtype, and when the resulting change of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no slice of {len(blocks)} blocks")
         block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)
         moves = block_has_mean[: len(blocks), None]
-        anchor, velocity, mean = self._rows(ANCHOR)[blocks], self._rows(VELOCITY)[blocks], mean.view(-1, SLICE_BLOCK)
+        anchor, velocity, mean = (
+            self._blocks_of(ANCHOR)[blocks],
+            self._blocks_of(VELOCITY)[blocks],
+            mean.view(-1, SLICE_BLOCK),
+        )
         new_velocity = self._momentum * velocity + mean
         new_anchor = anchor - self._rate * (mean + self._momentum * new_velocity)
         change = torch.where(moves, new_anchor - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
-            raise ProtocolError("bad-tensor", "an anchor would not be finite")
-        self._rows(ANCHOR)[blocks] = torch.where(moves, new_anchor, anchor)
-        self._rows(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
+            raise ProtocolError("bad-tensor", "a round's mean would make weights that are not finite")
+        self._blocks_of(ANCHOR)[blocks] = torch.where(moves, new_anchor, anchor)
+        self._blocks_of(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
         for values in self.moments.values():  # a mean that was sent in few bits is not exactly 0 in the padding
             self._layout.clear_padding(values)
         return change
 
     def set_anchor(self, blocks: Tensor, snapshot: Tensor) -> None:
         """Sets the anchor in `blocks` to `snapshot` [n], the only replica's weights, and the velocity there to 0."""
-        self._rows(ANCHOR)[blocks] = snapshot.view(-1, SLICE_BLOCK)
-        self._rows(VELOCITY)[blocks] = 0.0
+        self._blocks_of(ANCHOR)[blocks] = snapshot.view(-1, SLICE_BLOCK)
+        self._blocks_of(VELOCITY)[blocks] = 0.0
 
-    def _rows(self, moment: str) -> Tensor:
-        """Returns a view of the named moment, [blocks, SLICE_BLOCK]."""
+    def _blocks_of(self, moment: str) -> Tensor:
+        """Returns a view of the named moment, [all blocks, SLICE_BLOCK]."""
         return self.moments[moment].view(-1, SLICE_BLOCK)

@@ -39,7 +39,7 @@ MAX_LOSS_SUM = 1e30
 
 
 class NonFinite(LocalError):
-    """Error: this peer's own computation gave NaN or infinity from finite input; nothing was added to the sums."""
+    """Raised when this peer's own computation gives NaN or infinity from finite input; no gradient sum was changed."""
 
     code = "non-finite"
 
@@ -124,7 +124,7 @@ class SpanTrainer:
         for stage in self.stages.values():
             stage.step_if_due()
 
-    # --- a microbatch's way through the span
+    # --- what a microbatch needs: forward, loss, backward
 
     def forward(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch, purpose: str
@@ -157,10 +157,11 @@ class SpanTrainer:
         purpose: str,
         references: Sequence[float] = (),
     ) -> FinishedMicrobatch:
-        """Runs stages `first` to the model's last, and the loss. To train, runs the backward, too, and adds gradients.
+        """Runs stages `first` to the model's last, and the loss; with the purpose "train" also the backward.
 
-        purpose, references: as in the message Process. Raises NonFinite, and ProtocolError for references that the
-        objective does not take; then nothing was added.
+        The backward adds the microbatch's gradients to the sums. entry: as for `forward`. purpose, references: as in
+        the message Process. Raises NonFinite, and ProtocolError for references that the objective does not take; then
+        nothing was added.
         """
         tokens = self.objective.count_tokens(batch)
         run_layer = self._run_layer_for_gradients(microbatch, first, entry, batch) if purpose == "train" else keep_graph

@@ -120,5 +120,5 @@ class StageReplica(TrainedStage):
         return values
 
     def _block_numbers(self, blocks: Blocks) -> Tensor:
-        """Returns `blocks` as an int64 tensor on the device."""
+        """Returns the block numbers as an int64 tensor on the device."""
         return torch.tensor(blocks, dtype=torch.int64, device=self.sum.flat.device)

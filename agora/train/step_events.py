@@ -31,7 +31,7 @@ class StepEvents:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def __aiter__(self) -> AsyncIterator[StepEvent]:
-        """Yields the events in order, and waits for more; ends only when its task is cancelled."""
+        """Yields the events in order, and waits for the next ones; ends only when its task is cancelled."""
         while True:
             while self._events:
                 yield self._events.popleft()

@@ -13,7 +13,7 @@ from agora_protocol.records import StageAccount
 
 
 class _RecentStep(NamedTuple):
-    """A step that was taken. own: this peer's tokens in it. in_mean, staleness: see TokenAccounts.add_step."""
+    """An optimizer step. own: this peer's tokens in it. in_mean, staleness: see TokenAccounts.add_step."""
 
     own: int
     in_mean: int | None
@@ -21,9 +21,9 @@ class _RecentStep(NamedTuple):
 
 
 class TokenAccounts:
-    """Counts what became of a stage's tokens here since the stage was loaded; totals, and sums of the last steps.
+    """Counts what became of a stage's tokens here since the stage was loaded: totals, and sums over the last steps.
 
-    computed: tokens whose gradient was computed; the owner adds to it.
+    computed: tokens whose gradient was computed; the owner of this object adds to it.
     """
 
     def __init__(self) -> None:

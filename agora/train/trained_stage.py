@@ -37,7 +37,7 @@ STALENESS_BINS = 33
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage of this peer is; an immutable copy of its counts. step: optimizer steps taken.
+    """Immutable snapshot of the training progress of one of this peer's stages. step: optimizer steps taken.
 
     open_step: number of the step whose share is open, step + closed shares that wait for their means. tokens_in_share:
     counted for the open share. tokens_counted: counted since the stage was loaded. tokens_total: in all steps and
@@ -331,7 +331,7 @@ class TrainedStage:
     def record_agreed(self, step: int, checksum: int) -> None:
         """Records in the lineage that this replica has applied the mean of local step `step`'s slice.
 
-        checksum: its CRC.
+        checksum: the CRC of the mean.
         """
         self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
         self._update_progress()

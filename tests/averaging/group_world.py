@@ -222,7 +222,7 @@ class GroupPeer:
         await asyncio.sleep(0.1)
         for source in sources:
             other = self.world.peers[source].stage
-            if other.step >= at_least and not self.world.network.breaks(self.peer, source):
+            if other.step >= at_least and not self.world.network.is_cut_between(self.peer, source):
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
                 self.stage.lineages = {other.agreed: other.lineages[other.agreed]}

@@ -104,7 +104,26 @@ def test_a_stage_without_a_peer_waits_and_goes_on_the_moment_one_comes() -> None
         await task
         assert asyncio.get_running_loop().time() - before < 0.1
         changes = [e for e in node.events if isinstance(e, RouteChanged)]
-        assert [bool(e.peer) for e in changes] == [False, True] and changes[0].reason == "no live peer holds stage 1"
+        assert [e.is_empty for e in changes] == [True, False] and changes[0].reason == "no live peer holds stage 1"
+
+    run(work())
+
+
+def test_a_stage_whose_only_peer_comes_back_busy_is_reported_as_not_empty_although_no_peer_is_chosen() -> None:
+    async def work() -> None:
+        world = World(2)
+        node, only = world.add("first", "0"), world.add("only", "1", service_s=30.0)
+        first = asyncio.create_task(send(node))
+        await asyncio.sleep(1.0)  # its cost is kept while this call is open
+        node.router.table.costs(1)[only.peer].busy_until = asyncio.get_running_loop().time() + 5.0
+        world.hide(only)
+        second = asyncio.create_task(send(node, microbatch_id(b"session0", 2)))
+        await asyncio.sleep(1.0)
+        world.show(only)
+        await asyncio.gather(first, second)
+        changes = [e for e in node.events if isinstance(e, RouteChanged)]
+        assert [(e.is_empty, e.peer) for e in changes] == [(True, ""), (False, "")], changes
+        assert "not ready" in changes[1].reason
 
     run(work())
 

@@ -13,7 +13,7 @@ from benchmarks.plan_cases import random_machines, random_run
 from scipy.optimize import linprog
 
 from agora.plan.compute_bound import compute_bound
-from agora.plan.cost import ALL_WAYS, RunCost, StageCost
+from agora.plan.cost import ALL_ACTIVATIONS, RunCost, StageCost
 from agora.plan.machine import Machine
 from agora.plan.span_rates import span_rates
 
@@ -50,7 +50,7 @@ def test_no_plan_passes_the_bound_and_the_bound_is_that_of_the_linear_program(se
         backward_bytes=0.0,
         tokens=1,
         in_flight=8,
-        activations=rng.choice([None, *ALL_WAYS]),
+        activations=rng.choice([None, *ALL_ACTIVATIONS]),
     )
     machines = random_machines(rng, cost, rng.randint(2, 5))
     bound = compute_bound(cost, machines)

@@ -12,7 +12,7 @@ from agora_protocol.ids import Span
 from benchmarks.plan_brute_force import brute_force_rate
 from benchmarks.plan_cases import random_machines, random_run
 
-from agora.plan.cost import ALL_WAYS, Activations, RunCost, StageCost
+from agora.plan.cost import ALL_ACTIVATIONS, Activations, RunCost, StageCost
 from agora.plan.machine import Machine
 from agora.plan.search import make_plan
 from agora.plan.span_rates import span_rates
@@ -86,7 +86,7 @@ def test_optimizer_state_lies_in_host_memory_only_where_the_run_allows_it() -> N
     assert run_of("layers", can_offload=True).rate(machine, INSIDE).in_host
 
 
-@pytest.mark.parametrize("activations", [None, *ALL_WAYS])
+@pytest.mark.parametrize("activations", [None, *ALL_ACTIVATIONS])
 def test_the_array_of_rates_is_that_of_the_single_formula(activations: Activations | None) -> None:
     cost, rng = run_of(activations, can_offload=True), random.Random(1)
     machines = [Machine("m", 600.0, rng.uniform(100, 800), host_memory=rng.choice([0, 200])) for _ in range(20)]

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agora.model import Stage, family_of
 from agora.model.hf_family import HfFamily
 from agora.model.hf_stage import HfStage
-from agora.plan.cost import ALL_WAYS, Activations
+from agora.plan.cost import ALL_ACTIVATIONS, Activations
 from agora.plan.cost_of_run import run_cost, trained_parameters
 from agora.plan.decoder_sizes import decoder_sizes
 from agora.train.memory import measure_saved_bytes
@@ -144,7 +144,7 @@ NEVER_KEPT = 10**9
 """Microbatches in flight whose graphs fit into no memory: then a daemon that chooses for itself keeps none."""
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", ALL_ACTIVATIONS)
 @pytest.mark.parametrize("kind", ["full", "muon", "lora", "nf4"])
 def test_the_peak_of_a_training_span_is_within_15_percent(kind: str, way: Activations, tmp_path: Path) -> None:
     frozen, folder = {"lora": "bf16", "nf4": "nf4"}.get(kind), None

@@ -18,7 +18,7 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import Reply
 from agora.sim.virtual_time import run
 from agora.state import base_fetch, base_giving
-from agora.state.base_fetch import LONELY_S, PATIENCE_S
+from agora.state.base_fetch import NO_PEER_PATIENCE_S, PATIENCE_S
 from agora.state.base_giving import LIST
 from agora.state.chunk_source import CHUNK_S, FAILURES, WINDOW
 from agora.state.stored_tensors import BaseModelError
@@ -254,10 +254,10 @@ def test_a_peer_that_gets_tensors_meanwhile_gives_them(tmp_path: Path, whole: Pa
 
 def test_peers_that_come_later_are_asked_too(tmp_path: Path, whole: Path) -> None:
     async def work(world: BaseWorld) -> None:
-        asyncio.get_running_loop().call_later(LONELY_S - 3, world.add, "late")
+        asyncio.get_running_loop().call_later(NO_PEER_PATIENCE_S - 3, world.add, "late")
         _, took = await world.run()
         world.assert_fetched()
-        assert LONELY_S - 3 < took < LONELY_S + 1
+        assert NO_PEER_PATIENCE_S - 3 < took < NO_PEER_PATIENCE_S + 1
 
     in_world(tmp_path, whole, work)
 
@@ -333,7 +333,7 @@ def test_without_a_source_one_sentence_says_what_to_do(tmp_path: Path, whole: Pa
         says = "has no tensor of the base model" if others else "there is no other peer"
         with pytest.raises(BaseModelError, match=rf"(?s)list of the base model's tensors \(.*{says}.*--base-model DIR"):
             await world.run()
-        assert loop.time() - began < (PATIENCE_S if others else LONELY_S) + 1
+        assert loop.time() - began < (PATIENCE_S if others else NO_PEER_PATIENCE_S) + 1
 
     in_world(tmp_path, whole, work)
 

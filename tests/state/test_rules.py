@@ -9,8 +9,8 @@ from agora_protocol.ids import PeerId
 
 from agora.state.rules import (
     CLAIM_LAG,
-    checkpoint_due,
     choose_start,
+    is_checkpoint_due,
     lowest_step_to_fetch,
     most_advanced_first,
     plausibility_bound,
@@ -75,6 +75,6 @@ def test_the_lowest_step_to_fetch_is_the_wanted_one_or_as_far_behind_the_others_
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:
-    assert not checkpoint_due(99, 100, 0) and checkpoint_due(100, 100, 0)
-    assert not checkpoint_due(101, 100, 100) and not checkpoint_due(0, 100, 0)
-    assert checkpoint_due(203, 100, 100) and not checkpoint_due(299, 100, 203)
+    assert not is_checkpoint_due(99, 100, 0) and is_checkpoint_due(100, 100, 0)
+    assert not is_checkpoint_due(101, 100, 100) and not is_checkpoint_due(0, 100, 0)
+    assert is_checkpoint_due(203, 100, 100) and not is_checkpoint_due(299, 100, 203)
