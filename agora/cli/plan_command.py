@@ -60,7 +60,7 @@ class PlannedRun:
 def run(question: PlanQuestion, *, as_json: bool) -> int:
     """Plans a run for the machines of a file, prints the plan, writes the picture if asked, returns the exit code.
 
-    Raises InputError for a wrong file, MemoryError_ when the machines cannot hold the model, and what find_manifest
+    Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model, and what find_manifest
     raises.
     """
     peers = read_peers(_read(question.peers), str(question.peers))
@@ -90,7 +90,7 @@ def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> 
     """Returns the plan of a run for these machines, and what one more of each kind would add.
 
     added: the only kind to try; None for each of the file's, up to MOST_KINDS. Raises InputError for a
-    machine that can hold no stage, MemoryError_ when all together cannot hold the model.
+    machine that can hold no stage, OutOfMemory when all together cannot hold the model.
     """
     cost = run_cost(manifest, in_bf16=peers.in_bf16)
     check_fits(cost, peers.machines)

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from agora_protocol.errors import DiskError, MemoryError_
+from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
@@ -47,13 +47,13 @@ def check_disk(directory: Path) -> str:
 def check_memory(
     manifest: Manifest, span: Span, free_bytes: int, limit_gib: float, base_bytes: int = BASE_BYTES
 ) -> str:
-    """Returns a note with the memory that daemon and span need at least; MemoryError_ if less is free or allowed.
+    """Returns a note with the memory that daemon and span need at least; OutOfMemory if less is free or allowed.
 
     free_bytes, limit_gib: see `allowed_bytes`. base_bytes: what the daemon takes without stages.
     """
     allowed, need = allowed_bytes(free_bytes, limit_gib), needed_memory(manifest, span, base_bytes)
     if need > allowed:
-        raise MemoryError_(
+        raise OutOfMemory(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
             "free some, or hold fewer stages with --stages."
         )

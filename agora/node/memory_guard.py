@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
-from agora_protocol.errors import MemoryError_
+from agora_protocol.errors import OutOfMemory
 
 from agora.observe import events
 from agora.train.device import choose_device
@@ -92,7 +92,7 @@ class MemoryGuard:
         self._state = MemoryState()
 
     async def run(self, read: Callable[[], int] | None = None) -> None:
-        """Calls `look` every LOOK_S until cancelled. Raises MemoryError_ when the limit cannot be kept.
+        """Calls `look` every LOOK_S until cancelled. Raises OutOfMemory when the limit cannot be kept.
 
         read: returns the resident bytes; tests replace it.
         """
@@ -104,7 +104,7 @@ class MemoryGuard:
     def look(self, used: int) -> None:
         """Reacts to one reading of the resident bytes (`used`): refuses work, gives up a seat, or tells the owner.
 
-        Raises MemoryError_ when the daemon must leave.
+        Raises OutOfMemory when the daemon must leave.
         """
         former = self._state
         self._state, reaction = judge_memory(former, used, self._limit, self._seats.taken)
@@ -115,7 +115,7 @@ class MemoryGuard:
             give_back_freed_memory()
             self._seats.give_up_a_seat(f"the owner's limit of memory is near: {self._describe(used)}")
         if reaction is Reaction.LEAVE:
-            raise MemoryError_(f"{self._describe(used)}, with no work in hand; raise --memory, or hold fewer stages")
+            raise OutOfMemory(f"{self._describe(used)}, with no work in hand; raise --memory, or hold fewer stages")
 
     def _describe(self, used: int) -> str:
         """Returns a phrase with what is used and what is allowed."""

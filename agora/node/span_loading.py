@@ -167,7 +167,7 @@ async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
 async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
     """Claims a span, and returns it with the reason; stands by, and says so, as long as placement claims none.
 
-    Raises MemoryError_ when no stage at all fits into this machine's memory.
+    Raises OutOfMemory when no stage at all fits into this machine's memory.
     """
     own, rng = local_peer.ability, random.Random()
     if wanted is None and not any(own.ability.longest):
@@ -181,7 +181,7 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    """Returns in words why the span was chosen and what memory it needs. Raises MemoryError_ if it is not there."""
+    """Returns in words why the span was chosen and what memory it needs. Raises OutOfMemory if it is not there."""
     free, limit_gib = available_bytes(torch.device("cpu"), within_limit=False), local_peer.startup.settings.memory_gib
     need = doctor.check_memory(local_peer.manifest, span, free, limit_gib, local_peer.ability.base_bytes)
     return f"stages {span}: {reason}; {need}"

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from agora_protocol.errors import AgoraError, Busy, MemoryError_
+from agora_protocol.errors import AgoraError, Busy, OutOfMemory
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.messages import Advance, Process
 
@@ -269,7 +269,7 @@ class WorkLedger:
                 self._seat_s = self._seat_s.updated(loop_time() - started)
                 self._count_answer()
                 return answer
-            except MemoryError_:
+            except OutOfMemory:
                 self.give_up_a_seat("the device was out of memory")
                 raise
             finally:

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Final
 
 import numpy as np
-from agora_protocol.errors import InputError, MemoryError_
+from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.ids import Span
 
 from agora.plan.assignment import Plan
@@ -50,7 +50,7 @@ exchanges do not."""
 def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *, start: Plan | None = None) -> Plan:
     """Returns the fastest plan found; the same machines and the same state of `rng` give the same plan.
 
-    start: a plan for the first ones of `machines`; the search also begins from its groups. Raises MemoryError_ if the
+    start: a plan for the first ones of `machines`; the search also begins from its groups. Raises OutOfMemory if the
     machines together cannot hold the model, InputError without machines.
     """
     if not machines:
@@ -58,10 +58,10 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
     rates = span_rates(cost, machines)
     holders = fewest_holders(rates)
     if holders.reached < cost.stage_count:
-        raise MemoryError_(_explain_lack(cost, machines, holders))
+        raise OutOfMemory(_explain_lack(cost, machines, holders))
     best = _best_grouping(rates, holders, compute_bound(cost, machines) * GOOD_ENOUGH, rng, start)
     if best is None:
-        raise MemoryError_("the machines cannot hold the model in groups of one span each; add one with more memory.")
+        raise OutOfMemory("the machines cannot hold the model in groups of one span each; add one with more memory.")
     best = use_idle(rates, best)
     spans = {ALONE: Span(0, cost.stage_count - 1), IDLE_GROUP: None} | dict(enumerate(best.cuts.spans))
     return plan_of_spans(cost, machines, [spans[group] for group in best.group_of.tolist()])

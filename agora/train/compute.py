@@ -13,7 +13,7 @@ from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
-from agora_protocol.errors import DeviceError, MemoryError_, NotMyStage, ProtocolError
+from agora_protocol.errors import DeviceError, NotMyStage, OutOfMemory, ProtocolError
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
@@ -39,14 +39,14 @@ Ts = TypeVarTuple("Ts")
 
 @contextmanager
 def _device_errors() -> Iterator[None]:
-    """Context manager: turns torch's out-of-memory errors into MemoryError_, other RuntimeErrors into DeviceError."""
+    """Context manager: turns torch's out-of-memory errors into OutOfMemory, other RuntimeErrors into DeviceError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise MemoryError_("the device is out of memory; hold fewer stages or microbatches") from error
+        raise OutOfMemory("the device is out of memory; hold fewer stages or microbatches") from error
     except RuntimeError as error:
         if "can't allocate memory" in str(error):
-            raise MemoryError_("this machine is out of memory; hold fewer stages or microbatches") from error
+            raise OutOfMemory("this machine is out of memory; hold fewer stages or microbatches") from error
         first_line = (str(error).splitlines() or [repr(error)])[0][:200]
         raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
 
@@ -60,7 +60,7 @@ class Compute:
     """Runs forwards, backwards, steps and copies of this peer's stages, each as a job of the one device thread.
 
     Its methods raise ProtocolError ("bad-tensor") for a tensor whose dtype, shape or values the run does not allow,
-    NonFinite when this peer's own results are not finite, MemoryError_ or DeviceError when the device fails, Busy when
+    NonFinite when this peer's own results are not finite, OutOfMemory or DeviceError when the device fails, Busy when
     the queue is full, and NotMyStage for a stage that is not held here. In each case nothing was added to any gradient
     sum.
     """
@@ -96,7 +96,7 @@ class Compute:
 
         device: see choose_device. in_flight: the most microbatches that are between forward and backward. slowdown,
         fault: as for DeviceQueue. base_model: the folder with the files of the run's base model, if it has one. Raises
-        DeviceError, MemoryError_, ManifestError, and LocalError for a base model that is missing or not the run's.
+        DeviceError, OutOfMemory, ManifestError, and LocalError for a base model that is missing or not the run's.
         """
         chosen, events = choose_device(device), StepEvents()
         if chosen.type == "cpu":

@@ -8,7 +8,7 @@
     |-- Refused              a peer refused before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
     |-- Unavailable          nobody could serve a stage before the deadline; names the stage and the reasons
     |-- PeerFailed           a peer began and could not finish, for a reason of its own
-    `-- LocalError           this machine cannot do it: DiskError | MemoryError_ | DeviceError | IdentityError
+    `-- LocalError           this machine cannot do it: DiskError | OutOfMemory | DeviceError | IdentityError
 
 Every text is one sentence; it ends with what the reader can do, where there is something to do. Knows nothing of the
 wire: messages.py turns these errors into a Refusal and back.
@@ -144,7 +144,7 @@ class DiskError(LocalError):
     code: ClassVar[str] = "disk"
 
 
-class MemoryError_(LocalError):
+class OutOfMemory(LocalError):
     """There is not enough memory. The underscore keeps the name apart from Python's own."""
 
     code: ClassVar[str] = "memory"

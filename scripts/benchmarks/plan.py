@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agora_protocol.errors import MemoryError_
+from agora_protocol.errors import OutOfMemory
 
 from agora.plan.compute_bound import compute_bound
 from agora.plan.cost import RunCost
@@ -137,7 +137,7 @@ def _rate(cost: RunCost, machines: Sequence[Machine]) -> float:
     """Returns the rate of our plan; 0 if we find none."""
     try:
         return make_plan(cost, machines, random.Random(0)).rate
-    except MemoryError_:
+    except OutOfMemory:
         return 0.0
 
 

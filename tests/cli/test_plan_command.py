@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agora_protocol.errors import InputError, MemoryError_
+from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.manifest import preset
 
 from agora.cli import console, plan_command
@@ -108,7 +108,7 @@ def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_
     cost = plan_command.run_cost(plan_command.find_manifest(run), in_bf16=True)
     largest = max(cost.memory(plan_command.Span(stage, stage)).device for stage in range(4))
     text = f'[[machine]]\nname = "one"\nflops_tflops = 1\nmemory_gb = {1.2 * largest / 1e9}\nupload_mbps = 100\n'
-    with pytest.raises(MemoryError_):
+    with pytest.raises(OutOfMemory):
         plan_command.run(question(run, tmp_path, text), as_json=False)
 
 

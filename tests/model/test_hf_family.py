@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from agora_protocol.errors import ManifestError, MemoryError_
+from agora_protocol.errors import ManifestError, OutOfMemory
 from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
 from agora_protocol.manifest import SignedManifest
@@ -135,7 +135,7 @@ def test_shapes_are_known_without_files_and_hidden_matrices_are_those_inside_lay
 
 def test_a_machine_without_the_memory_of_a_span_is_told(tmp_path: Path) -> None:
     manifest = manifest_of(save(make_model("llama"), tmp_path / "base"))
-    with pytest.raises(MemoryError_, match="hold fewer stages"):
+    with pytest.raises(OutOfMemory, match="hold fewer stages"):
         doctor.check_memory(manifest, Span(0, 1), 2**20, 0.0)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from agora_protocol.errors import ManifestError, MemoryError_
+from agora_protocol.errors import ManifestError, OutOfMemory
 from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, ModelSection, SignedManifest
@@ -175,7 +175,7 @@ def test_its_boundaries_cross_and_its_stages_learn(manifest: Manifest) -> None:
 
 
 def test_its_memory_decides_whether_a_span_fits(manifest: Manifest) -> None:
-    with pytest.raises(MemoryError_, match=r"Stages 0-1 need 3,328 MiB of memory and 3,072 MiB may be used"):
+    with pytest.raises(OutOfMemory, match=r"Stages 0-1 need 3,328 MiB of memory and 3,072 MiB may be used"):
         doctor.check_memory(manifest, Span(0, 1), 3 * 2**30, 0.0)
     note = doctor.check_memory(manifest, Span(1, 1), 3 * 2**30, 0.0)
     assert note == "2,304 MiB of 3,072 MiB memory needed"

@@ -9,7 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from agora_protocol.errors import DiskError, MemoryError_
+from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
@@ -38,7 +38,7 @@ def test_a_nearly_full_disk_names_what_is_free_and_what_is_needed(
 
 def test_too_little_memory_names_the_need() -> None:
     manifest = preset("tiny")
-    with pytest.raises(MemoryError_, match=r"Stages 0-1 need \d+ MiB .* 102 MiB may be used"):
+    with pytest.raises(OutOfMemory, match=r"Stages 0-1 need \d+ MiB .* 102 MiB may be used"):
         doctor.check_memory(manifest, Span(0, 1), 2**40, 0.1)
-    with pytest.raises(MemoryError_, match="and 50 MiB may be used; free some, or hold fewer stages"):
+    with pytest.raises(OutOfMemory, match="and 50 MiB may be used; free some, or hold fewer stages"):
         doctor.check_memory(manifest, Span(0, 0), 50 * 2**20, 0.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agora_protocol.errors import DiskError, MemoryError_
+from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.manifest import Manifest
 
 from agora.node.disk_guard import DiskGuard, stored_bytes
@@ -72,7 +72,7 @@ def test_above_the_limit_without_any_work_the_daemon_leaves_with_a_sentence() ->
     guard = MemoryGuard(GIB, Seats(0), lambda _: None)
     for _ in range(PATIENCE_LOOKS - 1):
         guard.look(2 * GIB)
-    with pytest.raises(MemoryError_, match=r"2,048 MiB of the 1,024 MiB allowed .* raise --memory"):
+    with pytest.raises(OutOfMemory, match=r"2,048 MiB of the 1,024 MiB allowed .* raise --memory"):
         guard.look(2 * GIB)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agora_protocol.errors import MemoryError_
+from agora_protocol.errors import OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
@@ -61,6 +61,6 @@ def test_a_span_that_the_owner_chose_is_claimed_at_once() -> None:
 
 def test_a_machine_that_fits_no_stage_does_not_wait_for_ever() -> None:
     joiner = Joiner(longest=(0, 0))
-    with pytest.raises(MemoryError_, match="stage"):
+    with pytest.raises(OutOfMemory, match="stage"):
         claimed(joiner)
     assert not joiner.asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from agora_protocol.errors import Busy, MemoryError_, NotMyStage
+from agora_protocol.errors import Busy, NotMyStage, OutOfMemory
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Process, Processed
 
@@ -153,14 +153,14 @@ def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_a
         ledger, until = entries.ledger, asyncio.get_running_loop().time() + 1e6
 
         async def fail(work: RunningWork) -> HopAnswer:
-            raise MemoryError_("the device is out of memory")
+            raise OutOfMemory("the device is out of memory")
 
         async def answer_at_once(work: RunningWork) -> HopAnswer:
             return answer()
 
         running = [entries.enter(1, number) for number in (1, 2)]
         await asyncio.sleep(0)
-        with pytest.raises(MemoryError_):
+        with pytest.raises(OutOfMemory):
             await ledger.run(WorkKey(microbatch_id(b"session0", 3), 1), 2, until, lambda news: None, fail)
         with pytest.raises(Busy, match="all 2 seats are taken"):
             await entries.enter(1, 4)

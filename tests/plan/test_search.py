@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from agora_protocol.errors import InputError, MemoryError_
+from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.ids import Span
 from benchmarks.plan_brute_force import brute_force_rate
 from benchmarks.plan_cases import random_machines, random_run
@@ -37,7 +37,7 @@ def planned(seed: int) -> Plan | None:
     cost, machines = drawn(seed)
     try:
         return make_plan(cost, machines, random.Random(0))
-    except MemoryError_:
+    except OutOfMemory:
         return None
 
 
@@ -159,7 +159,7 @@ def test_optimizer_state_lies_in_host_memory_only_where_it_would_not_fit_otherwi
 
 def test_machines_that_cannot_hold_the_model_are_told_how_much_lacks() -> None:
     with pytest.raises(
-        MemoryError_, match=r"of 12 stages 8 fit into their 4\.2 GB together, and the others need 1\.8 GB"
+        OutOfMemory, match=r"of 12 stages 8 fit into their 4\.2 GB together, and the others need 1\.8 GB"
     ):
         make_plan(even_run(), [Machine(f"m{number}", 1e14, 2.1e9) for number in range(2)], random.Random(0))
 
