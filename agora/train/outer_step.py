@@ -77,7 +77,7 @@ class OuterOptimizer:
         new_anchor = anchor - self._rate * (mean + self._momentum * new_velocity)
         change = torch.where(moves, new_anchor - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
-            raise ProtocolError("bad-tensor", "a round's mean would make weights that are not finite")
+            raise ProtocolError("bad-tensor", "the weights that a round gives would not be finite")
         self._blocks_of(ANCHOR)[blocks] = torch.where(moves, new_anchor, anchor)
         self._blocks_of(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
         for values in self.moments.values():  # a mean that was sent in few bits is not exactly 0 in the padding
