@@ -61,7 +61,8 @@ class Contributions:
     def build(self, part: Part, values: Tensor, weight: float, wire: WireName) -> Contribution:
         """Returns the contribution of `values`, float32 [n], computed over `weight` tokens, encoded as `wire`.
 
-        Adds the region's late gradient, by tokens, and its residual where `wire` has 2 to 4 bits.
+        Merges the region's late gradient as a mean weighted by tokens (its tokens join the weight), then adds the
+        error-feedback residual if `wire` has 2 to 4 bits. Changes nothing; see record_outcome.
         """
         own, region = WeightedValues(values, weight), self._config.region(part)
         late = self._late_gradients.get(region)

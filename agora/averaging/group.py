@@ -195,7 +195,7 @@ class ReplicaGroup:
     def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
 
-        In asynchronous runs also those that lag behind the part's round, or have not reported themselves yet.
+        In asynchronous runs also the others that are more than a step behind the part's, or have not reported yet.
         """
         known = self.gossip.known(part.stage)
         not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())

@@ -52,7 +52,7 @@ class StageSteps:
 
     @property
     def tokens(self) -> Mapping[int, int]:
-        """The tokens counted for each step, by its number."""
+        """By step number: the tokens, of all replicas, whose gradient went into that step."""
         numbers = sorted({*self._along_own, *self._in_mean})
         return {number: self._along_own[number] + self._in_mean[number] for number in numbers}
 

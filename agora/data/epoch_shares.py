@@ -1,7 +1,7 @@
-"""Decides which origin takes which microbatch of an epoch, so that each is done once an epoch across the swarm. Pure.
+"""Decides which origin takes which microbatch of an epoch, so that each is done once an epoch across the swarm.
 
 Knows: origins by name, what they say of the epochs, who is live. Must not know: rows, tensors, messages, a clock.
-An EpochShares changes only itself, and only by the calls to it.
+Deterministic: an EpochShares changes only itself, and only by the calls to it.
 
 Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
 tells the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes

@@ -41,9 +41,9 @@ class NetLimits:
     max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES  # of one frame, as the run's manifest implies
     max_held_bytes: int = 2 * limits.MAX_PAYLOAD_BYTES  # of all payloads that have come, or begun to, and are in use
     max_calls: int = limits.MAX_CALLS_PER_CONNECTION  # open at once on one connection, each way
-    max_answer_bytes: int = 67_108_864  # of answers that are made or being made, and not read yet; see answer_share
+    max_answer_bytes: int = 67_108_864  # of answers made or being made that the peer has not read yet; see answer_share
     max_connections: int = 512
-    max_silent: int = 64  # of them, of peers that have not said which run they train
+    max_silent: int = 64  # of these connections, those whose peer has not said HELLO
     patience_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
     dial_s: float = 10.0
     hello_s: float = limits.HANDSHAKE_TIMEOUT_S

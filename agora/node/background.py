@@ -13,7 +13,7 @@ from typing import Any
 async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
     """Waits until one of these ends, then cancels the coroutines among them; tasks are left to the caller.
 
-    What they return or raise is dropped.
+    Discards what the coroutines return or raise; does not wait for those that it cancels.
     """
     tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
     try:

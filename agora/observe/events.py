@@ -77,7 +77,10 @@ class DiskTrouble(
 
 
 class MicrobatchStarted(Event):
-    """Event: an origin drew a microbatch and entered its own first hop with it. `purpose`: "train" or "evaluate"."""
+    """Event: an origin drew a microbatch and entered its own first hop with it.
+
+    purpose: "train", "evaluate", or "reference" (dpo).
+    """
 
     microbatch: str
     purpose: str = "train"
@@ -98,7 +101,7 @@ class MicrobatchCompleted(Event):
 
 
 class MicrobatchDropped(Event, level="warning", template="dropped microbatch {microbatch}: {reason}"):
-    """Event: the origin gave up a microbatch that it had started, because this peer is leaving or moving."""
+    """Event: the origin has ended work on a microbatch without an answer: it was cancelled, or an error escaped."""
 
     microbatch: str
     reason: str

@@ -102,8 +102,9 @@ class Hop:
         First waits, for part of the time until loop time `deadline`, for its stages to reach the microbatch's step. A
         repeated request gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may
         be missing at stage 0. on_progress is called with each Advance. holder: who asks; None for this peer's own
-        origin. Raises Busy, NotMyStage or ProtocolError before any work; later Unavailable or an error of the compute,
-        and then the gradient is not counted here. Reports refusals as HopRefused.
+        origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before it, if too little time is
+        left, or during it, as an error of the compute. In all these cases the gradient is not counted here. Reports
+        refusals as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)

@@ -189,7 +189,7 @@ def _basis_products(sizes: DecoderSizes, layers: range) -> int:
 
 
 def _layer_inputs(sizes: DecoderSizes, layers: range) -> int:
-    """Returns the values of a token that enter the layers of a stage, all together."""
+    """Returns the number of values per token in the inputs of the layers of a stage, summed over the layers."""
     return sum(sizes.width if sizes.is_last(layer) else sizes.stream for layer in layers)
 
 

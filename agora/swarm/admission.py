@@ -105,8 +105,10 @@ class Revocations:
 def admits(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, policy: AdmissionPolicy, revocations: Revocations
 ) -> Admission | NoAdmission:
-    """Returns how `peer` is admitted (as MEMBER or READER), or why it is not.
+    """Returns how `peer` is admitted (as MEMBER or READER), or why it is not: both are true as conditions.
 
+    The founder is always a member, a ban goes before every mode, and with `public_status` whoever the mode does not
+    admit is a READER.
     proof: the chain of tickets that the peer shows, the founder's first, () for none. The caller must have verified
     their signatures (agora_protocol.tickets.open_proof) and that it is `peer` who shows them.
     """
