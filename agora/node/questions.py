@@ -49,6 +49,7 @@ def questions_of(node: Node) -> Mapping[str, Question]:
         "revoke": Question(answers.revoke, {"revocation": str}),
         "link": Question(answers.link, {"rate": str}),
         "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
+        "refill": Question(answers.refill, {}),
         "weights": Question(answers.weights, {"average": bool}, deadline_s=60.0),
         "collect": Question(answers.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
         "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
@@ -137,7 +138,7 @@ class ControlAnswers:
         return {"link": link.spec.text}
 
     async def drain(self) -> Answer:
-        """Makes this origin open no more microbatches; returns how many are still open after 90 s at most."""
+        """Makes this origin open no more microbatches until `refill`; returns how many are open after 90 s at most."""
         origin, deadline = self._node.serving_span().origin, loop_time() + DRAIN_SECONDS
         if origin is None:
             return {"in_flight": 0}
@@ -145,6 +146,13 @@ class ControlAnswers:
         while origin.open_count and loop_time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return {"in_flight": origin.open_count}
+
+    async def refill(self) -> Answer:
+        """Lets this origin open microbatches again after `drain`."""
+        origin = self._node.serving_span().origin
+        if origin is not None:
+            origin.resume()
+        return {"in_flight": 0 if origin is None else origin.open_count}
 
     async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
         """Sends held-out batches from this peer through the swarm; returns their loss. LocalError without stage 0."""

@@ -100,7 +100,7 @@ class SwarmContender:
         self.completed.clear()
         self.rounds.clear()
         self._rerouted = 0
-        self._ask_origins("resume")
+        self._ask_origins("refill")
         self.fill()
         first = self.completed[-1][0]
         self.until(lambda: self.completed[-1][0] >= first + seconds, "to train", seconds + STALL_S)

@@ -99,6 +99,10 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         assert daemon.ask("link", rate="2Mbit") == {"link": "2Mbit,1ms"}
         with pytest.raises(DaemonRefused, match="no rate like 20Mbit"):
             daemon.ask("link", rate="fast")
+        assert daemon.ask("drain", timeout_s=60) == {"in_flight": 0}
+        drained_at = made.completed(daemon)
+        daemon.ask("refill")
+        made.until(lambda: made.completed(daemon) > drained_at, "a drained origin to go on")
         daemon.ask("pause")
         made.until(lambda: daemon.ask("report")["in_hand"] == 0, "what is in hand to be finished")
         assert daemon.ask("status")["health"]["state"] == "PAUSED"
