@@ -1,10 +1,11 @@
 """Bounds what the DHT's messages can cost: requests before they are parsed, replies before hivemind sees them.
 
-Knows: hivemind's DHT messages and how its node sends them. Must not know: what records mean, or who is a member. It
-stands between hivemind's DHTNode and p2p; docs/limits.md has the bounds as a table.
+Knows: hivemind's DHT messages and how its node sends them. Must not know: what records mean, or who is a member (a
+DhtGuard says it). It stands between hivemind's DHTNode and p2pd; docs/limits.md has the bounds as a table.
 
 | of others | bound |
 |---|---|
+| calls, in and out | only between peers that have exchanged HELLO as members of the run |
 | requests | MAX_REQUEST_BYTES each; a price in tokens for bytes, keys and records, from the caller's own bucket |
 | keys in a find | `max_keys` |
 | records in a store | those of the caller itself, at most `max_keys` times SHARDS_PER_STAGE |
@@ -28,8 +29,9 @@ from agora_protocol.packing import pack
 from google.protobuf.message import DecodeError
 
 from agora.clock import loop_time
+from agora.net.dht_guard import SAY_HELLO, DhtGuard, greet_member
 from agora.net.fair_share import WorkBuckets
-from agora.net.hive import DHTID, DHTRecord, P2PContext, dht_pb2
+from agora.net.hive import DHTID, DHTRecord, P2PContext, P2PHandlerError, dht_pb2
 from agora.net.stored_records import SignedRecords
 
 MAX_REQUEST_BYTES: Final = 262_144
@@ -52,6 +54,8 @@ SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
 """New signatures in one peer's replies that are verified: this many a second, and this many at once after a pause."""
 VERIFIED_AT_ONCE: Final = 16
 """Signatures that are verified before other tasks on the event loop have their turn."""
+RPC_S: Final = 2.0
+"""Seconds in which a node must answer a call once HELLO was exchanged."""
 RETRY_MS: Final = 2000
 """Milliseconds after which a node that was refused as Busy may ask again."""
 _DICTIONARY: Final = 0x50
@@ -75,13 +79,15 @@ def node_id_of(peer: Any) -> Any:
 class BoundedP2P:
     """Takes the place of hivemind's P2P in its DHTNode: registers handlers and makes calls by p2pd, within bounds.
 
-    Counts in `validator.refused` what was refused, by reason. These functions may be set: `is_answered`, whether a peer
-    is answered at all; `is_member`, whether a caller may enter the routing table; `report_violation`, which is told of
-    what no honest peer sends; `stored_bytes`, the bytes of the values that this node stores under a key.
+    Counts in `validator.refused` what was refused, by reason. These functions may be set: `is_member`, whether a caller
+    may enter the routing table; `report_violation`, which is told of what no honest peer sends; `stored_bytes`, the
+    bytes of the values that this node stores under a key.
     """
 
-    def __init__(self, p2p: Any, validator: SignedRecords, stages: int) -> None:
+    def __init__(self, p2p: Any, validator: SignedRecords, stages: int, guard: DhtGuard) -> None:
+        """guard: says which peers are answered and called."""
         self._p2p = p2p
+        self._guard = guard
         self._validator = validator
         self.max_keys = max(MIN_KEYS, stages)
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
@@ -89,7 +95,6 @@ class BoundedP2P:
         self._signatures = WorkBuckets(SIGNATURES_PER_S, SIGNATURES_BURST)
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
-        self.is_answered: Callable[[PeerId], bool] = lambda _peer: True
         self.report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
 
     @property
@@ -112,8 +117,8 @@ class BoundedP2P:
         async def answer(raw: bytes, remote: Any) -> bytes:
             """Returns the response to one request; the text of an error that it raises is sent to the caller."""
             peer = PeerId(str(remote))
-            if not self.is_answered(peer):
-                raise NotAdmitted("say HELLO first")
+            if not self._guard.is_greeted(peer):
+                raise NotAdmitted(SAY_HELLO)
             try:
                 request = self._parse_and_charge(kind, raw, peer, input_protobuf_type)
             except ProtocolError as error:
@@ -209,11 +214,12 @@ class BoundedP2P:
     # --- what others reply
 
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
-        """Calls another node, and returns its reply without what exceeds the bounds or is not valid.
+        """Calls another node after HELLO, and returns its reply without what exceeds the bounds or is not valid.
 
-        Raises ProtocolError for a reply that no honest node sends, or hivemind's errors when the call fails.
+        Raises NotAdmitted for one that is no member of the run, ProtocolError for a reply that no honest node sends,
+        TimeoutError when none comes in RPC_S, or hivemind's errors when the call fails.
         """
-        raw = await self._p2p._client.call_unary_handler(peer_id, name, input.SerializeToString())
+        raw = await self._call_greeted(peer_id, name, input.SerializeToString())
         response = output_protobuf_type.FromString(raw)
         if response.peer.node_id and response.peer.node_id != node_id_of(peer_id).to_bytes():
             response.ClearField("peer")
@@ -225,6 +231,26 @@ class BoundedP2P:
                 self.report_violation(PeerId(str(peer_id)), error)
                 raise
         return response
+
+    async def _call_greeted(self, peer_id: Any, name: str, request: bytes) -> bytes:
+        """Exchanges HELLOs with a node, calls it, and returns its reply.
+
+        One that answers SAY_HELLO does not know this peer's connection any more: HELLO is exchanged again, once.
+        """
+        peer = PeerId(str(peer_id))
+        await greet_member(self._guard, peer)
+        try:
+            return await self._call_once(peer_id, name, request)
+        except P2PHandlerError as error:
+            if SAY_HELLO not in str(error):
+                raise
+            await greet_member(self._guard, peer, anew=True)
+            return await self._call_once(peer_id, name, request)
+
+    async def _call_once(self, peer_id: Any, name: str, request: bytes) -> bytes:
+        """Returns a node's reply to one request. Raises TimeoutError after RPC_S, or hivemind's errors."""
+        async with asyncio.timeout(RPC_S):
+            return bytes(await self._p2p._client.call_unary_handler(peer_id, name, request))
 
     async def _screen(self, response: Any, keys: Any, peer: PeerId) -> None:
         """Removes from a find's reply what is not valid. ProtocolError if it exceeds a bound of the table above."""

@@ -22,8 +22,8 @@ from agora_protocol.shards import Shard
 
 from agora.clock import loop_time
 from agora.net.address_book import addresses_by_peer
-from agora.net.bounded_dht import BoundedP2P, node_id_of
-from agora.net.dht_guard import DhtGuard, GuardedDhtProtocol, OpenGuard
+from agora.net.bounded_dht import RPC_S, BoundedP2P, node_id_of
+from agora.net.dht_guard import GREET_S, DhtGuard, OpenGuard
 from agora.net.hive import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS, KeyHolders
@@ -32,7 +32,6 @@ from agora.net.stored_records import BoundedStorage, SignedRecords, peer_hash
 
 READ_S: Final = 3.0  # seconds that a read of the directory takes at most
 PUBLISH_S: Final = 10.0  # seconds that storing a record takes at most
-RPC_S: Final = 2.0  # a node that does not answer within this many seconds is skipped, and not asked for a while
 SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
 NEXT_ANSWER_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
 
@@ -86,7 +85,7 @@ class Directory:
         if unix is not None:
             set_dht_time(unix)
         validator = SignedRecords(run, stages, unix or time.time)
-        bounds = BoundedP2P(host.p2p, validator, stages)
+        bounds = BoundedP2P(host.p2p, validator, stages, guard)
         node = await DHTNode.create(
             p2p=bounds,
             node_id=node_id_of(host.p2p.peer_id),
@@ -97,17 +96,14 @@ class Directory:
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
             num_replicas=HOLDERS,
-            wait_timeout=RPC_S,
+            wait_timeout=GREET_S + RPC_S,  # then a node is skipped, and not asked for a while
             blacklist_time=2.0,
             num_workers=8,
             record_validator=validator,
-            client_mode=True,  # until the guard is in place
         )
         node.protocol.storage = storage = BoundedStorage(run)
         bounds.stored_bytes = storage.bytes_under
         node.protocol.cache = BoundedStorage(run, maxsize=1)
-        bounds.is_answered = guard.is_greeted
-        await GuardedDhtProtocol(node.protocol, guard).open()
         directory = cls(host, run, node, validator, bounds, guard, unix or time.time)
         await directory.bootstrap(bootstrap)
         return directory

@@ -97,7 +97,10 @@ class RunAdmission:
         self._forgetful: tuple[Forgetful, ...] = ()
 
     def attach(self, network: Network, *forgetful: Forgetful) -> None:
-        """From now on, sends revocations over `network`, and has `forgetful` drop peers that are banned or expired."""
+        """From now on, sends revocations over `network`, and has each of `forgetful` drop peers that are banned.
+
+        Peers whose tickets have expired are dropped in the same way.
+        """
         self._network, self._forgetful = network, forgetful
         self.gate.on_member = self._send_known
 
@@ -118,10 +121,6 @@ class RunAdmission:
     async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
         """Exchanges HELLOs with `peer` if there is no connection (anew: in any case); returns if it is a member."""
         return self._network is not None and await self._network.greet(peer, anew=anew)
-
-    def may_store(self, caller: PeerId, publisher: PeerId) -> bool:
-        """Returns whether `caller` may store a record of `publisher` here: only its own."""
-        return caller == publisher
 
     def admits_record(self, record: Record) -> bool:
         """Returns whether a verified record is kept: of a member, which a claim proves by the proof in it.

@@ -135,7 +135,7 @@ class BaseFetch:
         await self._run(lambda: self.schedule.complete and not self._missing)
 
     async def _run(self, is_done: Callable[[], bool]) -> None:
-        """Asks sources until `is_done()`. However it ends, also by an exception, no call stays open."""
+        """Asks sources until `is_done()`; cancels its open calls before it returns or raises."""
         self._last_hope = self._last_arrival = loop_time()
         self._next_look = 0.0
         try:

@@ -71,7 +71,7 @@ class _Rates:
 
 
 class _Judgement:
-    """Judges for one peer, by one view, whether to move. For one use: `judge` and simulated moves change its supply."""
+    """Decides whether one peer should move, from one view. Use it once: judging changes its StageSupply."""
 
     def __init__(self, view: View, own: PeerView, demands: StageDemands, ability: Ability) -> None:
         self._view = view

@@ -97,9 +97,10 @@ def extend_proof(proof: bytes, ticket: bytes) -> bytes:
 
 
 def open_proof(data: bytes, run: RunId) -> tuple[Ticket, ...]:
-    """Returns the tickets of a proof, each with a signature that is its issuer's for this run; b"" has none.
+    """Decodes a proof, verifies each ticket's signature by its issuer for this run, and returns the tickets.
 
-    Raises ProtocolError: "too-large", "bad-ticket", "bad-signature". Who may issue what is not judged here.
+    Returns () for b"". Raises ProtocolError: "too-large", "bad-ticket", "bad-signature". Whether an issuer may issue
+    its ticket is not judged here.
     """
     return tuple(_open(sealed, Ticket, TICKET_TAG, run, MAX_PROOF_BYTES) for sealed in _tickets_in(data))
 

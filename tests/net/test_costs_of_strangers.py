@@ -31,6 +31,7 @@ from hivemind.proto import dht_pb2
 from agora.calls import Reply
 from agora.net import bounded_dht
 from agora.net.bounded_dht import BoundedP2P
+from agora.net.dht_guard import OpenGuard
 from agora.net.incoming import IncomingCall, NetLimits
 from agora.net.stored_records import SignedRecords
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
@@ -154,7 +155,7 @@ class Replies:
 def bounded(reply: Any) -> tuple[BoundedP2P, list[str]]:
     """A node's side of a call that is answered so, and the violations that it reports."""
     validator, violations = SignedRecords(RUN_ID, 4), list[str]()
-    made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), reply), validator, 4)
+    made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), reply), validator, 4, OpenGuard())
     made.report_violation = lambda peer, error: violations.append(error.code)
     return made, violations
 

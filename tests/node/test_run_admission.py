@@ -220,7 +220,7 @@ def test_the_dht_answers_members_only_and_keeps_only_the_callers_own_records(tmp
             for caller in (stranger, second):
                 protocol = caller.directory._node.protocol
                 await caller.host.connect(first.addresses)
-                bare: Any = super(type(protocol), protocol).get_stub(protocol.p2p, PeerID.from_base58(first.id))
+                bare: Any = super(type(protocol), protocol).get_stub(protocol.p2p._p2p, PeerID.from_base58(first.id))
                 for name, request in dht_calls(protocol.node_info, manifest.run_id, stranger).items():
                     asking = getattr(bare, name)(request, timeout=5)
                     if caller is stranger:

@@ -29,10 +29,15 @@ def test_clocks_five_minutes_ahead_fifteen_seconds_behind_and_set_back_an_hour_t
             assert len(peers) == 4 and {peer["state"] for peer in peers} == {"training"}, peers
             assert abs(daemon.ask("status")["unix"] - right.ask("status")["unix"]) < 2.0
             assert not daemon.events("PeerGone")
+        made.until(lambda: ahead.events("OwnerTold") and behind.events("OwnerTold"), "both owners to be told", 30)
         (told,) = ahead.events("OwnerTold")
         assert "300 s ahead of the swarm's" in told["text"] and "timedatectl" in told["text"]
         (told,) = behind.events("OwnerTold")
         assert "15 s behind the swarm's" in told["text"]
-        notes = {peer["peer"]: peer["note"] for peer in right.ask("status")["peers"]}
-        assert "300 s ahead" in notes[ahead.peer] and "clock" not in notes[back.peer]
+
+        def notes() -> dict[str, str]:
+            return {peer["peer"]: peer["note"] for peer in right.ask("status")["peers"]}
+
+        made.until(lambda: "300 s ahead" in notes()[ahead.peer], "the others to hear of the clock that is ahead", 30)
+        assert "clock" not in notes()[back.peer]
         assert [len(fired(daemon)) for daemon in everybody] == [0, 1, 1, 1]
