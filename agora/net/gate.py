@@ -53,10 +53,9 @@ class Gate:
         """me, run, software, addresses, proof: what this peer's HELLO says; proof: its tickets, b"" for none.
 
         judge: returns the role that a peer's proof grants. why_not: returns why a peer must be neither called nor
-        answered, "" if it may be. `addresses`, `role` and `on_member` may be set after this.
+        answered, "" if it may be. `addresses` and `role` may be set after this.
         """
         self.role = MEMBER
-        self.on_member: Callable[[PeerId], None] = lambda _: None  # called when HELLO was exchanged with a member
         self.version = version
         self._me = me
         self._run = run

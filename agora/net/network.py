@@ -77,7 +77,7 @@ class Network:
         self.report_failure = report_failure
         self.count_sent = count_sent
         self.tell_time: Callable[[], float] = lambda: 0.0
-        self.on_met: Callable[[PeerId], None] = lambda _peer: None  # called when HELLO was exchanged
+        self.on_met: list[Callable[[PeerId], None]] = []  # each is called when HELLO was exchanged with a member
         self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
         self._host = host
         self._connections: dict[PeerId, list[Connection]] = {}
@@ -300,10 +300,10 @@ class Network:
             return
         self.learn_announced(connection.peer, addresses)
         self._record_met(connection.peer)
-        self.on_met(connection.peer)
         self._dialler.wake(connection.peer)
         self.spawn(connection.ping())
-        self.gate.on_member(connection.peer)
+        for each in self.on_met:
+            each(connection.peer)
 
     def on_gone(self, connection: Connection) -> None:
         """Called when a connection broke or ended: forgets it, and keeps its bytes in `carried_bytes`."""

@@ -126,7 +126,7 @@ class LocalPeer:
             unix=startup.clock.unix,
         )
         membership.acquaintances = self
-        self.network.on_met = lambda _peer: membership.count_members()
+        self.network.on_met.append(lambda _peer: membership.count_members())
         directory.bounds.is_member = self.is_met
         directory.bounds.report_violation = self.offences.report_violation
         return membership

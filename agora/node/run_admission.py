@@ -102,7 +102,7 @@ class RunAdmission:
         Peers whose tickets have expired are dropped in the same way.
         """
         self._network, self._forgetful = network, forgetful
-        self.gate.on_member = self._send_known
+        network.on_met.append(self._send_known)
 
     # --- who takes part (a DhtGuard)
 
