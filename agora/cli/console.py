@@ -27,7 +27,7 @@ FAILED = 1
 USAGE = 2
 DEGRADED = 3
 STALLED = 4  # or unreachable
-LINE_SECONDS = 2.0
+LINE_S = 2.0
 
 RUN = Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")]
 DIRECTORY = Annotated[
@@ -165,7 +165,7 @@ class ProgressDisplay:
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, description=printable(text))
-        elif now - self._last_line >= LINE_SECONDS and text != self._last_text:
+        elif now - self._last_line >= LINE_S and text != self._last_text:
             print_line(f"{text}  {now - self._began:.0f} s")
             self._last_line, self._last_text = now, text
 

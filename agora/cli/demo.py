@@ -30,15 +30,15 @@ from agora.cli.tuning_totals import TuningTotals
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
-POLL_SECONDS = 0.2
-STALL_SECONDS = 180.0
-JOIN_SECONDS = 60.0
-DRAIN_SECONDS = 90.0
-EVALUATE_SECONDS = 300.0
+POLL_S = 0.2
+STALL_S = 180.0
+JOIN_S = 60.0
+DRAIN_S = 90.0
+EVALUATE_S = 300.0
 EVALUATE_BATCHES = 32
 STDLIB = "stdlib"
 USUAL_PRESET = "tiny"
-LEAST_WARMUP_STEPS = 8
+MIN_WARMUP_STEPS = 8
 """Least warm-up steps: with fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
 
 
@@ -115,8 +115,8 @@ class DemoPlan:
             stages={"count": self.stages, "first_layers": ()},
             boundary={"codec": self.codec} if self.codec else {},
             optimizer={
-                "warmup_steps": min(base.optimizer.warmup_steps, max(LEAST_WARMUP_STEPS, self.steps // 4)),
-                "total_steps": max(self.steps, 2 * LEAST_WARMUP_STEPS),
+                "warmup_steps": min(base.optimizer.warmup_steps, max(MIN_WARMUP_STEPS, self.steps // 4)),
+                "total_steps": max(self.steps, 2 * MIN_WARMUP_STEPS),
             },
         )
 
@@ -278,7 +278,7 @@ class Demo:
             self._refuse_stall()
             if kill_every and time.monotonic() >= next_kill and self._kill_a_peer():
                 next_kill = time.monotonic() + kill_every
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
 
     def _watch_once(self) -> None:
         """Reads all journals, shows the progress, and starts the next daemon once cores are free for it.
@@ -318,16 +318,16 @@ class Demo:
                 self.totals.add(index, fields)
 
     def _refuse_stall(self) -> None:
-        """Raises Failure if for STALL_SECONDS no microbatch was completed, no step was taken and no peer joined."""
+        """Raises Failure if for STALL_S no microbatch was completed, no step was taken and no peer joined."""
         achieved = self.totals.achieved(self.plan.peers)
         if achieved != self._achieved:
             self._achieved, self._achieved_at = achieved, time.monotonic()
-        elif time.monotonic() - self._achieved_at > STALL_SECONDS:
+        elif time.monotonic() - self._achieved_at > STALL_S:
             completed, step, joined = achieved
             words = next(d.last_words() for d in self.swarm.daemons.values() if not d.end_is_intended)
             raise Failure(
                 f"training stopped: still {completed} microbatches, step {step} and {joined} peers after "
-                f"{STALL_SECONDS:.0f} s: {words}"
+                f"{STALL_S:.0f} s: {words}"
             )
 
     def _kill_a_peer(self) -> bool:
@@ -346,18 +346,18 @@ class Demo:
         return True
 
     def _await_joining_peers(self) -> None:
-        """Waits at most JOIN_SECONDS until every daemon of the plan has started and serves, and drains each of them."""
-        deadline = time.monotonic() + JOIN_SECONDS
+        """Waits at most JOIN_S until every daemon of the plan has started and serves, and drains each of them."""
+        deadline = time.monotonic() + JOIN_S
         while (self._not_started or self._living(serving=False)) and time.monotonic() < deadline:
             self._watch_once()
             self._drain()
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
         self._drain()
 
     def _drain(self) -> None:
         """Asks each serving peer, once, to open no further microbatches, and waits until those in flight are back."""
         for index, daemon in self._living(serving=True):
-            if index not in self._drained and daemon.try_ask("drain", DRAIN_SECONDS) is not None:
+            if index not in self._drained and daemon.try_ask("drain", DRAIN_S) is not None:
                 self._drained.add(index)
         self._read_journals()
 
@@ -365,7 +365,7 @@ class Demo:
         """Asks serving peers of stage 0, one after another, for the held-out loss; returns the first answer or None."""
         for index, daemon in self._living(serving=True):
             if 0 in self.totals.peer(index).stages:
-                answer = daemon.try_ask("evaluate", EVALUATE_SECONDS, batches=EVALUATE_BATCHES)
+                answer = daemon.try_ask("evaluate", EVALUATE_S, batches=EVALUATE_BATCHES)
                 if answer is not None:
                     return float(answer["loss"])
         return None

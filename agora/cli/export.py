@@ -58,7 +58,7 @@ DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
 SPARE_BYTES = 64 * 2**20
 SHARD_SIZE = "5GB"
 ADAPTER_FILE = "adapter_model.safetensors"
-STATUS_SECONDS = 5.0
+STATUS_S = 5.0
 SUFFIXES: dict[Kind, str] = {"model": "", "adapter": ", as an adapter", "merged": ", merged into its base model"}
 LOADERS: dict[Kind, str] = {
     "model": "AutoModelForCausalLM.from_pretrained({})",
@@ -256,7 +256,7 @@ def _reported_metrics(daemon: paths.Entry | None) -> dict[str, float]:
     if daemon is None:
         return {}
     try:
-        status = control_client.ask(Path(daemon.socket), "status", timeout_s=STATUS_SECONDS)
+        status = control_client.ask(Path(daemon.socket), "status", timeout_s=STATUS_S)
         reported = {"training loss": status["loss"], **status["tuning"]}
     except (control_client.DaemonUnreachable, control_client.DaemonRefused, KeyError, TypeError):
         return {}

@@ -24,10 +24,10 @@ from agora.observe.journal import Follower
 
 T = TypeVar("T")
 
-START_SECONDS: Final = 120.0
-STOP_SECONDS: Final = 10.0
-POLL_SECONDS: Final = 0.05
-CAUSE_SECONDS: Final = 3.0
+START_S: Final = 120.0
+STOP_S: Final = 10.0
+POLL_S: Final = 0.05
+CAUSE_S: Final = 3.0
 
 
 class SwarmFailed(LocalError):
@@ -184,13 +184,13 @@ class LocalSwarm:
     def take_invite(self, daemon: LocalDaemon) -> str:
         """Waits until a daemon gives its invite, returns it, and lets all later daemons join by it.
 
-        Raises SwarmFailed if none comes within START_SECONDS, or a daemon ends by itself meanwhile.
+        Raises SwarmFailed if none comes within START_S, or a daemon ends by itself meanwhile.
         """
-        answer = self.until(lambda: daemon.try_ask("invite"), f"{daemon.name} to give its invite", START_SECONDS)
+        answer = self.until(lambda: daemon.try_ask("invite"), f"{daemon.name} to give its invite", START_S)
         self.invite = str(answer["invite"])
         return self.invite
 
-    def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_SECONDS) -> T:
+    def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_S) -> T:
         """Waits until `condition()` is true, which it calls again and again, and returns its value.
 
         Raises SwarmFailed when a daemon ends by itself, and after `within_s` seconds with the text "waited ... for
@@ -202,17 +202,17 @@ class LocalSwarm:
             if time.monotonic() > deadline:
                 words = "; ".join(f"{daemon.name}: {daemon.last_words()}" for daemon in self.daemons.values())
                 raise SwarmFailed(f"waited {within_s:.0f} s for {description}; the last lines are: {words}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
         return value
 
     def check_alive(self) -> None:
-        """Raises SwarmFailed if daemons have ended by themselves, after waiting CAUSE_SECONDS so as to name all."""
-        deadline = time.monotonic() + CAUSE_SECONDS
+        """Raises SwarmFailed if daemons have ended by themselves, after waiting CAUSE_S so as to name all."""
+        deadline = time.monotonic() + CAUSE_S
         while failed := [d for d in self.daemons.values() if not d.end_is_intended and not d.is_alive]:
             if time.monotonic() > deadline or not any(daemon.is_alive for daemon in self.daemons.values()):
                 ended = "ended by itself with exit code"
                 raise SwarmFailed("; ".join(f"{d.name} {ended} {d.process.poll()}: {d.last_words()}" for d in failed))
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
 
     def terminate(self) -> None:
         """Sends SIGTERM to all daemons, marks their end as intended, and does not wait for it."""
@@ -220,7 +220,7 @@ class LocalSwarm:
             daemon.end_is_intended = True
             daemon.process.send_signal(signal.SIGTERM)
 
-    def stop(self, within_s: float = STOP_SECONDS) -> dict[str, int | None]:
+    def stop(self, within_s: float = STOP_S) -> dict[str, int | None]:
         """Ends all daemons: SIGTERM, SIGKILL after `within_s` seconds. Returns exit codes by name, None if killed."""
         self.terminate()
         deadline = time.monotonic() + within_s

@@ -16,8 +16,8 @@ from agora.node import control_client, paths
 
 app = console.new_app("Contribute this machine to a training run: one daemon, started and stopped by you.")
 
-ANSWER_SECONDS = 12.0
-MOVE_SECONDS = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs
+ANSWER_S = 12.0
+MOVE_S = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs
 RUN_OR_NONE = Annotated[
     str | None,
     typer.Argument(metavar="[RUN]", help="Which run's daemon, where several run; a manifest, invite or name."),
@@ -152,7 +152,7 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
       agora-node leave
     """
     entry = _ask_and_print("leave", run, directory)
-    deadline = time.monotonic() + ANSWER_SECONDS
+    deadline = time.monotonic() + ANSWER_S
     while entry.alive:
         if time.monotonic() > deadline:
             raise console.Failure(f"the daemon (pid {entry.pid}) is still there; stop it with `kill -9 {entry.pid}`")
@@ -203,7 +203,7 @@ def move(
       agora-node move --stages 2-3
       agora-node move --stages 0 --dir /data/agora
     """
-    _ask_and_print("move", run, directory, MOVE_SECONDS, stages=stages)
+    _ask_and_print("move", run, directory, MOVE_S, stages=stages)
 
 
 @app.command()
@@ -244,7 +244,7 @@ def _entries_in(directory: Path | None) -> list[paths.Entry]:
 
 
 def _ask_and_print(
-    question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_SECONDS, **arguments: Any
+    question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_S, **arguments: Any
 ) -> paths.Entry:
     """Sends a question to the daemon that RUN and --dir mean, prints its answer, and returns its registry entry.
 

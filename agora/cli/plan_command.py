@@ -30,7 +30,7 @@ from agora.plan.search import make_plan
 
 SEED: Final = 0
 """Seed of the search: the same file gives the same plan."""
-MOST_KINDS: Final = 12
+MAX_KINDS: Final = 12
 """Most kinds of machines for which the command says what one more would add."""
 
 
@@ -89,13 +89,13 @@ def find_manifest(text: str) -> Manifest:
 def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> PlannedRun:
     """Returns the plan of a run for these machines, and what one more of each kind would add.
 
-    added: the only kind to try; None for each of the file's, up to MOST_KINDS. Raises InputError for a
+    added: the only kind to try; None for each of the file's, up to MAX_KINDS. Raises InputError for a
     machine that can hold no stage, OutOfMemory when all together cannot hold the model.
     """
     cost = run_cost(manifest, in_bf16=peers.in_bf16)
     check_fits(cost, peers.machines)
     plan = make_plan(cost, peers.machines, random.Random(SEED))
-    kinds = peers.kinds[:MOST_KINDS] if added is None else (peers.kind_named(added),)
+    kinds = peers.kinds[:MAX_KINDS] if added is None else (peers.kind_named(added),)
     gains = tuple(gain_of_one_more(cost, plan, kind, random.Random(SEED)) for kind in kinds)
     return PlannedRun(manifest.name, cost, plan, gains)
 

@@ -20,9 +20,9 @@ from agora.cli.text_sample import WholeModel, load_model
 
 UNFINISHED: Final = "�"
 """What decoding returns for the bytes of a character that is not complete yet."""
-MOST_UNFINISHED: Final = 3
+MAX_UNFINISHED: Final = 3
 """Most replacement characters at a text's end that an incomplete character can cause."""
-MOST_SEED: Final = 2**31
+MAX_SEED: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def run(
     sources = find_stages(wanted, directories, average=average)
     needs_base = sources.signed.manifest.model.has_reference
     folder = base_model_folder(base_model, directories) if needs_base else None
-    seed = secrets.randbelow(MOST_SEED) if sampling.seed is None else sampling.seed
+    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
     began = time.monotonic()
     show = _ignore if as_json else _show
     model = load_model(sources, folder)
@@ -97,7 +97,7 @@ def decoded_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], t
     for token in ids:
         taken.append(token)
         text = decode(taken)
-        whole = text.rstrip(UNFINISHED) if len(text) - len(text.rstrip(UNFINISHED)) <= MOST_UNFINISHED else text
+        whole = text.rstrip(UNFINISHED) if len(text) - len(text.rstrip(UNFINISHED)) <= MAX_UNFINISHED else text
         yield whole[shown:]
         shown = max(shown, len(whole))
     yield decode(taken)[shown:]

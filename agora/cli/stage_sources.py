@@ -22,7 +22,7 @@ from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
 from agora.state.layout import AVERAGE
 from agora.state.merged_model import StageFile
 
-COLLECT_SECONDS = 3600.0
+COLLECT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +139,12 @@ def _find_signed_manifest(
 
 
 def _ask_to_collect(entry: paths.Entry, count: int, average: bool) -> tuple[StageFile, ...]:
-    """Has a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_SECONDS.
+    """Has a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_S.
 
     count: the number of stages. Raises DaemonUnreachable or DaemonRefused.
     """
     with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
-        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_SECONDS, average=average)
+        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_S, average=average)
     try:
         steps, files = answer["steps"], answer["files"]
         return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(count))

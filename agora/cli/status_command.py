@@ -22,7 +22,7 @@ from agora.terminal_text import printable
 if TYPE_CHECKING:
     from agora_protocol.identity import Identity
 
-WATCH_SECONDS = 2.0
+WATCH_S = 2.0
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
 PEER_COLUMNS = ["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN"]
 EXIT_CODES = {"OK": console.DONE, "PAUSED": console.DONE, "DEGRADED": console.DEGRADED}
@@ -53,7 +53,7 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
                 console.print_text("\n".join(lines_of(status)))
             if not watch:
                 return code
-            time.sleep(WATCH_SECONDS)
+            time.sleep(WATCH_S)
     except KeyboardInterrupt:
         if not watch:
             raise

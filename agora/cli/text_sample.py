@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LINES: Final = 3
 LINE_CHARACTERS: Final = 72
-MOST_TOKENS: Final = 240
+MAX_TOKENS: Final = 240
 
 
 def begin_loading() -> None:
@@ -87,7 +87,7 @@ def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
 def sample_lines(sources: Sources, seed: int, base_model: Path | None = None) -> list[str]:
     """Returns up to LINES lines, none blank, that the model writes at the beginning of a document.
 
-    Lines are cut to LINE_CHARACTERS. At most MOST_TOKENS tokens are sampled, which may hold fewer lines. The same
+    Lines are cut to LINE_CHARACTERS. At most MAX_TOKENS tokens are sampled, which may hold fewer lines. The same
     sources and seed give the same lines. Raises what load_model raises.
     """
     from agora.model.generation import continue_ids
@@ -96,7 +96,7 @@ def sample_lines(sources: Sources, seed: int, base_model: Path | None = None) ->
     drawn = continue_ids(stage, tokenizer.separator.tolist(), context=context, seed=seed)
     ids: list[int] = []
     lines: list[str] = []
-    for token in itertools.islice(drawn, MOST_TOKENS):
+    for token in itertools.islice(drawn, MAX_TOKENS):
         ids.append(token)
         lines = list(printable_lines(tokenizer.decode(ids)))
         if len(lines) > LINES:  # so that the last one shown is whole

@@ -40,9 +40,9 @@ FEWER_ROWS_OF_A_STEP: Final = 16
 MANY_STEPS: Final = 100
 FULL_RATE, LORA_RATE, LORA_DPO_RATE = 2e-5, 2e-4, 2e-5
 WARMUP_SHARE: Final = 0.05
-MOST_WARMUP_STEPS: Final = 100
+MAX_WARMUP_STEPS: Final = 100
 HELDOUT_SAMPLES: Final = 64
-LEAST_HELDOUT, MOST_HELDOUT = 0.01, 0.1
+MIN_HELDOUT, MAX_HELDOUT = 0.01, 0.1
 TOKENIZER: Final = "tokenizer.json"
 
 
@@ -187,15 +187,15 @@ def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, An
     tokens_of_a_row = data.found.supervised / data.rows if data.objective == "sft" else context
     target = max(1, round(rows * tokens_of_a_row))
     steps = max(1, math.ceil(trained_rows * tokens_of_a_row / target))
-    warmup = min(MOST_WARMUP_STEPS, math.ceil(WARMUP_SHARE * steps), steps - 1)
+    warmup = min(MAX_WARMUP_STEPS, math.ceil(WARMUP_SHARE * steps), steps - 1)
     return {"target_tokens": target, "total_steps": steps, "warmup_steps": warmup}
 
 
 def heldout_share(data: TrainingData) -> float:
-    """Returns the share of the data to hold out, 0 to 1: LEAST_HELDOUT of text, about HELDOUT_SAMPLES of samples."""
+    """Returns the share of the data to hold out, 0 to 1: MIN_HELDOUT of text, about HELDOUT_SAMPLES of samples."""
     if data.objective == "lm":
-        return LEAST_HELDOUT
-    return round(min(MOST_HELDOUT, max(LEAST_HELDOUT, HELDOUT_SAMPLES / data.learnt)), 3)
+        return MIN_HELDOUT
+    return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.learnt)), 3)
 
 
 def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agora.codec.bit_packing import pack, unpack
 
-LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100
+MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
 SLACK = 1.0 + 2.0**-8
 """Scales are larger by this factor, so that the largest value of a block does not clip if its scale is rounded down."""
 VECTOR = 32
@@ -68,7 +68,7 @@ def dequantise(wire: Tensor, count: int, k: int, bits: int, dither: Tensor | Non
 def check_scales(wire: Tensor, count: int, k: int) -> None:
     """Raises ProtocolError "bad-tensor" if one of the bytes' scales is NaN, negative or above 2^100."""
     low, high = (bound.item() for bound in torch.aminmax(_read_scales(wire, count, k)))
-    if not (low >= 0.0 and high <= MOST_SCALE):
+    if not (low >= 0.0 and high <= MAX_SCALE):
         raise ProtocolError("bad-tensor", f"A scale is {low:g} or {high:g}; it must be from 0 to 2^100.")
 
 
@@ -83,8 +83,8 @@ def _quantise_chunk(
     scale_per_peak = SLACK / (half if dither is None else half - 0.5)
     wanted = _block_peaks(torch.abs(rows, out=workspace)).mul_(scale_per_peak)
     # wanted - wanted is 0, or NaN if `wanted` is not finite: NaN is the only scale made here that a receiver refuses.
-    scales.copy_(F.threshold(wanted.clamp(max=MOST_SCALE), LEAST_SCALE, 0.0).add_(wanted - wanted))
-    _multiply_blocks(rows, scales.to(torch.float32).clamp_(min=LEAST_SCALE).reciprocal_(), workspace)
+    scales.copy_(F.threshold(wanted.clamp(max=MAX_SCALE), MIN_SCALE, 0.0).add_(wanted - wanted))
+    _multiply_blocks(rows, scales.to(torch.float32).clamp_(min=MIN_SCALE).reciprocal_(), workspace)
     if dither is not None:
         workspace.add_(dither, alpha=1 / 256)
     # torch converts to int8 six times as fast as to uint8.

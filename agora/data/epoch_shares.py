@@ -212,7 +212,7 @@ class EpochShares:
         Raises ProtocolError when it is malformed, and DataError when that origin trains on other rows.
         """
         try:
-            state = read_state(values, self._layout, self._rows_id, most_tallies=MAX_TALLIES)
+            state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
         except OtherRows:
             raise DataError(
                 f"Peer {origin} trains on other rows than this one; compare samples, tokenizer.json and chat template, "

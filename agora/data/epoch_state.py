@@ -39,7 +39,7 @@ MAX_TALLIES: Final = 64
 KEPT_TALLIES: Final = 1024
 """How many tallies are kept in memory and in a snapshot; of more, those that changed least recently are forgotten."""
 WORD_BITS: Final = 32
-LEAST_OPEN: Final = 256
+MIN_OPEN_MICROBATCHES: Final = 256
 """How many microbatches the epochs in progress should have together, within MAX_OPEN_EPOCHS."""
 MAX_OPEN_EPOCHS: Final = 32
 
@@ -86,8 +86,8 @@ class EpochState:
 
 
 def open_epochs(layout: BlockLayout) -> int:
-    """Returns how many epochs may be in progress at once: enough for LEAST_OPEN microbatches, from 2 to 32."""
-    return min(max(2, -(-LEAST_OPEN // layout.count)), MAX_OPEN_EPOCHS)
+    """Returns how many epochs may be in progress at once: from 2 to 32, to hold MIN_OPEN_MICROBATCHES."""
+    return min(max(2, -(-MIN_OPEN_MICROBATCHES // layout.count)), MAX_OPEN_EPOCHS)
 
 
 def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int | None) -> tuple[int, ...]:
@@ -109,12 +109,12 @@ def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int 
 
 
 def read_state(
-    values: Sequence[int], layout: BlockLayout, rows_id: int, *, most_tallies: int = KEPT_TALLIES
+    values: Sequence[int], layout: BlockLayout, rows_id: int, *, max_tallies: int = KEPT_TALLIES
 ) -> EpochState:
     """Returns the state that write_state has written as integers.
 
     Raises OtherRows when rows_id or the number of microbatches differ, ValueError for a malformed state and for more
-    than `most_tallies` tallies.
+    than `max_tallies` tallies.
     """
     reader = _Reader(values)
     if reader.take() != FORMAT:
@@ -126,8 +126,8 @@ def read_state(
         raise ValueError(f"epoch {first} is beyond {2 * MAX_EPOCH}")
     first = min(first, MAX_EPOCH)
     count = reader.take()
-    if count > most_tallies:
-        raise ValueError(f"{count} tallies are more than {most_tallies}")
+    if count > max_tallies:
+        raise ValueError(f"{count} tallies are more than {max_tallies}")
     tallies = {reader.take(): Tally(reader.take(), reader.take()) for _ in range(count)}
     if any(number > MAX_TALLY for tally in tallies.values() for number in tally):
         raise ValueError(f"a tally is more than {MAX_TALLY}")

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agora.model.lora_merge import ReadTrained
-from agora.plan.cost_of_run import least_bytes
+from agora.plan.cost_of_run import min_bytes
 from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
@@ -131,7 +131,7 @@ class Family(abc.ABC):
         manifest: of a run with this family's model. The base class uses the formulas of decoders; a family of other
         models overrides it.
         """
-        return least_bytes(manifest, span)
+        return min_bytes(manifest, span)
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:

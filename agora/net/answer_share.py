@@ -34,7 +34,7 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetStatus: MAX_STATUS_BYTES,
     GetManifest: MAX_MANIFEST_BYTES,
 }
-MOST_EACH: Final = 0.5
+MAX_FRACTION_EACH: Final = 0.5
 """The fraction of all bytes for answers that one peer's unread answers may hold."""
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
 """Rationed requests of one peer: this many a second, and this many at once after a pause."""
@@ -52,7 +52,7 @@ class AnswerShare:
 
     def __init__(self, limit: int) -> None:
         """limit: bytes of all reserved answers that are not written yet."""
-        self.places = Places(limit, MOST_EACH)
+        self.places = Places(limit, MAX_FRACTION_EACH)
         self._by_peer = WorkBuckets(STATUS_PER_S, STATUS_BURST)
         self._refusals = WorkBuckets(STATUS_PER_S, REFUSAL_BURST)
         self._by_prefix = WorkBuckets(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)

@@ -117,15 +117,15 @@ def largest_holder(held: Mapping[Holder, int], newcomer: Holder) -> Holder | Non
 class Places:
     """Counts how many of `limit` places each holder has, and applies may_enter. It changes only by enter and leave."""
 
-    def __init__(self, limit: int, most_each: float = 1.0) -> None:
-        """most_each: the largest fraction of the places that one holder may have, even if nobody else wants any."""
+    def __init__(self, limit: int, max_fraction_each: float = 1.0) -> None:
+        """max_fraction_each: of the places, for one holder, even if nobody else wants any."""
         self.limit = limit
         self.held: Counter[Holder] = Counter()
-        self._most_each = most_each
+        self._max_fraction_each = max_fraction_each
 
     def enter(self, holder: Holder, size: int = 1) -> bool:
         """Takes `size` places for `holder` and returns True, unless it has too many already; see may_enter."""
-        is_too_many = self.held[holder] + size > self._most_each * self.limit
+        is_too_many = self.held[holder] + size > self._max_fraction_each * self.limit
         if is_too_many or not may_enter(self.held, holder, self.limit, size):
             self.held += Counter()  # forgets who holds nothing
             return False

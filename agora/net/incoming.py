@@ -227,15 +227,15 @@ class IncomingCalls:
         for lack of memory.
         Raises ProtocolError for an open number, or more than MAX_CALLS_PER_CONNECTION.
         """
-        number, most_calls = prefix.call, limits.MAX_CALLS_PER_CONNECTION
+        number, open_limit = prefix.call, limits.MAX_CALLS_PER_CONNECTION
         if number in self._open:
             raise ProtocolError("out-of-order", f"Call {number} is open already.")
         if isinstance(request, Ping):
             return Intake.TAKE
         if refusal is not None:
             return self.refuse(number, refusal)
-        if len(self._open) >= most_calls:
-            raise ProtocolError("too-many-calls", f"More than {most_calls} calls on one connection.")
+        if len(self._open) >= open_limit:
+            raise ProtocolError("too-many-calls", f"More than {open_limit} calls on one connection.")
         if len(self._open) >= self._network.limits.max_calls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are in hand")
         try:

@@ -17,12 +17,12 @@ from agora_protocol.errors import InputError
 
 EXAMPLES: Final = "write RATE,RTT[,JITTER[,LOSS]], such as 200Mbit,50ms or 20Mbit,100ms,10ms,0.1%"
 CHUNK_S: Final = 0.016  # seconds of each stream's turn
-LEAST_CHUNK: Final = 1_500  # bytes that a stream sends at its turn, at least
-MOST_CHUNK: Final = 65_536  # bytes that a stream sends at its turn, at most
+MIN_CHUNK: Final = 1_500  # bytes that a stream sends at its turn, at least
+MAX_CHUNK: Final = 65_536  # bytes that a stream sends at its turn, at most
 PACKET_BYTES: Final = 1_460  # bytes that TCP puts into one packet, each of which may be lost
 SLOWEST: Final = 1_000  # the least rate of a link, in bytes per second
 LONGEST_S: Final = 10.0  # the longest round trip or jitter of a link, in seconds
-MOST_LOSS: Final = 0.5  # the largest fraction of packets that a link may lose
+MAX_LOSS: Final = 0.5  # the largest fraction of packets that a link may lose
 
 _UNITS: Final = {"": 0.125, "k": 125.0, "m": 125e3, "g": 125e6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01}
 """What a number in each unit is multiplied by, to give bytes per second, seconds, or a fraction."""
@@ -72,8 +72,8 @@ class LinkSpec:
             raise LinkError(f"a rate of {parts[0]} is too slow to train over; write 8kbit or more")
         if max(spec.rtt_s, spec.jitter_s) > LONGEST_S:
             raise LinkError(f"{text!r} has a delay above {LONGEST_S:.0f}s, where every call times out; write less")
-        if spec.loss > MOST_LOSS:
-            raise LinkError(f"a loss of {parts[3]} is more than TCP survives; write at most {MOST_LOSS:.0%}")
+        if spec.loss > MAX_LOSS:
+            raise LinkError(f"a loss of {parts[3]} is more than TCP survives; write at most {MAX_LOSS:.0%}")
         return spec
 
     def at_rate(self, text: str) -> LinkSpec:
@@ -82,8 +82,8 @@ class LinkSpec:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that one stream sends at its turn: rate * CHUNK_S, within LEAST_CHUNK and MOST_CHUNK."""
-        return max(LEAST_CHUNK, min(MOST_CHUNK, int(self.rate * CHUNK_S)))
+        """Bytes that one stream sends at its turn: rate * CHUNK_S, within MIN_CHUNK and MAX_CHUNK."""
+        return max(MIN_CHUNK, min(MAX_CHUNK, int(self.rate * CHUNK_S)))
 
 
 class TokenBucket:

@@ -41,7 +41,7 @@ SAME_MOMENT_S: Final = 0.1  # a callee that fails in the last 0.1 s before this 
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
-MOST_CLOCKS: Final = 16  # peers that are asked for the time at once
+MAX_CLOCKS: Final = 16  # peers that are asked for the time at once
 
 
 class Network:
@@ -155,7 +155,7 @@ class Network:
         measured = [connection.round_trip.value for connection in self._connections.get(peer, ())]
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
-    async def ask_clocks(self, timeout_s: float, most: int = MOST_CLOCKS) -> list[float]:
+    async def ask_clocks(self, timeout_s: float, most: int = MAX_CLOCKS) -> list[float]:
         """Pings up to `most` connected peers of the run at once; returns what their Pongs imply, in any order.
 
         Each value is the unix time at which, by that peer's clock, this machine's `boot_time` was 0; peers that do not

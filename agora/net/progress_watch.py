@@ -12,8 +12,8 @@ from typing import Final
 STALLED_S: Final = 15.0
 """Seconds in which a transfer must bring at least one byte."""
 PRESSED_S: Final = 3.0
-"""The same seconds while others wait for memory; then it must bring LEAST_BYTES_PER_S."""
-LEAST_BYTES_PER_S: Final = 2048.0
+"""The same seconds while others wait for memory; then it must bring MIN_BYTES_PER_S."""
+MIN_BYTES_PER_S: Final = 2048.0
 """The least rate of a transfer while others wait for memory."""
 
 
@@ -37,7 +37,7 @@ class TransferWatch:
             return False
         elapsed, gained = now - self._since, moved - self._moved
         if pressed and elapsed >= PRESSED_S:
-            is_too_slow = gained < LEAST_BYTES_PER_S * elapsed
+            is_too_slow = gained < MIN_BYTES_PER_S * elapsed
         elif elapsed >= STALLED_S:
             is_too_slow = gained <= 0
         else:

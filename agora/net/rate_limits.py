@@ -16,9 +16,9 @@ from typing import Final
 
 from agora_protocol.errors import InputError
 
-LEAST_RATE: Final = 10_000.0
+MIN_RATE: Final = 10_000.0
 """The lowest limit, in bytes per second: under it the directory alone would not get through."""
-LEAST_SHARE: Final = 0.1
+MIN_SHARE: Final = 0.1
 """The part of a limit that streams get at least, whatever else is sent."""
 UNCOUNTED_SHARE: Final = 0.9
 """The part of a limit that streams get where sockets' bytes cannot be counted."""
@@ -26,7 +26,7 @@ MEMORY_S: Final = 4.0
 """Seconds over which what else is sent is averaged."""
 DEBT_S: Final = 4.0
 """Seconds in which bytes sent above the limit are made up for."""
-MOST_DEBT_S: Final = 1.0
+MAX_DEBT_S: Final = 1.0
 """Bytes sent above the limit are remembered up to what the limit allows in this many seconds."""
 _RATE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kMG]?)(bit|B)(?:/s|ps)?")
 _FACTORS: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -35,7 +35,7 @@ _FACTORS: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 def parse_rate(text: str) -> float:
     """Returns a rate such as "1MB/s", "500kB" or "8Mbit" in bytes per second; "" is no limit, infinity.
 
-    Raises InputError for other text, and for less than LEAST_RATE.
+    Raises InputError for other text, and for less than MIN_RATE.
     """
     if not text.strip():
         return math.inf
@@ -43,8 +43,8 @@ def parse_rate(text: str) -> float:
     if match is None:
         raise InputError(f"{text!r} is no rate; write 1MB/s, 500kB/s or 8Mbit/s")
     rate = float(match[1]) * _FACTORS[match[2]] * (0.125 if match[3] == "bit" else 1.0)
-    if rate < LEAST_RATE:
-        raise InputError(f"{text} is too slow to train over; write {LEAST_RATE / 1e3:.0f}kB/s or more")
+    if rate < MIN_RATE:
+        raise InputError(f"{text} is too slow to train over; write {MIN_RATE / 1e3:.0f}kB/s or more")
     return rate
 
 
@@ -93,7 +93,7 @@ class StreamBrake:
         seconds, all_bytes = now - last[0], carried - last[1]
         other = max(0.0, (all_bytes - (streamed - last[2])) / seconds)
         self._other += (other - self._other) * min(1.0, seconds / MEMORY_S)
-        most = MOST_DEBT_S * self._limit
+        most = MAX_DEBT_S * self._limit
         self._debt = max(0.0, min(most, self._debt + all_bytes - self._limit * seconds))
-        self.rate = max(LEAST_SHARE * self._limit, self._limit - self._other - self._debt / DEBT_S)
+        self.rate = max(MIN_SHARE * self._limit, self._limit - self._other - self._debt / DEBT_S)
         return self.rate

@@ -29,19 +29,19 @@ RESERVED_S: Final = 120.0
 ANSWER_S: Final = 10.0
 """Seconds within which each message that opens a circuit must come."""
 CIRCUITS_PER_PEER: Final = 8
-"""At most this many circuits of one peer through this relay at once; of all peers, `most_peers` times as many."""
+"""At most this many circuits of one peer through this relay at once; of all peers, `max_peers` times as many."""
 MAX_OPENING: Final = 32
 """At most this many streams whose first message has not come yet."""
 
 
 class RelayService:
-    """Grants reservations to up to `most_peers` admitted peers, and carries circuits to them; with 0 it refuses all."""
+    """Grants reservations to up to `max_peers` admitted peers, and carries circuits to them; with 0 it refuses all."""
 
     def __init__(
-        self, host: Host, most_peers: int, is_admitted: Callable[[PeerId], bool], bytes_per_s: float = 0.0
+        self, host: Host, max_peers: int, is_admitted: Callable[[PeerId], bool], bytes_per_s: float = 0.0
     ) -> None:
         """is_admitted: whether a peer may use this relay. bytes_per_s: of all circuits together; 0 for no limit."""
-        self.most_peers = most_peers
+        self.max_peers = max_peers
         self.carried_bytes = 0
         self._host = host
         self._is_admitted = is_admitted
@@ -105,13 +105,13 @@ class RelayService:
         if not self._is_admitted(stream.peer) or stream.is_relayed:
             return Status.PERMISSION_DENIED
         if message.kind == HopType.RESERVE:
-            has_room = stream.peer in peers or len(peers) < self.most_peers
+            has_room = stream.peer in peers or len(peers) < self.max_peers
             return Status.OK if has_room else Status.RESERVATION_REFUSED
         if message.kind != HopType.CONNECT:
             return Status.MALFORMED_MESSAGE
         if message.peer not in peers:
             return Status.NO_RESERVATION
-        is_crowded = self._circuits.total() >= CIRCUITS_PER_PEER * self.most_peers
+        is_crowded = self._circuits.total() >= CIRCUITS_PER_PEER * self.max_peers
         has_room = self._circuits[stream.peer] < CIRCUITS_PER_PEER and not is_crowded
         return Status.OK if has_room else Status.RESOURCE_LIMIT_EXCEEDED
 

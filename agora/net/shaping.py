@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agora.net.link import CHUNK_S, LEAST_CHUNK, MOST_CHUNK, DelayLine, LinkSpec, TokenBucket
+from agora.net.link import CHUNK_S, MAX_CHUNK, MIN_CHUNK, DelayLine, LinkSpec, TokenBucket
 
 HIGH_BYTES: Final = 262_144  # a stream is paused when more bytes wait for the rate, as by a plain transport
 LOW_BYTES: Final = 65_536  # a paused stream may write again when at most this many bytes wait
@@ -51,12 +51,12 @@ class AccessLink:
     @property
     def sent_at_once(self) -> int:
         """How many bytes one stream sends at its turn: the spec's chunk_bytes, or fewer under a lower limit."""
-        return min(self.spec.chunk_bytes, max(LEAST_CHUNK, int(self.up.rate * CHUNK_S)))
+        return min(self.spec.chunk_bytes, max(MIN_CHUNK, int(self.up.rate * CHUNK_S)))
 
     @property
     def read_at_once(self) -> int:
         """How many bytes are read at once, at most."""
-        return max(self.sent_at_once, min(MOST_CHUNK, int(HOLD_S * self.down.rate)))
+        return max(self.sent_at_once, min(MAX_CHUNK, int(HOLD_S * self.down.rate)))
 
 
 @dataclass(slots=True)

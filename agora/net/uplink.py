@@ -15,7 +15,7 @@ from agora.moving_average import MovingAverage
 
 SAMPLE_S: Final = 0.25
 """Seconds between two calls of `measure`."""
-LEAST_WAITING_BYTES: Final = 65_536
+MIN_WAITING_BYTES: Final = 65_536
 """Bytes that must wait at both ends of a sample: less may just be on its way through the buffers."""
 
 
@@ -29,6 +29,6 @@ class UplinkMeter:
     def measure(self, now: float, given: int, waiting: int) -> None:
         """Takes a sample. given: bytes given to all streams since the start; waiting: those of them not sent yet."""
         last, self._last = self._last, (now, given - waiting, waiting)
-        if last is None or now <= last[0] or min(last[2], waiting) < LEAST_WAITING_BYTES:
+        if last is None or now <= last[0] or min(last[2], waiting) < MIN_WAITING_BYTES:
             return
         self.rate = self.rate.updated(max(0, given - waiting - last[1]) / (now - last[0]))

@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import Ping
 
 from agora.clock import loop_time
-from agora.net.network import MOST_CLOCKS, Network
+from agora.net.network import MAX_CLOCKS, Network
 from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.swarm.swarm_clock import clock_remark
@@ -40,10 +40,10 @@ class ClockKeeper:
     async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
         """Asks peers for the time at the start, so that even the first records are judged and published by it.
 
-        known: multiaddrs by peer. Dials up to MOST_CLOCKS of them; takes 2 * ASK_S at most.
+        known: multiaddrs by peer. Dials up to MAX_CLOCKS of them; takes 2 * ASK_S at most.
         """
         with self._startup.steps.step("clock") as note:
-            peers = list(known)[:MOST_CLOCKS]
+            peers = list(known)[:MAX_CLOCKS]
             for peer in peers:
                 self._network.learn(peer, known[peer])
             await self._await_answers(peers)

@@ -25,9 +25,9 @@ from agora.node import paths
 
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
-IDLE_SECONDS = 300.0
+IDLE_S = 300.0
 """Seconds after which a connection without a question is closed."""
-POLL_SECONDS = 0.5
+POLL_S = 0.5
 """Time between two checks whether the client is still there."""
 
 Answer = dict[str, Any]
@@ -53,7 +53,7 @@ class _BadQuestion(Exception):
 class ControlSocket:
     """Listens on the Unix socket `path` (mode 0600) from `start` until `close`, and answers `questions` by their names.
 
-    It refuses further clients while MAX_CONNECTIONS are connected, and hangs up on one that is idle for IDLE_SECONDS.
+    It refuses further clients while MAX_CONNECTIONS are connected, and hangs up on one that is idle for IDLE_S.
     """
 
     def __init__(self, path: Path, questions: Mapping[str, Question]) -> None:
@@ -98,9 +98,9 @@ class ControlSocket:
         """Answers the lines of one connection until the client ends it, is idle too long or sends too long a line."""
         try:
             while True:
-                line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_SECONDS)
+                line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_S)
                 writer.write(await self._answer_unless_gone(line, writer))
-                await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
+                await asyncio.wait_for(writer.drain(), IDLE_S)
         except asyncio.LimitOverrunError:
             writer.write(_error("too-large", f"a line of more than {MAX_LINE_BYTES} bytes"))
         except (asyncio.IncompleteReadError, TimeoutError, ConnectionError):
@@ -159,7 +159,7 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
     hung_up = select.poll()
     hung_up.register(writer.get_extra_info("socket").fileno(), 0)
     while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - no event tells of it
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(POLL_S)
 
 
 def _suggest(name: str, known: Mapping[str, object]) -> str:

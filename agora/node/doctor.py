@@ -13,7 +13,7 @@ from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
-LEAST_FREE_BYTES = 64 * 2**20
+MIN_FREE_BYTES = 64 * 2**20
 """Disk space that must be free for a daemon to start."""
 PROBE_BYTES = 64 * 1024
 """Bytes that are written to find out whether the directory can be written."""
@@ -25,7 +25,7 @@ BASE_BYTES = 256 * 2**20
 def check_disk(directory: Path) -> str:
     """Writes and removes a small file in `directory`; returns a note with the free space.
 
-    Raises DiskError when that fails, or less than LEAST_FREE_BYTES are free.
+    Raises DiskError when that fails, or less than MIN_FREE_BYTES are free.
     """
     probe = directory / f".probe-{os.getpid()}"
     try:
@@ -38,8 +38,8 @@ def check_disk(directory: Path) -> str:
         raise DiskError(f"Cannot write in {directory} ({error.strerror}); {_ADVICE}") from error
     finally:
         probe.unlink(missing_ok=True)
-    if free < LEAST_FREE_BYTES:
-        needed = f"{_in_mib(free)} free and the daemon needs {_in_mib(LEAST_FREE_BYTES)}"
+    if free < MIN_FREE_BYTES:
+        needed = f"{_in_mib(free)} free and the daemon needs {_in_mib(MIN_FREE_BYTES)}"
         raise DiskError(f"{directory} has {needed}; {_ADVICE}")
     return f"{_in_mib(free)} of disk free"
 

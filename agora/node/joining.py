@@ -38,9 +38,9 @@ from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
 from agora.swarm.view import View
 
-FETCH_SECONDS = 15.0
+FETCH_S = 15.0
 """Seconds within which each peer must answer with the manifest."""
-NEIGHBOUR_SECONDS = 60.0
+NEIGHBOUR_S = 60.0
 """Seconds to wait, in all, for other daemons of this machine that are still starting."""
 MORE_ADDRESSES = 8
 """An invite has at most this many of this peer's own addresses, and as many of other peers."""
@@ -97,7 +97,7 @@ async def _ask_every_peer(network: Network, run: RunId, addresses: Sequence[str]
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
             network.learn(peer, addresses)
             try:
-                reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_SECONDS)
+                reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_S)
                 if not isinstance(reply.message, ManifestAnswer):
                     raise ManifestError("the peer answered with something else; ask for another invite")
                 return SignedManifest.from_bytes(reply.message.manifest, run)
@@ -235,9 +235,9 @@ def may_be_dialled(startup: Startup, signed: SignedManifest | None, known: Seque
 async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:
     """Asks this machine's other daemons of the run, over their control sockets, for addresses; returns these.
 
-    Waits at most NEIGHBOUR_SECONDS in all for daemons that are still starting.
+    Waits at most NEIGHBOUR_S in all for daemons that are still starting.
     """
-    deadline, addresses = loop_time() + NEIGHBOUR_SECONDS, list[str]()
+    deadline, addresses = loop_time() + NEIGHBOUR_S, list[str]()
     for entry in paths.daemons():
         while entry.run == run and entry.pid != os.getpid() and entry.alive:
             try:

@@ -39,17 +39,17 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-LEAVE_SECONDS = 9.0
+LEAVE_S = 9.0
 """Seconds that all of leaving takes at most: one less than the 10 s that users are told."""
-ANNOUNCE_SECONDS = 1.5
+ANNOUNCE_S = 1.5
 """Seconds that storing the claim that says `leaving` in the directory may take."""
-ORIGIN_SECONDS = 5.0
+ORIGIN_S = 5.0
 """Seconds left to this origin's microbatches when the daemon leaves, or moves while a stage has no peer."""
-CLOSE_SECONDS = 3.0
+CLOSE_S = 3.0
 """Seconds that closing the span and the local peer takes at most."""
-MOVE_FINISH_SECONDS = 30.0
+MOVE_FINISH_S = 30.0
 """Seconds that a move waits for this origin's own microbatches, and then for those of others."""
-MOVE_CHECKPOINT_SECONDS = 60.0
+MOVE_CHECKPOINT_S = 60.0
 """Seconds that a move waits for the checkpoints of all stages."""
 
 
@@ -233,7 +233,7 @@ class Node:
         with startup.steps.step("doctor") as note:
             note.text = doctor.check_disk(startup.home.root)
             disk = DiskGuard(startup.home, startup.settings.disk_bytes)
-            await asyncio.to_thread(disk.make_room, self.signed.manifest, None, doctor.LEAST_FREE_BYTES)
+            await asyncio.to_thread(disk.make_room, self.signed.manifest, None, doctor.MIN_FREE_BYTES)
         proof = joining.own_proof(startup, self.signed.run_id)
         admission = RunAdmission(startup, self.signed, self._addresses, proof, startup.clock.unix)
         with startup.steps.step("directory"):
@@ -329,9 +329,9 @@ class Node:
     async def _give_up(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
         """Finishes or cancels the work in hand, writes checkpoints, sets `self.loaded` to None, and closes the span."""
         # While a stage has no peer, this origin's own microbatches cannot come back.
-        patience_s = ORIGIN_SECONDS if self.take_node_report().empty_stages else MOVE_FINISH_SECONDS
+        patience_s = ORIGIN_S if self.take_node_report().empty_stages else MOVE_FINISH_S
         await self._finish(local_peer, loaded, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
-        await loaded.write_checkpoints(MOVE_CHECKPOINT_SECONDS)
+        await loaded.write_checkpoints(MOVE_CHECKPOINT_S)
         self.loaded = None
         await self._span_closing.aclose()
 
@@ -346,16 +346,16 @@ class Node:
     async def _hand_back(self, why: str) -> None:
         """Announces "leaving", finishes what is in hand or gives it back to its callers, and writes checkpoints.
 
-        Takes LEAVE_SECONDS at most. why: completes "this peer is ..." for those whose work is given back.
+        Takes LEAVE_S at most. why: completes "this peer is ..." for those whose work is given back.
         """
-        local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_SECONDS - 3.0
+        local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_S - 3.0
         if local_peer is not None and loaded is None:
             await self._announce_leaving(local_peer)
         if local_peer is None or loaded is None:
             return
         loaded.collector.close()
         if not local_peer.host.died.is_set():
-            await self._finish(local_peer, loaded, ORIGIN_SECONDS, until, why)
+            await self._finish(local_peer, loaded, ORIGIN_S, until, why)
         await loaded.write_checkpoints(max(1.0, until + 1.0 - loop_time()))
         self._watchdog.report_traffic(self.take_node_report())
 
@@ -375,25 +375,23 @@ class Node:
         await local_peer.ledger.finish(max(0.1, until - loop_time()), reason)
 
     async def _announce_leaving(self, local_peer: LocalPeer) -> None:
-        """Says in the directory that this peer leaves; gives up after ANNOUNCE_SECONDS, which is reported."""
+        """Says in the directory that this peer leaves; gives up after ANNOUNCE_S, which is reported."""
         try:
-            async with asyncio.timeout(ANNOUNCE_SECONDS):
+            async with asyncio.timeout(ANNOUNCE_S):
                 await local_peer.membership.announce("leaving")
         except TimeoutError:
             self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
     async def _close(self) -> None:
-        """Closes the span and the peer within CLOSE_SECONDS.
+        """Closes the span and the peer within CLOSE_S.
 
         What is not closed in time is reported and left to the end of the process; any other error is raised.
         """
         self._past_traffic = self._traffic()
         self.loaded = self.local_peer = None
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
+            async with asyncio.timeout(CLOSE_S):
                 await self._span_closing.aclose()
                 await self._peer_closing.aclose()
         except TimeoutError:
-            self._report_event(
-                events.TaskFailed("close", f"not everything could be closed within {CLOSE_SECONDS:.0f} s")
-            )
+            self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))

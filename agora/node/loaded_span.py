@@ -38,7 +38,7 @@ from agora.stepping import ShareClosed
 from agora.train.compute import Compute
 from agora.train.trained_stage import stage_layout
 
-MOST_UNSUPERVISED = 64
+MAX_UNSUPERVISED = 64
 """At least one of this many tokens of a microbatch is assumed to be supervised, however few were measured."""
 
 
@@ -146,7 +146,7 @@ class LoadedSpan:
         manifest = self._local_peer.manifest
         measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
         whole = manifest.tokens_per_microbatch
-        return whole if measured is None else max(measured, whole / MOST_UNSUPERVISED)
+        return whole if measured is None else max(measured, whole / MAX_UNSUPERVISED)
 
     @property
     def span(self) -> Span:

@@ -55,15 +55,15 @@ from agora.swarm.view import PeerView
 from agora.train.memory import available_bytes
 from agora.train.weight_versions import LIMIT_PER_SEAT
 
-SEATS_SHARE, MOST_SEATS_BYTES = 0.125, 4 * 2**30
+SEATS_SHARE, MAX_SEATS_BYTES = 0.125, 4 * 2**30
 """The part of the free memory, and the bytes, that seats beyond the usual number may take; the lesser counts."""
-LEAST_HELD_BYTES = 64 * 2**20
+MIN_HELD_BYTES = 64 * 2**20
 """Bytes of payloads that the network may hold in any run."""
 REMEMBER_S = 15.0
 """Seconds between two writes of other peers' addresses to disk."""
 REDIAL_S = 5.0
 """Seconds between two checks of which peers are missing from the view."""
-DIAL_SECONDS = 4.0
+DIAL_S = 4.0
 """Seconds that redialling missing peers may take."""
 MEET_S = 2.0
 """Seconds that reading the directory waits for strangers to be met."""
@@ -156,7 +156,7 @@ class LocalPeer:
             self.host,
             self.admission.gate,
             self.requests.answer,
-            NetLimits(max_payload_bytes=payload, max_held_bytes=max(LEAST_HELD_BYTES, 2 * self.seats * payload)),
+            NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * self.seats * payload)),
             report_violation=self.offences.report_violation,
             shut_out_s=self.offences.shut_out_s,
             report_failure=report_failure,
@@ -274,7 +274,7 @@ class LocalPeer:
             behind_relays = {peer_of_address(address) for address in addresses if is_circuit(address)}
             await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
             if addresses:
-                await self._directory.bootstrap(addresses, timeout_s=DIAL_SECONDS)
+                await self._directory.bootstrap(addresses, timeout_s=DIAL_S)
 
     async def _remember_addresses(self) -> None:
         """Every REMEMBER_S, until cancelled, writes up to 16 addresses of other peers to disk for the next start."""
@@ -303,7 +303,7 @@ def seats_of(manifest: Manifest, free_bytes: int) -> int:
     """
     usual, shape = usual_in_flight(manifest), manifest.boundary_shape()
     seat_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(shape)
-    affordable = min(int(SEATS_SHARE * free_bytes), MOST_SEATS_BYTES) // seat_bytes
+    affordable = min(int(SEATS_SHARE * free_bytes), MAX_SEATS_BYTES) // seat_bytes
     return max(usual, min(LIMIT_PER_SEAT * usual, affordable))
 
 

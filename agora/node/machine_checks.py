@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from agora.node.doctor import LEAST_FREE_BYTES
-from agora.swarm.swarm_clock import MOST_TOLERATED_S, REMEDY
+from agora.node.doctor import MIN_FREE_BYTES
+from agora.swarm.swarm_clock import MAX_TOLERATED_S, REMEDY
 
 State = Literal["pass", "warn", "fail"]
 
-LEAST_PYTHON: Final = (3, 11)
-LEAST_OPEN_FILES: Final = 1024
-MAX_CLOCK_OFFSET_S: Final = MOST_TOLERATED_S
+MIN_PYTHON: Final = (3, 11)
+MIN_OPEN_FILES: Final = 1024
+MAX_CLOCK_OFFSET_S: Final = MAX_TOLERATED_S
 """Seconds; a clock that is further off is corrected by the swarm's, but something is wrong with this machine's."""
 SLOW_ROUND_TRIP_S: Final = 1.0
 MIB: Final = 2**20
@@ -116,8 +116,8 @@ def worst(checks: list[Check]) -> State:
 
 def _python(readings: Readings) -> list[Check]:
     """Judges the interpreter's version."""
-    value, limit = ".".join(map(str, readings.python)), ".".join(map(str, LEAST_PYTHON)) + " or newer"
-    if readings.python[:2] >= LEAST_PYTHON:
+    value, limit = ".".join(map(str, readings.python)), ".".join(map(str, MIN_PYTHON)) + " or newer"
+    if readings.python[:2] >= MIN_PYTHON:
         return [Check("python", "pass", value, limit)]
     return [Check("python", "fail", value, limit, "make the virtual environment with a newer Python")]
 
@@ -168,7 +168,7 @@ def _memory(readings: Readings) -> list[Check]:
 
 def _disk(readings: Readings) -> list[Check]:
     """Judges the data directory and the directory of sockets."""
-    limit = f"{LEAST_FREE_BYTES / MIB:,.0f} MiB"
+    limit = f"{MIN_FREE_BYTES / MIB:,.0f} MiB"
     checks = [Check("disk", "pass", f"{readings.disk_free / MIB:,.0f} MiB free", limit)]
     if readings.disk_problem:
         remedy = "free some space there, make it writable, or choose another directory with --dir"
@@ -189,8 +189,8 @@ def _identity(readings: Readings) -> list[Check]:
 
 def _open_files(readings: Readings) -> list[Check]:
     """Judges how many files and connections the process may have open."""
-    value, limit = f"{readings.open_files:,}", f"{LEAST_OPEN_FILES:,}"
-    if readings.open_files >= LEAST_OPEN_FILES:
+    value, limit = f"{readings.open_files:,}", f"{MIN_OPEN_FILES:,}"
+    if readings.open_files >= MIN_OPEN_FILES:
         return [Check("open files", "pass", value, limit)]
     return [Check("open files", "fail", value, limit, "raise it with `ulimit -n 65536` or LimitNOFILE=")]
 

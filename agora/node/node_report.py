@@ -31,7 +31,7 @@ RATE_WINDOW_S = 15.0
 NO_TRAFFIC = Traffic(0, 0, 0)
 IDLE_BELOW = 0.9
 """A device that is busy for a smaller part of its time has time left: what limits it is then noted."""
-LEAST_BEHIND = 2
+MIN_BEHIND = 2
 """Steps behind its replicas that are worth a note: replicas take a step within moments of each other, not at once."""
 
 
@@ -144,7 +144,7 @@ def notes_of(report: NodeReport) -> list[str]:
     if span is None:
         return notes
     for stage, steps in span.behind.items():
-        if steps >= LEAST_BEHIND:
+        if steps >= MIN_BEHIND:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
     if span.gradient_wire.is_limited:
         notes.append(f"gradients are sent as {span.gradient_wire.reason}")

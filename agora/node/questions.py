@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from agora.node.lifecycle import Node
     from agora.node.run_admission import RunAdmission
 
-DRAIN_SECONDS = 90.0
+DRAIN_S = 90.0
 """Seconds that `drain` waits for open microbatches."""
-EVALUATE_SECONDS = 300.0
+EVALUATE_S = 300.0
 EVALUATE_BATCHES = 16
 """Held-out batches of an evaluation, unless the question says how many."""
 MAX_EVALUATE_BATCHES = 4096
-MOVE_SECONDS = 3600.0
+MOVE_S = 3600.0
 """Seconds that a move may take, including the fetch of the new stages' state."""
 
 
@@ -44,15 +44,15 @@ def questions_of(node: Node) -> Mapping[str, Question]:
         "pause": Question(answers.pause, {}),
         "resume": Question(answers.resume, {}),
         "leave": Question(answers.leave, {}),
-        "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_SECONDS),
+        "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_S),
         "ban": Question(answers.ban, {"peer": str}),
         "revoke": Question(answers.revoke, {"revocation": str}),
         "link": Question(answers.link, {"rate": str}),
-        "drain": Question(answers.drain, {}, deadline_s=DRAIN_SECONDS + 5.0),
+        "drain": Question(answers.drain, {}, deadline_s=DRAIN_S + 5.0),
         "refill": Question(answers.refill, {}),
         "weights": Question(answers.weights, {"average": bool}, deadline_s=60.0),
         "collect": Question(answers.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
-        "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_SECONDS + 5.0),
+        "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_S + 5.0),
     }
 
 
@@ -139,7 +139,7 @@ class ControlAnswers:
 
     async def drain(self) -> Answer:
         """Makes this origin open no more microbatches until `refill`; returns how many are open after 90 s at most."""
-        origin, deadline = self._node.serving_span().origin, loop_time() + DRAIN_SECONDS
+        origin, deadline = self._node.serving_span().origin, loop_time() + DRAIN_S
         if origin is None:
             return {"in_flight": 0}
         origin.pause()
@@ -162,7 +162,7 @@ class ControlAnswers:
         if not 1 <= batches <= MAX_EVALUATE_BATCHES:
             raise LocalError(f"batches must be from 1 to {MAX_EVALUATE_BATCHES}")
         began = loop_time()
-        evaluation = await origin.evaluate(batches, EVALUATE_SECONDS)
+        evaluation = await origin.evaluate(batches, EVALUATE_S)
         return {
             "loss": evaluation.loss,
             "tokens": evaluation.tokens,

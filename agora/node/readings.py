@@ -206,7 +206,7 @@ def _disk_problem(directory: Path, limit_bytes: int) -> str:
     except AgoraError as error:
         return str(error)
     held = stored_bytes(directory) if limit_bytes else 0
-    if limit_bytes and held + doctor.LEAST_FREE_BYTES > limit_bytes:
+    if limit_bytes and held + doctor.MIN_FREE_BYTES > limit_bytes:
         return f"{directory} holds {held / 2**20:,.0f} MiB of the {limit_bytes / 2**20:,.0f} MiB that `disk_gib` allows"
     return ""
 

@@ -37,7 +37,7 @@ from agora.threads import run_in_thread
 from agora.train.compute import Compute
 from agora.train.memory import available_bytes
 
-MOST_LOADS = 3
+MAX_LOADS = 3
 """At most this many spans are loaded, one after another, if others take each meanwhile; the last one is served."""
 ASK_S = 3.0
 """Seconds within which a replica must answer how many steps it has taken."""
@@ -55,7 +55,7 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
             await _claim(local_peer, wanted),
             load=lambda span: _load_stages(local_peer, span),
             confirm=lambda: _confirm(local_peer),
-            loads=MOST_LOADS if wanted is None else 1,
+            loads=MAX_LOADS if wanted is None else 1,
         )
         compute, data = await closing.enter_async_context(loading)
         epochs = data if isinstance(data, Epochs) else None

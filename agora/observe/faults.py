@@ -44,8 +44,8 @@ ACTIONS = {
     "shift": "shift=SECONDS: the wall clock of this process is set forward, back if negative",
 }
 HANG_S = 1e8
-_SECONDS: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
-WITH_SECONDS: Final = {"sleep": re.compile(_SECONDS), "shift": re.compile("-?" + _SECONDS)}
+_SECONDS_PATTERN: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
+ACTIONS_WITH_SECONDS: Final = {"sleep": re.compile(_SECONDS_PATTERN), "shift": re.compile("-?" + _SECONDS_PATTERN)}
 """The actions that take a number of seconds, and the pattern of that number."""
 _ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
@@ -88,7 +88,7 @@ def _parse_fault(entry: str) -> Fault:
     if action not in ACTIONS:
         raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
     arrival = _ARRIVAL.fullmatch(nth if has_arrival else "1")
-    wanted = WITH_SECONDS.get(action)
+    wanted = ACTIONS_WITH_SECONDS.get(action)
     is_duration_right = bool(wanted.fullmatch(seconds)) if wanted else not has_seconds
     if arrival is None or not is_duration_right:
         raise InputError(f"AGORA_FAULTS has a malformed number in {entry!r}; write it like sleep=0.5:2 or kill:3+")

@@ -17,7 +17,7 @@ from agora.terminal_text import printable
 LEVELS = ("debug", "info", "warning", "error")  # in rising order
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m"}
 _PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3}
-REPEAT_SECONDS = 10.0
+REPEAT_S = 10.0
 
 
 def goes_to_journald(stream: TextIO) -> bool:
@@ -54,7 +54,7 @@ class EventLog:
             return
         sentence = printable(event.describe(), keep="")  # peers wrote parts of some
         written_unix, repeats = self._last.get(sentence, (0.0, 0))
-        if event.level != "info" and at_unix - written_unix < REPEAT_SECONDS:
+        if event.level != "info" and at_unix - written_unix < REPEAT_S:
             self._last[sentence] = (written_unix, repeats + 1)
             return
         if len(self._last) >= 256:

@@ -107,7 +107,7 @@ class HopAnswer(Reply):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-LEAST_LOG_PROBABILITY: Final = -1000.0
+MIN_LOG_PROBABILITY: Final = -1000.0
 """The least log-probability of a token under the reference that an answer may contain, in nats."""
 
 
@@ -135,7 +135,7 @@ class WireShapes:
 
     def are_references(self, values: Sequence[float], expected: bool) -> bool:
         """Returns whether `values` can be the log-probabilities of all rows; if not `expected`, whether it is empty."""
-        least = LEAST_LOG_PROBABILITY * self.tokens_shape[-1]
+        least = MIN_LOG_PROBABILITY * self.tokens_shape[-1]
         return len(values) == (self.rows if expected else 0) and all(least <= value for value in values)
 
     def find_problem(self, message: Processed, purpose: str) -> str | None:

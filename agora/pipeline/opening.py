@@ -38,14 +38,14 @@ class Credit:
 
 
 def measured_credit(
-    round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int, most_in_flight: int = 2**31
+    round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int, staleness_ceiling: int = 2**31
 ) -> Credit:
     """Returns a credit of x + 4 * sqrt(x), x = round_trip_s / period_s; at least two for each stage, at most `ceiling`.
 
     round_trip_s: seconds that a microbatch takes if it never waits. period_s: the mean seconds between two completions.
-    Either is None before it was measured. most_in_flight: a second upper bound, from schedule.staleness.
+    Either is None before it was measured. staleness_ceiling: a second upper bound, from schedule.staleness.
     """
-    is_stale_beyond, ceiling = most_in_flight <= ceiling, max(1, min(ceiling, most_in_flight))
+    is_stale_beyond, ceiling = staleness_ceiling <= ceiling, max(1, min(ceiling, staleness_ceiling))
     setting = " by schedule.staleness" if is_stale_beyond else ""
     least = min(PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
@@ -126,14 +126,14 @@ class Surroundings:
     """What an origin sees around it before it decides whether to open a microbatch. Immutable.
 
     ready: whether enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
-    most_in_flight: see staleness_limit. before_mean: how many microbatches may be open until the mean of this peer's
+    staleness_ceiling: see staleness_limit. before_mean: how many microbatches may be open until the mean of this peer's
     share of a step is applied; more would be computed on weights without it. None where origins do not wait for means.
     """
 
     ready: bool = True
     step: StepState | None = None
     path_s: float | None = None
-    most_in_flight: int = 2**31
+    staleness_ceiling: int = 2**31
     before_mean: int | None = None
 
 

@@ -247,7 +247,7 @@ class Origin:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
         ceiling, period_s = min(self._credit_ceiling, config.ceiling), self._pace.period_s.value
-        return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.most_in_flight)
+        return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness_ceiling)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         """Returns a microbatch of these tokens that starts now, with a new id that is unique in the run."""

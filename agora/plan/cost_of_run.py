@@ -40,7 +40,7 @@ from agora.plan.graph_bytes import (
 
 WAY_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
 """What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine."""
-LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
+MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
 NF4_BLOCK, NF4_BLOCKS_OF_SCALE, NF4_TABLE_BYTES = 64, 256, 4 * (16 + 256 + 1)
 """Values that share a one-byte scale, scales that share a float32, and the tables of each matrix."""
 MUON_BATCH: Final = 1 << 24
@@ -74,14 +74,14 @@ def run_cost(
     )
 
 
-def least_bytes(manifest: Manifest, span: Span) -> float:
+def min_bytes(manifest: Manifest, span: Span) -> float:
     """Returns the least bytes of memory that training `span` takes: one microbatch at a time, all on the device."""
     return run_cost(manifest, in_flight=1).memory(span).device
 
 
 def usual_in_flight(manifest: Manifest) -> int:
     """Returns how many microbatches between forward and backward have their graphs kept, where memory allows."""
-    return max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+    return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
 def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:

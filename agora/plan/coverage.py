@@ -13,7 +13,7 @@ import numpy as np
 
 from agora.plan.span_rates import Rates
 
-MOST_CANDIDATES: Final = 32
+MAX_CANDIDATES: Final = 32
 """Most sets of machines that are extended in parallel. With few kinds of machines these are all sets; then the result
 is exact."""
 
@@ -59,7 +59,7 @@ def _longer(
 ) -> dict[tuple[Reach, ...], Coverage]:
     """Returns candidates of one more machine: for each set of kinds the one that reaches furthest.
 
-    Keys are the sorted reaches of the machines. Of more than MOST_CANDIDATES, those that reach furthest are returned.
+    Keys are the sorted reaches of the machines. Of more than MAX_CANDIDATES, those that reach furthest are returned.
     """
     longer: dict[tuple[Reach, ...], Coverage] = {}
     for kinds, found in candidates.items():
@@ -68,7 +68,7 @@ def _longer(
             key = tuple(sorted((*kinds, reach)))
             if end > found.reached and (key not in longer or end > longer[key].reached):
                 longer[key] = Coverage((*found.machines, machine), (*found.ends, end))
-    kept = sorted(longer.items(), key=lambda item: -item[1].reached)[:MOST_CANDIDATES]
+    kept = sorted(longer.items(), key=lambda item: -item[1].reached)[:MAX_CANDIDATES]
     return dict(kept)
 
 

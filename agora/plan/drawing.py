@@ -15,7 +15,7 @@ from agora.plan.assignment import Assignment, Plan
 from agora.plan.cost import RunCost
 
 HEADINGS: Final = ("MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "OF")
-MOST_COLUMNS: Final = 64
+MAX_COLUMNS: Final = 64
 """Most columns of stages in a terminal picture; with more stages, each column stands for several."""
 LABEL_WIDTH: Final = 28
 STAGE_PIXELS, ROW_PIXELS, LABEL_PIXELS, PICTURE_PIXELS = 24, 26, 210, 960
@@ -54,7 +54,7 @@ def plan_table(cost: RunCost, plan: Plan) -> list[str]:
 
 def picture_lines(cost: RunCost, plan: Plan, *, sign: str = "#") -> list[str]:
     """Returns the terminal picture as lines: a ruler of stages, a bar of `sign` for each row, marks of the slowest."""
-    count, columns = cost.stage_count, min(cost.stage_count, MOST_COLUMNS)
+    count, columns = cost.stage_count, min(cost.stage_count, MAX_COLUMNS)
 
     def column_of(stage: int) -> int:
         """Returns the column in which a stage is drawn."""

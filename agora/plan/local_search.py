@@ -133,12 +133,12 @@ def _best_exchange(
     arriving = np.concatenate([np.zeros((1, len(others))), at_spans[np.ix_(members, theirs)]])
     ours_after = totals[slowest] - leaving[:, None] + at_spans[others, slowest][None, :]
     theirs_after = (totals[theirs] - at_spans[others, theirs])[None, :] + arriving
-    after = np.minimum(np.minimum(ours_after, theirs_after), _least_other_rates(totals, slowest)[theirs][None, :])
+    after = np.minimum(np.minimum(ours_after, theirs_after), _min_rates_of_others(totals, slowest)[theirs][None, :])
     row, column = divmod(int(after.argmax()), len(others))
     return float(after[row, column]), int(members[row - 1]) if row else -1, int(others[column])
 
 
-def _least_other_rates(totals: Rates, slowest: int) -> Rates:
+def _min_rates_of_others(totals: Rates, slowest: int) -> Rates:
     """Returns, for each group, the least rate among all groups other than that one and the slowest one."""
     order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
     rest = np.full(len(totals), totals[order[0]])

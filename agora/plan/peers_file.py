@@ -21,7 +21,7 @@ from agora_protocol.manifest_rules import suggest
 from agora.plan.machine import Machine
 
 MAX_FILE_BYTES: Final = 1 << 20
-MOST_MACHINES: Final = 2048
+MAX_MACHINES: Final = 2048
 USABLE_MEMORY: Final = 0.9
 """The part of a device's memory that stages may take; the rest is for the device's context and for fragmentation."""
 BYTES_PER_MBIT: Final = 1e6 / 8
@@ -66,7 +66,7 @@ NUMBER_KEYS: Final[dict[str, NumberKey]] = {
     "upload_mbps": NumberKey("upload in Mbit/s", 0.01, 1e7),
     "download_mbps": NumberKey("download in Mbit/s", 0.01, 1e7),
     "latency_ms": NumberKey("milliseconds to any other machine", 0, 10_000),
-    "count": NumberKey("number of such machines", 1, MOST_MACHINES),
+    "count": NumberKey("number of such machines", 1, MAX_MACHINES),
 }
 MACHINE_KEYS: Final = ("name", "kind", *NUMBER_KEYS)
 
@@ -131,15 +131,15 @@ def read_peers(text: str, source: str) -> PeersFile:
 def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -> tuple[Machine, ...]:
     """Returns all machines; those of a table with `count` get numbered names.
 
-    Raises InputError for more than MOST_MACHINES, and for two of the same name.
+    Raises InputError for more than MAX_MACHINES, and for two of the same name.
     """
     machines: list[Machine] = []
     for kind, table in zip(kinds, tables, strict=True):
         count = table.get("count", 1)
         names = [kind.name] if count == 1 else [f"{kind.name}-{number}" for number in range(1, count + 1)]
         machines += [replace(kind, name=name) for name in names]
-        if len(machines) > MOST_MACHINES:
-            raise InputError(f"{source}: more than {MOST_MACHINES} machines cannot be planned; plan a part of them.")
+        if len(machines) > MAX_MACHINES:
+            raise InputError(f"{source}: more than {MAX_MACHINES} machines cannot be planned; plan a part of them.")
     seen: set[str] = set()
     for machine in machines:
         if machine.name in seen:

@@ -40,7 +40,7 @@ BUDGET_S: Final = 1.0
 USUAL_FLOPS: Final = 2e10
 """Operations per second of a usual processor, for the decision whether to measure at all."""
 MAX_FILE_BYTES: Final = 4096
-MOST_FLOPS: Final = 1e17
+MAX_FLOPS: Final = 1e17
 """No accelerator reaches more; a file that says so is ignored."""
 
 
@@ -104,7 +104,7 @@ def read_profile(path: Path, key: str) -> Profile | None:
         numbers = [float(profile.flops), float(profile.fixed_s), float(profile.row_s)]
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    is_sound = all(map(math.isfinite, numbers)) and 0 < numbers[0] <= MOST_FLOPS and min(numbers[1:]) >= 0
+    is_sound = all(map(math.isfinite, numbers)) and 0 < numbers[0] <= MAX_FLOPS and min(numbers[1:]) >= 0
     return Profile(*numbers) if is_sound else None
 
 

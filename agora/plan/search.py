@@ -41,7 +41,7 @@ GOOD_ENOUGH: Final = 0.9995
 SEARCH_WORK: Final = 24_000_000
 """The most machines x stages^2 x random changes of one grouping: it limits the time, whatever the swarm's size."""
 FEWEST_DISTURBANCES: Final = 10
-MOST_DISTURBANCES: Final = 150
+MAX_DISTURBANCES: Final = 150
 RANDOM_RESTARTS: Final = 0.5
 """The probability that a random change starts from wholly random groups; in small swarms these reach groupings that
 exchanges do not."""
@@ -143,7 +143,7 @@ def _searched(rates: Rates, grouping: Grouping, good_enough: float, rng: random.
     A changed grouping that is no worse is changed further. Ends early at the rate `good_enough`.
     """
     best = current = grouping
-    for _ in range(max(FEWEST_DISTURBANCES, min(MOST_DISTURBANCES, SEARCH_WORK // _work(rates)))):
+    for _ in range(max(FEWEST_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _work(rates)))):
         if best.rate >= good_enough:
             break
         restarts = rng.random() < RANDOM_RESTARTS

@@ -27,7 +27,7 @@ def flow_bound(holders: Iterable[tuple[Span, float]], work: Sequence[float]) -> 
     speeds: defaultdict[Span, float] = defaultdict(float)
     for span, speed in holders:
         speeds[span] += speed
-    high = _least_cover(speeds, work)
+    high = _rate_bound(speeds, work)
     low = 0.0
     if not can_serve(speeds, work, high * PRECISION):
         return 0.0
@@ -69,7 +69,7 @@ def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> floa
     return min(rates)
 
 
-def _least_cover(speeds: Mapping[Span, float], work: Sequence[float]) -> float:
+def _rate_bound(speeds: Mapping[Span, float], work: Sequence[float]) -> float:
     """Returns a rate that cannot be exceeded: total speed / total work, or one stage's holders alone, if less."""
     total = sum(speeds.values()) / sum(work)
     alone = (

@@ -68,7 +68,7 @@ class OriginSimulation:
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
             seen = Surroundings(
-                path_s=median(peer.paths_s) if peer.paths_s else None, most_in_flight=self._most_in_flight(peer)
+                path_s=median(peer.paths_s) if peer.paths_s else None, staleness_ceiling=self._staleness_ceiling(peer)
             )
             state.credit = self._credit(state, seen)
             decision = opening.next_opening(now, state.quota, state.credit, seen, state.open_count)
@@ -87,10 +87,10 @@ class OriginSimulation:
             return opening.Credit(limit, f"{limit}: schedule.max_in_flight")
         ceiling = min(state.credit_ceiling, rules.seats)
         return opening.measured_credit(
-            seen.path_s, state.pace.period_s.value, rules.stages, ceiling, seen.most_in_flight
+            seen.path_s, state.pace.period_s.value, rules.stages, ceiling, seen.staleness_ceiling
         )
 
-    def _most_in_flight(self, peer: SimulatedPeer) -> int:
+    def _staleness_ceiling(self, peer: SimulatedPeer) -> int:
         """Returns the most microbatches that this origin may have in flight by schedule.staleness; 2**31 if unbound."""
         rules = self._rules
         if not rules.staleness or not rules.step_microbatches:

@@ -19,7 +19,7 @@ from agora.sim.churn import SHAPES, Churn
 from agora.sim.settings_table import SettingsTable
 
 MAX_PEERS: Final = 100_000
-MAX_SECONDS: Final = 7 * 86_400.0
+MAX_DURATION_S: Final = 7 * 86_400.0
 DEFAULT_LINK: Final = "100Mbit,40ms"
 
 
@@ -117,8 +117,8 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
         machines=groups,
         model=model,
         churn=_churn(top.table("churn", optional=True)),
-        seconds=top.number("seconds", 900.0, above=0.0, most=MAX_SECONDS),
-        warmup_s=top.number("warmup_s", 300.0, least=0.0, most=MAX_SECONDS),
+        seconds=top.number("seconds", 900.0, above=0.0, most=MAX_DURATION_S),
+        warmup_s=top.number("warmup_s", 300.0, least=0.0, most=MAX_DURATION_S),
         sample_s=top.number("sample_s", 10.0, least=0.1, most=3600.0),
         seed=top.integer("seed", 0, least=0, most=2**63 - 1),
         rebalancing=top.flag("rebalancing", True),
@@ -180,7 +180,7 @@ def _churn(table: SettingsTable) -> Churn:
         leaves=table.number("leaves_per_hour", base.leaves, least=0.0, most=1000.0),
         hangs=table.number("hangs_per_hour", base.hangs, least=0.0, most=1000.0),
         at_once=table.integer("at_once", base.at_once, least=1, most=MAX_PEERS),
-        return_s=table.number("return_s", base.return_s, above=0.0, most=MAX_SECONDS),
+        return_s=table.number("return_s", base.return_s, above=0.0, most=MAX_DURATION_S),
     )
     table.end()
     return churn

@@ -21,7 +21,7 @@ from agora.observe.events import Report
 from agora.state.base_tensors import BaseTensors
 from agora.threads import run_in_thread
 
-MOST_AT_ONCE: Final = 8  # pieces that are read at the same time; each takes STATE_CHUNK_BYTES of memory
+MAX_AT_ONCE: Final = 8  # pieces that are read at the same time; each takes STATE_CHUNK_BYTES of memory
 RETRY_MS: Final = 500
 LIST_WAIT_S: Final = 5.0  # seconds an asker waits while files are hashed for the tensor list, before it gets Busy
 LIST_RETRY_MS: Final = 5000
@@ -106,8 +106,8 @@ class BaseGiver:
         place = self._base.place_of(request.tensor)
         if place is None:
             raise Refused("this peer does not have this tensor; ask another")
-        if self._reading >= MOST_AT_ONCE:
-            raise Busy(f"this peer gives {MOST_AT_ONCE} pieces already; ask again, or another", RETRY_MS)
+        if self._reading >= MAX_AT_ONCE:
+            raise Busy(f"this peer gives {MAX_AT_ONCE} pieces already; ask again, or another", RETRY_MS)
         self._reading += 1
         try:
             data_read = await asyncio.to_thread(place.read_piece, listed, request.piece)

@@ -38,7 +38,7 @@ CALLERS_PER_SHARD = 4
 """Least peers that should know each shard of the next stage, if MAX_NEXT_SHARDS for each of them are enough."""
 OTHERS_PER_CYCLE = 8
 """Stages, other than the own ones and the next, of which a shard is read in one cycle."""
-LEAST_WAIT_OF_OTHERS = 4.0
+MIN_WAIT_OF_OTHERS = 4.0
 """Least cycles after which such a shard is read again."""
 EXCHANGE_S = 1920.0
 """Seconds after which each random shard of the next stage is replaced by another; they take turns."""
@@ -174,7 +174,7 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
         return ReadPlan(tuple(shard for stage, count in enumerate(peers) for shard in all_shards(stage, count)), True)
     close = close_shards(peers, reader, now)
     others = other_shards(peers, reader, now)
-    wait = max(LEAST_WAIT_OF_OTHERS, len(others) / OTHERS_PER_CYCLE)
+    wait = max(MIN_WAIT_OF_OTHERS, len(others) / OTHERS_PER_CYCLE)
     cycle = max(1.0, (len(close) + len(others) / wait) / SHARDS_PER_READ)
 
     def lateness(shard: Shard) -> float:

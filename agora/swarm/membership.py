@@ -49,7 +49,7 @@ LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
 CALM_AFTER_S = 10.0
-MOST_CAPACITY, MOST_BANDWIDTH = 1e9, 1e12
+MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12
 """The greatest values that a claim can hold."""
 
 
@@ -180,7 +180,7 @@ class Membership:
         capacity: microbatches per second for its span. bandwidth: bytes per second. Both 0 for unknown.
         """
         if self.claim is not None:
-            capacity, bandwidth = min(capacity, MOST_CAPACITY), min(bandwidth, MOST_BANDWIDTH)
+            capacity, bandwidth = min(capacity, MAX_CAPACITY), min(bandwidth, MAX_BANDWIDTH)
             self.claim = replace(self.claim, capacity=capacity, bandwidth=bandwidth)
 
     async def announce_addresses(self, announcement: Announcement) -> None:

@@ -34,7 +34,7 @@ MAX_SETTLING_ROUNDS = 12
 """The most rounds, each of one read of the other claims, after which a joining peer's claim is settled in any case."""
 ROUNDS_TO_KEEP = 3
 """The rounds in a row that a span must be kept to be settled; peers that still choose again may then be pinned."""
-LEAST_SHARE = 0.02
+MIN_SHARE = 0.02
 """A newcomer with less than this part of a median machine's rate stands by, while no stage is thin."""
 
 
@@ -87,7 +87,7 @@ def choose_placement(view: View, demands: StageDemands, ability: Ability, rng: r
     """Returns the span where a newcomer helps most: thin stages first, then the slowest stage; `rng` breaks ties.
 
     Returns a placement without a span, so that the newcomer stands by, when no stage fits into its memory, and when no
-    stage is thin and its rate would be less than LEAST_SHARE of what a machine of median speed does there.
+    stage is thin and its rate would be less than MIN_SHARE of what a machine of median speed does there.
     """
     spans = spans_that_fit(ability.longest)
     if not spans:
@@ -97,7 +97,7 @@ def choose_placement(view: View, demands: StageDemands, ability: Ability, rng: r
     span = rng.choice(supply.best_spans(spans, speed, ability.bandwidth))
     rate = supply.rate_at(span, speed, ability.bandwidth)
     share = rate / supply.rate_at(span, supply.usual_speed, 0.0)
-    if share < LEAST_SHARE and not supply.thin_stages:
+    if share < MIN_SHARE and not supply.thin_stages:
         return Placement(None, f"it would do {share:.1%} of what others do, and no stage has fewer than two peers")
     return Placement(span, describe_thinnest(supply.holders, span))
 

@@ -16,13 +16,13 @@ from agora.swarm.placement import Ability, Placement, StageDemands
 from agora.swarm.stage_supply import ENOUGH_HOLDERS, StageSupply, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
 
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 """A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
 
 It bounds what is lost: of 10 replicas where 11 could be, a tenth is. Where stages are known by samples, the samples'
 uncertainty is added, see StageSupply.
 """
-LEAST_REPLICAS = 3
+MIN_REPLICAS = 3
 """The least number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
 HORIZON_S = 1800.0
 """Seconds for which a move is expected to pay; in a swarm of rented machines, few are there for much longer."""
@@ -31,7 +31,7 @@ MOVE_S = 60.0
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
 OUT_OF_TURN = 0.05
 """Where k peers before this one should move, it judges as if they could not with this probability, times k / n."""
-MOST_FOLLOWERS = 32
+MAX_FOLLOWERS = 32
 """At most this many of the other movers are simulated, before this peer's move and again after it."""
 
 
@@ -81,7 +81,7 @@ class _Judgement:
         self._supply = StageSupply(view, demands, ability.speed)
         self._speed = self._supply.believed_speed(ability.speed or own.capacity * self._supply.work_of(own.span))
         self._own_rate = self._supply.rate_of(own)
-        self._least_gain = LEAST_GAIN + self._supply.uncertainty
+        self._min_gain = MIN_GAIN + self._supply.uncertainty
         self._was_thin = bool(self._supply.thin_stages)
         self._serving = [len(view.replicas(stage)) for stage in range(demands.stage_count)]
 
@@ -93,7 +93,7 @@ class _Judgement:
         If the view has a thin stage, only that counts: rates are evened out once it is filled and can give its state.
         """
         supply = self._supply
-        return bool(supply.thin_stages) or (not self._was_thin and self._least_gain * supply.rate < supply.even_rate)
+        return bool(supply.thin_stages) or (not self._was_thin and self._min_gain * supply.rate < supply.even_rate)
 
     def other_spare_peers(self) -> list[PeerView]:
         """Returns the other serving peers that could leave their stages without slowing the swarm; see `_is_spare`."""
@@ -105,7 +105,7 @@ class _Judgement:
 
         Each goes where it helps most. Peers that are leaving are taken to be moving, and are placed first, not counted.
         Turns are by a hash of the peer and the slowest stage: nothing that a peer reports changes them. Stops after
-        MOST_FOLLOWERS.
+        MAX_FOLLOWERS.
         """
         slowest = self._supply.rates.index(min(self._supply.rates))
         turns = {peer.peer: _turn(peer.peer, slowest) for peer in [*others, self._own]}
@@ -114,7 +114,7 @@ class _Judgement:
                 self._settle(peer)
         moved = 0
         for peer in sorted(others, key=lambda other: turns[other.peer]):
-            if turns[peer.peer] > turns[self._own.peer] or not self.is_uneven() or moved >= MOST_FOLLOWERS:
+            if turns[peer.peer] > turns[self._own.peer] or not self.is_uneven() or moved >= MAX_FOLLOWERS:
                 break
             if self._is_still_spare(peer):
                 moved += self._follow(peer)
@@ -125,14 +125,14 @@ class _Judgement:
         return self._is_spare(peer, bool(self._supply.thin_stages), self._supply.rate)
 
     def _is_spare(self, peer: PeerView, is_thin: bool, swarm_rate: float) -> bool:
-        """Returns whether the peer could leave: LEAST_REPLICAS hold, and no stage of its gets slower than the slowest.
+        """Returns whether the peer could leave: MIN_REPLICAS hold, and no stage of its gets slower than the slowest.
 
         is_thin: whether the supply has a thin stage; then rates do not matter. swarm_rate: of the slowest stage.
         """
         if peer.state != "serving" or peer.span.last >= self._supply.stage_count:
             return False
         supply, stages = self._supply, peer.span.stages
-        if any(min(self._serving[stage], supply.holders[stage]) < LEAST_REPLICAS for stage in stages):
+        if any(min(self._serving[stage], supply.holders[stage]) < MIN_REPLICAS for stage in stages):
             return False
         if is_thin:
             return True
@@ -144,13 +144,13 @@ class _Judgement:
 
         | stage                    | peers that serve it, this one included             |
         |--------------------------|----------------------------------------------------|
-        | given up                 | at least LEAST_REPLICAS                            |
+        | given up                 | at least MIN_REPLICAS                            |
         | kept, but away meanwhile | at least two, or the span has a stage without any  |
         """
         fills_empty = any(self._supply.holders[stage] == 0 for stage in span.stages)
         for stage in self._own.span.stages:
             stay = min(self._serving[stage], self._supply.holders[stage])  # of those that serve, after others' moves
-            if stage not in span and stay < LEAST_REPLICAS:
+            if stage not in span and stay < MIN_REPLICAS:
                 return False
             if stage in span and stay < ENOUGH_HOLDERS and not fills_empty:
                 return False
@@ -177,8 +177,8 @@ class _Judgement:
         fills = supply.thinness(most) < thinness
         if not fills and (supply.thinness(most) > thinness or supply.levels() <= levels):
             return None
-        rates = _Rates(now, supply.rate if fills else self._rate_after_reaction(self._least_gain * now))
-        if not fills and rates.then <= self._least_gain * now:
+        rates = _Rates(now, supply.rate if fills else self._rate_after_reaction(self._min_gain * now))
+        if not fills and rates.then <= self._min_gain * now:
             return None
         if not self._is_repaid(span, rates, fills):
             return None
@@ -195,7 +195,7 @@ class _Judgement:
         for peer in sorted(
             self.other_spare_peers(), key=lambda seen: (-min(supply.rates[s] for s in seen.span.stages), seen.peer)
         ):
-            if supply.rate > wanted or followers >= MOST_FOLLOWERS:
+            if supply.rate > wanted or followers >= MAX_FOLLOWERS:
                 break
             if self._is_still_spare(peer):
                 followers += self._follow(peer)

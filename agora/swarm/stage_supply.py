@@ -19,9 +19,9 @@ from agora.swarm.view import PeerView, View
 
 ENOUGH_HOLDERS = 2
 """A stage with fewer holders is thin: the next death could stop the swarm."""
-MOST_TIMES_USUAL = 64.0
+MAX_TIMES_USUAL = 64.0
 """A peer's claimed speed counts as at most this many times the median: one claim must not hide that a stage is slow."""
-MOST_COMPARED = 256
+MAX_COMPARED = 256
 """Most spans compared by the rates of all stages, among those that raise the swarm's rate equally."""
 
 
@@ -115,8 +115,8 @@ class StageSupply:
         return self.believed_speed(known)
 
     def believed_speed(self, claimed: float) -> float:
-        """Returns the claimed speed, at most MOST_TIMES_USUAL times the usual one; the usual one if 0 is claimed."""
-        return min(claimed, MOST_TIMES_USUAL * self.usual_speed) if claimed > 0 else self.usual_speed
+        """Returns the claimed speed, at most MAX_TIMES_USUAL times the usual one; the usual one if 0 is claimed."""
+        return min(claimed, MAX_TIMES_USUAL * self.usual_speed) if claimed > 0 else self.usual_speed
 
     def rate_of(self, peer: PeerView) -> float:
         """Returns the peer's microbatches per second at its span."""
@@ -185,7 +185,7 @@ class StageSupply:
         """Returns those of `spans` where one more machine of this speed and bandwidth helps most, with all ties.
 
         The least `thinness` comes first, then the greatest rate of the slowest stage, of the next slowest, and so on.
-        Of many spans about MOST_COMPARED, evenly spaced, take part in the last comparison. spans: must not be empty.
+        Of many spans about MAX_COMPARED, evenly spaced, take part in the last comparison. spans: must not be empty.
         """
         if self.thin_stages:
             most = max(len(span) for span in spans)
@@ -195,13 +195,13 @@ class StageSupply:
         rates = {span: self.rate_at(span, speed, bandwidth) for span in spans}
         slowest = self._slowest_with(rates)
         highest = max(slowest.values()) - 1e-6 * self.usual_speed
-        raised = self._least_left_behind([span for span in spans if slowest[span] >= highest], rates)
-        raised = raised[:: -(-len(raised) // MOST_COMPARED)]
+        raised = self._spans_that_leave_least_behind([span for span in spans if slowest[span] >= highest], rates)
+        raised = raised[:: -(-len(raised) // MAX_COMPARED)]
         levels = {span: self.levels(span, rates[span]) for span in raised}
         best = max(levels.values())
         return [span for span in raised if levels[span] == best]
 
-    def _least_left_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
+    def _spans_that_leave_least_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
         """Returns those of `spans` that leave the fewest stages at the slowest rate, which must be the same with each.
 
         This decides most cases before the rates of all stages have to be compared.

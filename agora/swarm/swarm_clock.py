@@ -30,7 +30,7 @@ STEADY_S: Final = 0.25
 """Seconds by which the others' median may differ before the correction changes."""
 MAX_CORRECTION_S: Final = 86_400.0
 """Seconds by which this machine's clock is corrected at most, whatever the others say."""
-MOST_TOLERATED_S: Final = 10.0
+MAX_TOLERATED_S: Final = 10.0
 """Seconds by which this machine's clock may be off before its owner is told."""
 REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
 
@@ -70,9 +70,9 @@ def _median_with_own(told: Sequence[float], own: float) -> float:
 
 
 def clock_remark(correction: ClockCorrection) -> str:
-    """Returns a sentence with the remedy if this machine's clock is more than MOST_TOLERATED_S off, "" if not."""
+    """Returns a sentence with the remedy if this machine's clock is more than MAX_TOLERATED_S off, "" if not."""
     off_s = correction.seconds if correction.refused_s is None else correction.refused_s
-    if abs(off_s) <= MOST_TOLERATED_S:
+    if abs(off_s) <= MAX_TOLERATED_S:
         return ""
     sense = "behind" if off_s > 0 else "ahead of"
     follows = "" if correction.refused_s is None else ", which is too much to be corrected"

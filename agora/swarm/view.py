@@ -15,9 +15,9 @@ from agora_protocol.records import Claim, Progress, Record, StageAccount
 
 from agora.moving_average import MovingAverage
 
-STEP_SECONDS_WEIGHT = 0.3
+STEP_S_WEIGHT = 0.3
 """The weight of the newest value in PeerView.mean_step_s."""
-_NO_STEPS = MovingAverage(STEP_SECONDS_WEIGHT)
+_NO_STEPS = MovingAverage(STEP_S_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ BLOCK: Final = 256
 CHUNK: Final = BLOCK << 12
 """How many values are updated at a time: on the CPU the update makes float32 copies of their moments."""
 
-LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
+MIN_SCALE: Final = torch.finfo(torch.float32).tiny
 """The divisor for a block of zeros."""
 
 
@@ -60,7 +60,7 @@ class QuantisedMoment:
             padding = -(part.stop - part.start) % BLOCK
             blocks = F.pad(values[part], (0, padding)).view(-1, BLOCK)
             largest = blocks.abs().amax(dim=1)
-            nearest = torch.bucketize(blocks / largest.clamp(min=LEAST_SCALE).unsqueeze(1), middles)
+            nearest = torch.bucketize(blocks / largest.clamp(min=MIN_SCALE).unsqueeze(1), middles)
             self.codes[part] = nearest.flatten()[: part.stop - part.start].to(torch.uint8)
             self.scales[scales] = largest
 

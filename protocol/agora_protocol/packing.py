@@ -42,20 +42,20 @@ def unpack(
     most: int,
     code: str = "bad-message",
     *,
-    most_items: int = MAX_ARRAY_ITEMS,
-    most_values: int = MAX_VALUES,
+    max_items: int = MAX_ARRAY_ITEMS,
+    max_values: int = MAX_VALUES,
 ) -> Any:
     """Returns the value in `data`, with arrays as tuples.
 
     Raises ProtocolError with `code` for malformed bytes, with "too-large" for more than `most` bytes. Before anything
     is built, it bounds the size, the nesting depth, the number of values, and the length of every array, map, text and
     bytes; so neither a false length nor a million tiny values cost much. Map keys must be texts, and no key may appear
-    twice. most_items: items of one array. most_values: keys and values in all.
+    twice. max_items: items of one array. max_values: keys and values in all.
     """
     if len(data) > most:
         raise ProtocolError("too-large", f"{len(data)} bytes of msgpack where at most {most} are allowed.")
     plain = bytes(data)
-    _check_structure(plain, code, most_values)
+    _check_structure(plain, code, max_values)
     try:
         return msgpack.unpackb(
             plain,
@@ -63,7 +63,7 @@ def unpack(
             use_list=False,
             strict_map_key=True,
             object_pairs_hook=_dict_of_unique,
-            max_array_len=most_items,
+            max_array_len=max_items,
             max_map_len=MAX_MAP_ITEMS,
             max_ext_len=0,
             ext_hook=_refuse_extension,
@@ -95,15 +95,15 @@ def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _check_structure(data: bytes, code: str, most_values: int) -> None:
-    """Raises ProtocolError(code) for nesting deeper than MAX_DEPTH and for more than `most_values` values.
+def _check_structure(data: bytes, code: str, max_values: int) -> None:
+    """Raises ProtocolError(code) for nesting deeper than MAX_DEPTH and for more than `max_values` values.
 
     It runs before msgpack's own reader, which allows 1024 levels and could reserve an array for each. Both problems
     need many bytes that open a container. Honest headers have few, which a fast count shows; only if there are many are
     the tokens walked, and that walk is bounded too.
     """
     if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (
-        problem := _find_structure_problem(data, most_values)
+        problem := _find_structure_problem(data, max_values)
     ):
         raise ProtocolError(code, f"The msgpack {problem}.")
 
@@ -155,10 +155,10 @@ def _items_opened(data: bytes, at: int) -> int:
     return unit * int.from_bytes(data[at + 1 : at + 1 + length], "big") if unit else -1
 
 
-def _find_structure_problem(data: bytes, most_values: int) -> str | None:
+def _find_structure_problem(data: bytes, max_values: int) -> str | None:
     """Returns what is wrong with the first value in `data`, or None; walks its tokens and builds nothing.
 
-    Wrong are nesting deeper than MAX_DEPTH and more than `most_values` values.
+    Wrong are nesting deeper than MAX_DEPTH and more than `max_values` values.
     """
     open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:
@@ -171,8 +171,8 @@ def _find_structure_problem(data: bytes, most_values: int) -> str | None:
             open_items.append(items)
         if len(open_items) > MAX_DEPTH + 1:
             return f"nests deeper than {MAX_DEPTH} levels"
-        if seen > most_values:
-            return f"has more than {most_values} values"
+        if seen > max_values:
+            return f"has more than {max_values} values"
         while open_items and open_items[-1] == 0:
             open_items.pop()
     return None

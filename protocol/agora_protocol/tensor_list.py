@@ -30,7 +30,7 @@ HASH_BYTES: Final = 32
 LISTED_DTYPES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes of listed tensors, as safetensors calls them, and the bytes of a value."""
 TENSOR_NAME: Final = re.compile(r"[!-~]{1,256}", re.ASCII)
-_MOST_VALUES: Final = 3 + MAX_BASE_TENSORS * (5 + MAX_DIMENSIONS)
+_MAX_VALUES: Final = 3 + MAX_BASE_TENSORS * (5 + MAX_DIMENSIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class TensorList:
 
         Sizes are bounded before anything is built, by MAX_TENSOR_LIST_BYTES and MAX_BASE_TENSORS.
         """
-        value = unpack(data, MAX_TENSOR_LIST_BYTES, most_items=MAX_BASE_TENSORS, most_values=_MOST_VALUES)
+        value = unpack(data, MAX_TENSOR_LIST_BYTES, max_items=MAX_BASE_TENSORS, max_values=_MAX_VALUES)
         if not isinstance(value, tuple) or len(value) != 2 or not is_version(value[0], VERSION):
             raise ProtocolError("bad-message", f"A tensor list is [{VERSION}, tensors].")
         rows = value[1]

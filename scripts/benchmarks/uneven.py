@@ -34,7 +34,7 @@ from benchmarks.report import Cell, Ratio, Report
 from benchmarks.simulate_real import Observation, RealPeer, observe
 
 STAGES: Final = 8
-MOST_STAGES: Final = 4
+MAX_STAGES_COMPARED: Final = 4
 """What the machines of the plan have the memory for: else each would hold the whole model."""
 MICROBATCH, IN_FLIGHT = 2, 8
 MICROBATCHES_PER_STEP: Final = 1024
@@ -74,7 +74,10 @@ def manifest() -> Manifest:
 
 def plan_spans(cost: RunCost, flops: float) -> Plan:
     """Returns the plan for the daemons. flops: operations per second of this machine, not slowed down."""
-    memory = max(cost.memory(Span(first, first + MOST_STAGES - 1)).device for first in range(STAGES - MOST_STAGES + 1))
+    memory = max(
+        cost.memory(Span(first, first + MAX_STAGES_COMPARED - 1)).device
+        for first in range(STAGES - MAX_STAGES_COMPARED + 1)
+    )
     machines = [Machine(f"peer-{n}", flops / (BASE * factor), memory) for n, factor in enumerate(FACTORS)]
     return make_plan(cost, machines, random.Random(0))
 
@@ -83,7 +86,7 @@ def planned_case(plan: Plan) -> Case:
     """Returns the swarm that a plan describes. Raises BenchFailed if it leaves a machine idle."""
     spans = [assignment.span for assignment in plan.assignments]
     if None in spans:
-        raise BenchFailed("the plan leaves a machine idle; MOST_STAGES is too small")
+        raise BenchFailed("the plan leaves a machine idle; MAX_STAGES_COMPARED is too small")
     peers = [RealPeer(str(span), BASE * factor) for span, factor in zip(spans, FACTORS, strict=True)]
     return Case("spans of the plan", peers)
 
@@ -154,7 +157,7 @@ def run(quick: bool, folder: Path) -> Report:
     report.notes = [
         f"Preset tiny with {STAGES} layers in {STAGES} stages, {MICROBATCH} rows; 8 daemons slowed down by "
         f"{BASE:.0f} times {', '.join(f'{factor:.0f}' for factor in FACTORS)}. In the plan machines have memory for "
-        f"{MOST_STAGES} stages.",
+        f"{MAX_STAGES_COMPARED} stages.",
         "planned: from the profile, in processor time. possible: by the daemons' own device seconds, waits for a core "
         "included. On a busy machine these are longer than the profile says, and of_plan is lower.",
     ]

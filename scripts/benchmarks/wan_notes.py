@@ -81,8 +81,8 @@ def _shown(value: float) -> str:
 
 def _steps_rules(effort: Effort) -> str:
     most = " and ".join(
-        f"{effort.most_at('adamw', width):,} steps with AdamW and {effort.most_at('muon', width):,} with Muon at width "
-        f"{width}"
+        f"{effort.max_steps_at('adamw', width):,} steps with AdamW and "
+        f"{effort.max_steps_at('muon', width):,} with Muon at width {width}"
         for width in effort.widths
     )
     return (

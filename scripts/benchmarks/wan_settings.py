@@ -93,7 +93,7 @@ class Job:
 class Effort:
     """The amount of training and measuring.
 
-    The published recipe takes the `most_steps` of optimizer and width, and its loss at the end is a target; a run of
+    The published recipe takes the `max_steps` of optimizer and width, and its loss at the end is a target; a run of
     another setting ends when it is there, but not before `steps`, which all have in common. The first of `seeds`
     trains every setting, and chooses those that the others train. dense: the forms of dense bf16, of which the better
     one counts. rates: names of the links. turns: windows of each swarm over each link, and of the pace before each.
@@ -104,7 +104,7 @@ class Effort:
     seeds: tuple[int, ...]
     stages: int
     steps: int
-    most_steps: Mapping[Optimizer, Mapping[int, int]]
+    max_steps: Mapping[Optimizer, Mapping[int, int]]
     every: int
     heldout_batches: int
     window_s: float
@@ -114,9 +114,9 @@ class Effort:
     context: int = 64
     sequences: int = 8
 
-    def most_at(self, optimizer: Optimizer, width: int) -> int:
+    def max_steps_at(self, optimizer: Optimizer, width: int) -> int:
         """Returns the steps of the longest run with this optimizer at this width."""
-        return self.most_steps[optimizer][width]
+        return self.max_steps[optimizer][width]
 
     @property
     def tokens_per_step(self) -> int:
@@ -185,7 +185,7 @@ QUICK: Final = Effort(
     seeds=(0,),
     stages=4,
     steps=240,
-    most_steps={"adamw": {64: 400}, "muon": {64: 320}},
+    max_steps={"adamw": {64: 400}, "muon": {64: 320}},
     every=20,
     heldout_batches=8,
     window_s=5.0,
@@ -198,7 +198,7 @@ FULL: Final = Effort(
     seeds=(0, 1, 2),
     stages=8,
     steps=750,
-    most_steps={"adamw": {64: 3000, 128: 1500}, "muon": {64: 1800, 128: 1000}},
+    max_steps={"adamw": {64: 3000, 128: 1500}, "muon": {64: 1800, 128: 1000}},
     every=50,
     heldout_batches=16,
     window_s=10.0,

@@ -80,7 +80,7 @@ def order(job: Job, runs: LossRuns, folder: Path) -> dict[str, object]:
     number = effort.recipes.index(recipe)
     file = folder / f"loss-{job.width}-{number}-{job.seed}.toml"
     file.write_text(effort.manifest(job).to_toml(), encoding="utf-8")
-    most = effort.most_at(recipe.optimizer, job.width)
+    most = effort.max_steps_at(recipe.optimizer, job.width)
     if recipe.setting == PUBLISHED:
         length = Length(most, effort.every)
     else:

@@ -17,9 +17,9 @@ from agora.cli import console
 if TYPE_CHECKING:
     from tiny_base.model_folder import TinyBase
 
-USUAL_SECONDS: Final = 90.0
+USUAL_S: Final = 90.0
 SHOWN_LINES: Final = 6
-MOST_SEED: Final = 2**31
+MAX_SEED: Final = 2**31
 
 app = console.new_app("Make a tiny base model to try tuning with.")
 
@@ -27,13 +27,13 @@ app = console.new_app("Make a tiny base model to try tuning with.")
 @app.command()
 def make(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it appears when it is complete.")],
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seeds weights and order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seeds weights and order of the text.")] = 0,
     steps: Annotated[
         int | None,
         typer.Option(min=1, max=1_000_000, help="Pretrain for so many steps; the same steps make the same files."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, max=86_400, help=f"Pretrain for so long; default {USUAL_SECONDS:.0f}.")
+        float | None, typer.Option(min=1, max=86_400, help=f"Pretrain for so long; default {USUAL_S:.0f}.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")
@@ -55,7 +55,7 @@ def make(
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise console.Failure(f"{place} is not empty; name a new folder, or remove it first", console.USAGE)
     try:
-        made = _make_base(place, steps, USUAL_SECONDS if seconds is None else seconds, seed)
+        made = _make_base(place, steps, USUAL_S if seconds is None else seconds, seed)
     except KeyboardInterrupt:
         console.print_line("stopped; nothing was written")
         raise typer.Exit(console.FAILED) from None

@@ -21,8 +21,8 @@ from typing import Any, Final
 from tiny_base.stdlib_docs import DocumentedName
 
 SFT_FILE, DPO_FILE = "sft.jsonl", "dpo.jsonl"
-MOST_SAMPLES: Final = 3000
-MOST_PAIRS: Final = 1500
+MAX_SAMPLES: Final = 3000
+MAX_PAIRS: Final = 1500
 
 Record = Mapping[str, Any]
 
@@ -35,8 +35,8 @@ def write_examples(names: Sequence[DocumentedName], folder: Path) -> dict[str, i
     shuffled = sorted(names, key=lambda name: _digest(name.name))
     third = len(shuffled) // 3
     records = {
-        SFT_FILE: sft_records(shuffled[third:][:MOST_SAMPLES]),
-        DPO_FILE: dpo_records(shuffled[:third][: MOST_PAIRS + 1]),
+        SFT_FILE: sft_records(shuffled[third:][:MAX_SAMPLES]),
+        DPO_FILE: dpo_records(shuffled[:third][: MAX_PAIRS + 1]),
     }
     folder.mkdir()
     for file, lines in records.items():

@@ -14,7 +14,7 @@ from tiny_base.stdlib_docs import SourceText
 from tiny_base.turn_tokenizer import END_OF_TEXT, render_turns
 
 FILES_PER_CONVERSATION: Final = 4
-MOST_EXCHANGES: Final = 16
+MAX_EXCHANGES: Final = 16
 PARAGRAPH_CHARACTERS: Final = range(20, 401)
 BLANK_LINES: Final = re.compile(r"\n\s*\n")
 
@@ -28,7 +28,7 @@ def documents(sources: Sequence[SourceText]) -> Iterator[str]:
 
 
 def conversation(text: str) -> str:
-    """Returns up to MOST_EXCHANGES exchanges, in each of which a paragraph of the text is answered by the next one."""
+    """Returns up to MAX_EXCHANGES exchanges, in each of which a paragraph of the text is answered by the next one."""
     fitting = [part.strip() for part in BLANK_LINES.split(text) if len(part.strip()) in PARAGRAPH_CHARACTERS]
     exchanges = zip(fitting[0::2], fitting[1::2], strict=False)
-    return "".join(render_turns(*pair) for pair, _ in zip(exchanges, range(MOST_EXCHANGES), strict=False))
+    return "".join(render_turns(*pair) for pair, _ in zip(exchanges, range(MAX_EXCHANGES), strict=False))

@@ -44,7 +44,7 @@ TINY = replace(
     seeds=(0, 1),
     stages=2,
     steps=4,
-    most_steps={"adamw": {16: 8, 64: 200, 128: 200}, "muon": {16: 6, 64: 200, 128: 200}},
+    max_steps={"adamw": {16: 8, 64: 200, 128: 200}, "muon": {16: 6, 64: 200, 128: 200}},
     every=2,
     heldout_batches=1,
     turns=1,
@@ -130,7 +130,7 @@ def test_what_is_trained_has_names_of_its_own_and_the_published_recipe_with_each
             effort.recipes
         )
         assert all(CANDIDATES[name][0] == PRESET for name in OPTIMIZERS)
-        assert all(effort.steps <= effort.most_at(name, width) for name in OPTIMIZERS for width in effort.widths)
+        assert all(effort.steps <= effort.max_steps_at(name, width) for name in OPTIMIZERS for width in effort.widths)
     assert len(FULL.seeds) >= 3 and len(FULL.widths) >= 2 and FULL.rates == ("today", "bound", "fast")
     assert PUBLISHED.name == "k = d/6.4, bf16" and DENSE_LEARNT.name == "k = d, bf16, learnt embedding"
     assert PRESET.name == "k = 7d/16, int6/int3"

@@ -13,7 +13,7 @@ from agora_protocol.errors import InputError
 
 from agora.clock import loop_time
 from agora.net.link import LinkSpec
-from agora.net.rate_limits import LEAST_SHARE, RateLimits, StreamBrake, parse_rate
+from agora.net.rate_limits import MIN_SHARE, RateLimits, StreamBrake, parse_rate
 from agora.net.shaping import AccessLink
 from agora.net.socket_bytes import SocketCounter
 from tests.net.helpers import after, boundary, echo, peers, process, run
@@ -56,7 +56,7 @@ def test_streams_keep_a_tenth_where_something_else_fills_the_line() -> None:
     brake = StreamBrake(1e6)
     for step in range(100):
         brake.update(step * 0.25, step * 500_000, 0)
-    assert brake.rate == LEAST_SHARE * 1e6
+    assert brake.rate == MIN_SHARE * 1e6
 
 
 def test_where_nobody_can_count_streams_get_nine_tenths() -> None:

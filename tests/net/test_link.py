@@ -20,7 +20,7 @@ from agora_protocol.messages import Processed
 
 from agora.calls import Reply
 from agora.net.incoming import IncomingCall
-from agora.net.link import CHUNK_S, MOST_CHUNK, DelayLine, LinkError, LinkSpec, TokenBucket
+from agora.net.link import CHUNK_S, MAX_CHUNK, DelayLine, LinkError, LinkSpec, TokenBucket
 from agora.net.shaping import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, ShapedTransport
 from tests.net.helpers import Peer, after, boundary, introduce, make_peer, process, run
 
@@ -315,9 +315,9 @@ def test_streams_share_the_rate_up_and_the_way_down_is_another(count: int) -> No
         heard = [sum(len(data) for _, data in stream.heard) for _, _, stream in streams]
         up, down = 0.3 * SPEC.rate, (0.325 + DOWN_DEPTH_S) * SPEC.rate
         assert up - HOLD_S * SPEC.rate - count * SPEC.chunk_bytes <= sum(sent) <= up
-        assert down - count * MOST_CHUNK <= sum(heard) <= down
+        assert down - count * MAX_CHUNK <= sum(heard) <= down
         assert max(sent) - min(sent) <= HOLD_S * SPEC.rate / count + 2 * SPEC.chunk_bytes
-        assert max(heard) - min(heard) <= DOWN_DEPTH_S * SPEC.rate + MOST_CHUNK  # who came first had the whole depth
+        assert max(heard) - min(heard) <= DOWN_DEPTH_S * SPEC.rate + MAX_CHUNK  # who came first had the whole depth
 
     virtually(main)
 
@@ -420,7 +420,7 @@ def test_what_is_read_is_told_at_the_rate_and_nothing_is_read_ahead() -> None:
         transport.resume_reading()
         await asyncio.sleep(0.1)
         taken = len(sent) - len(pipe.inbox)
-        assert taken - sum(len(data) for _, data in stream.heard) <= MOST_CHUNK
+        assert taken - sum(len(data) for _, data in stream.heard) <= MAX_CHUNK
         transport.pause_reading()
         await asyncio.sleep(0.5)
         assert len(sent) - len(pipe.inbox) <= taken

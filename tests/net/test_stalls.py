@@ -14,7 +14,7 @@ from agora_protocol.messages import Chunk, GetChunk, GetStatus, Refusal, StatusA
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.net.answer_share import MOST_EACH, STATUS_BURST
+from agora.net.answer_share import MAX_FRACTION_EACH, STATUS_BURST
 from agora.net.gate import Gate
 from agora.net.incoming import IncomingCall, NetLimits
 from agora.net.network import Network
@@ -77,7 +77,7 @@ def test_of_256_answers_that_nobody_reads_only_a_few_are_made_and_they_are_dropp
         for number in range(256):
             line.say(frame(FrameType.REQUEST, 2 * number + 1, GetChunk(bytes(32), number)))
         await asyncio.sleep(0.1)
-        most = MOST_EACH * owner.limits.max_answer_bytes
+        most = MAX_FRACTION_EACH * owner.limits.max_answer_bytes
         assert made * STATE_CHUNK_BYTES <= most and sum(owner.answers.places.held.values()) <= most
         line.connection.tick(asyncio.get_running_loop().time())
         await asyncio.sleep(STALLED_S + 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agora.net.uplink import LEAST_WAITING_BYTES, UplinkMeter
+from agora.net.uplink import MIN_WAITING_BYTES, UplinkMeter
 
 
 def test_a_link_that_something_always_waits_for_shows_its_rate() -> None:
@@ -17,7 +17,7 @@ def test_a_link_that_something_always_waits_for_shows_its_rate() -> None:
     assert meter.rate.value == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("waiting", [0, LEAST_WAITING_BYTES - 1])
+@pytest.mark.parametrize("waiting", [0, MIN_WAITING_BYTES - 1])
 def test_a_link_that_nothing_waits_for_stays_unknown(waiting: int) -> None:
     meter = UplinkMeter()
     for tick in range(40):

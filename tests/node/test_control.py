@@ -204,7 +204,7 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
         return {}
 
     async def short() -> dict[str, Any]:
-        await asyncio.sleep(3 * control.POLL_SECONDS)
+        await asyncio.sleep(3 * control.POLL_S)
         return {"patient": True}
 
     async def main() -> None:
@@ -223,7 +223,7 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
             await asyncio.wait_for(begun.wait(), 5)
             assert not ended.is_set()
             writer.close()
-            await asyncio.wait_for(ended.wait(), 4 * control.POLL_SECONDS)
+            await asyncio.wait_for(ended.wait(), 4 * control.POLL_S)
         finally:
             await socket.close()
 

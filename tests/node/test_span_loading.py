@@ -12,8 +12,8 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.node.local_peer import MOST_SEATS_BYTES, seats_of
-from agora.node.span_loading import MOST_LOADS, load_until_confirmed
+from agora.node.local_peer import MAX_SEATS_BYTES, seats_of
+from agora.node.span_loading import MAX_LOADS, load_until_confirmed
 from agora.plan.cost_of_run import usual_in_flight
 
 
@@ -39,7 +39,7 @@ class Loads:
         return self.others.pop(0) if self.others else None
 
 
-def load(loads: Loads, most: int = MOST_LOADS) -> Span:
+def load(loads: Loads, most: int = MAX_LOADS) -> Span:
     """The span that stays loaded, until the block ends in which it was asked for."""
 
     async def work() -> Span:
@@ -66,7 +66,7 @@ def test_a_span_taken_while_it_loaded_is_given_up_for_the_other() -> None:
 def test_the_last_span_loaded_is_served_whatever_others_do() -> None:
     loads = Loads(*[Span(1, 1), Span(0, 0)] * 5)
     assert load(loads) == Span(0, 0)
-    assert (len(loads.loaded), loads.asked) == (MOST_LOADS, MOST_LOADS - 1)
+    assert (len(loads.loaded), loads.asked) == (MAX_LOADS, MAX_LOADS - 1)
 
 
 def test_a_span_that_the_owner_chose_is_never_asked_about() -> None:
@@ -90,7 +90,7 @@ def test_a_failed_question_keeps_nothing_loaded() -> None:
     async def work() -> None:
         loads = Broken()
         with pytest.raises(ConnectionError):
-            async with load_until_confirmed(Span(0, 0), loads.load, loads.confirm, MOST_LOADS):
+            async with load_until_confirmed(Span(0, 0), loads.load, loads.confirm, MAX_LOADS):
                 raise AssertionError("nothing is yielded")
         assert not loads.held
 
@@ -105,7 +105,7 @@ def test_long_links_get_four_times_the_usual_seats_as_far_as_memory_goes() -> No
     large = preset("tiny", model={"width": 4096, "subspace": 4096, "context": 2048})
     shape = large.boundary_shape()
     held = seats_of(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
-    assert seats_of(large, 2**50) == usual_in_flight(large) or held <= MOST_SEATS_BYTES
+    assert seats_of(large, 2**50) == usual_in_flight(large) or held <= MAX_SEATS_BYTES
 
 
 def test_asking_what_memory_a_span_needs_takes_no_time_of_the_event_loop() -> None:

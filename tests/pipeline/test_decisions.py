@@ -335,14 +335,14 @@ def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() ->
 
 
 def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_settings_change_that() -> None:
-    free, bounded = measured_credit(0.4, 0.1, 2, 64), measured_credit(0.4, 0.1, 2, 64, most_in_flight=2)
+    free, bounded = measured_credit(0.4, 0.1, 2, 64), measured_credit(0.4, 0.1, 2, 64, staleness_ceiling=2)
     assert (free.limit, free.shortage) == (12, "")
     assert bounded.limit == 2 and bounded.reason.endswith("bounded by 2 by schedule.staleness")
     assert "would use 12 in flight, schedule.staleness allows it 2" in bounded.shortage
     assert "optimizer.target_tokens" in bounded.shortage
-    assert measured_credit(0.4, 0.1, 2, 64, most_in_flight=12).shortage == "", "it has all that it would use"
-    assert measured_credit(0.4, 0.1, 2, 8, most_in_flight=9).shortage == "", "memory bounds it before staleness does"
-    unmeasured = measured_credit(None, None, 2, 64, most_in_flight=1)
+    assert measured_credit(0.4, 0.1, 2, 64, staleness_ceiling=12).shortage == "", "it has all that it would use"
+    assert measured_credit(0.4, 0.1, 2, 8, staleness_ceiling=9).shortage == "", "memory bounds it before staleness does"
+    unmeasured = measured_credit(None, None, 2, 64, staleness_ceiling=1)
     assert unmeasured.reason == "1: 2 per stage until the round trip is measured, bounded by 1 by schedule.staleness"
 
 

@@ -29,7 +29,7 @@ from tests.process.harness import (
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-LEAST_STEPS = 6
+MIN_STEPS = 6
 ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 40, 32
 
 
@@ -76,7 +76,7 @@ def test_a_synchronous_swarm_equals_a_plain_loop(
     manifest = oracle_manifest(stages, kind="synchronous", activations=activations, subspace=subspace)
     manifest = manifest.replaced(optimizer={"name": optimizer})
     with swarm(tmp_path, manifest) as made:
-        peers = trained(made, stages, LEAST_STEPS)
+        peers = trained(made, stages, MIN_STEPS)
         taken = [steps_of(peer, k) for k, peer in enumerate(peers)]
         count = len(taken[0])
         assert [len(steps) for steps in taken] == [count] * stages

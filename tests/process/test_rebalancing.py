@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 MOVED_WITHIN_S: Final = 30.0
 RECOVERED: Final = 0.9
 """Of what the remaining machines can do."""
-MOST_LOOKS: Final = 6
+MAX_LOOKS: Final = 6
 SLOWDOWN: Final = 12.0
 """So that two cores carry all daemons: their devices sleep."""
 
@@ -106,10 +106,10 @@ def recover(made: Swarm, daemons: Sequence[LocalDaemon], stages: int, microbatch
         made.until(lambda: -1 not in map(stage_of, daemons), "those that move to arrive")
         made.until(lambda: all(look(daemon).microbatches > 2 for daemon in daemons), "all that are left to work")
         parts.append(part_of_possible(made, daemons, stages, microbatches))
-        assert len(parts) < MOST_LOOKS or parts[-1] >= RECOVERED, parts
+        assert len(parts) < MAX_LOOKS or parts[-1] >= RECOVERED, parts
 
 
-def kill_most_of_the_last_stage(made: Swarm, daemons: Sequence[LocalDaemon], stages: int) -> list[LocalDaemon]:
+def kill_all_but_one_of_the_last_stage(made: Swarm, daemons: Sequence[LocalDaemon], stages: int) -> list[LocalDaemon]:
     """Kills all but one of its peers, waits until two serve it again, and returns the daemons that are left."""
     made.until(lambda: completed(made, daemons) > ENOUGH and -1 not in map(stage_of, daemons), "the swarm to run")
     held = [stage_of(daemon) for daemon in daemons]
@@ -140,7 +140,7 @@ def end(made: Swarm, daemons: Sequence[LocalDaemon]) -> None:
 
 def test_peers_move_to_a_stage_whose_replicas_were_killed_and_the_swarm_is_fast_again(tmp_path: Path) -> None:
     with swarm(tmp_path, uniform(2)) as made:
-        left = kill_most_of_the_last_stage(made, start(made, 8), 2)
+        left = kill_all_but_one_of_the_last_stage(made, start(made, 8), 2)
         recover(made, left, 2, 250)
         end(made, left)
 
@@ -149,7 +149,7 @@ def test_peers_move_to_a_stage_whose_replicas_were_killed_and_the_swarm_is_fast_
 def test_peers_of_any_stage_move_to_the_last_of_three(tmp_path: Path) -> None:
     """The first stage's peers never call those of the last: they learn of the deaths by the directory's connections."""
     with swarm(tmp_path, uniform(3)) as made:
-        left = kill_most_of_the_last_stage(made, start(made, 10), 3)
+        left = kill_all_but_one_of_the_last_stage(made, start(made, 10), 3)
         made.until(lambda: -1 not in map(stage_of, left), "those that move to arrive")
         goal = completed(made, left) + 5 * ENOUGH
         made.until(lambda: completed(made, left) >= goal, "the swarm to go on")

@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 MICROBATCH = 2
 SAMPLES = 1200
-MOST_IN_A_ROW = 6
+MAX_IN_A_ROW = 6
 """Samples that fit into a row: they have 11 tokens at least, end of turn included, and a row 64."""
-MOST_IN_FLIGHT = 16
+MAX_IN_FLIGHT = 16
 """Microbatches that an origin may have open, at most, when it is killed."""
 
 
@@ -94,7 +94,7 @@ def test_an_epoch_covers_every_sample_though_origins_are_killed(tmp_path: Path) 
         assert SAMPLES * 0.9 < each < SAMPLES
         assert done["seen"] >= each, "the first epoch is complete, while later ones have begun"
         epochs = done["seen"] / each + 1
-        in_hand = (MOST_IN_FLIGHT + epochs) * MICROBATCH * MOST_IN_A_ROW
+        in_hand = (MAX_IN_FLIGHT + epochs) * MICROBATCH * MAX_IN_A_ROW
         assert done["repeated"] <= in_hand, (
             "what the killed one had in hand, and the end of each epoch that is filled up"
         )
@@ -121,8 +121,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         first = after[0].events("SamplesCounted")[told]
         assert first["seen"] >= seen["seen"], "what was trained on before is not trained on again"
         done = first_epoch_done(made, after[0])
-        assert done["repeated"] <= 2 * (done["epoch"] + 1) * MICROBATCH * MOST_IN_A_ROW
-        assert made.completed(after[0]) * MICROBATCH * MOST_IN_A_ROW >= each
+        assert done["repeated"] <= 2 * (done["epoch"] + 1) * MICROBATCH * MAX_IN_A_ROW
+        assert made.completed(after[0]) * MICROBATCH * MAX_IN_A_ROW >= each
         made.stop()
 
 

@@ -10,7 +10,7 @@ from agora_protocol.ids import Span
 from agora.sim.flow_bound import best_whole_placement, flow_bound
 
 
-def least_cut(holders: list[tuple[Span, float]], work: list[float]) -> float:
+def min_cut(holders: list[tuple[Span, float]], work: list[float]) -> float:
     """The maximum flow by its minimum cut: over all sets of stages, the speed of their holders by their work."""
     stages = range(len(work))
     sets = [[s for s in stages if bits >> s & 1] for bits in range(1, 1 << len(work))]
@@ -29,7 +29,7 @@ def test_the_bound_is_the_least_cut(seed: int) -> None:
     for _ in range(rng.randint(1, 8)):
         first = rng.randrange(stages)
         holders.append((Span(first, rng.randint(first, stages - 1)), rng.uniform(0.1, 5.0)))
-    assert flow_bound(holders, work) == pytest.approx(least_cut(holders, work), rel=1e-4)
+    assert flow_bound(holders, work) == pytest.approx(min_cut(holders, work), rel=1e-4)
 
 
 def test_a_stage_without_holders_stops_everything() -> None:

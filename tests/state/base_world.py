@@ -101,7 +101,7 @@ class BaseWorld:
         self.events: list[object] = []
         self.offences: list[tuple[PeerId, Offence, str]] = []
         self.done: list[int] = []
-        self.open = self.most_open = 0
+        self.open = self.peak_open = 0
         self.store = TensorStore(root / "joiner" / self.list.digest)
         self.joiner = self.network.join(PeerId("joiner"), self.refuse)
 
@@ -159,7 +159,7 @@ class BaseWorld:
 
     async def call(self, peer, request, tensors=(), *, deadline, on_progress=None) -> Reply:
         self.open += 1
-        self.most_open = max(self.most_open, self.open)
+        self.peak_open = max(self.peak_open, self.open)
         try:
             return await self.joiner.call(peer, request, tensors, deadline=deadline)
         finally:

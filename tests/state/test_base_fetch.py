@@ -72,7 +72,7 @@ def test_one_source_gives_exactly_what_is_asked_for(tmp_path: Path, whole: Path)
         await world.run(1, 4)
         world.assert_fetched(1, 4)
         assert sorted(holder.given) == [(LIST, 0), (1, 0), (1, 1), (4, 0)] and set(holder.given.values()) == {1}
-        assert holder.calls["GetBase"] == 1 and world.most_open <= WINDOW
+        assert holder.calls["GetBase"] == 1 and world.peak_open <= WINDOW
 
     in_world(tmp_path, whole, work)
 

@@ -14,7 +14,7 @@ from agora_protocol.messages import GetBase, GetPiece
 from agora_protocol.tensor_list import TensorList, bits_to_held
 
 from agora.state import base_giving
-from agora.state.base_giving import LIST, MOST_AT_ONCE, BaseGiver
+from agora.state.base_giving import LIST, MAX_AT_ONCE, BaseGiver
 from agora.state.base_tensors import BaseTensors
 from agora.state.stored_tensors import BaseModelError, TensorBytes, list_tensors
 from agora.state.tensor_store import TensorStore
@@ -211,13 +211,13 @@ def test_more_pieces_than_it_can_give_at_once_are_refused_busy(
     async def work() -> None:
         giver, base, _ = peer(tmp_path, listed, whole)
         base.adopt_list(listed)
-        asked = [asyncio.create_task(giver.answer(GetPiece(4, 0))) for _ in range(3 * MOST_AT_ONCE)]
+        asked = [asyncio.create_task(giver.answer(GetPiece(4, 0))) for _ in range(3 * MAX_AT_ONCE)]
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         going_on.set()
         answers = await asyncio.gather(*asked, return_exceptions=True)
         busy = [answer for answer in answers if isinstance(answer, Busy)]
-        assert len(busy) == 2 * MOST_AT_ONCE and most[0] <= MOST_AT_ONCE
+        assert len(busy) == 2 * MAX_AT_ONCE and most[0] <= MAX_AT_ONCE
         assert (await giver.answer(GetPiece(4, 0))).tensors
 
     asyncio.run(work())

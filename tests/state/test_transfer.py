@@ -67,7 +67,7 @@ def test_one_source_gives_exactly_what_it_has() -> None:
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, replica.state)
         assert (got.stage, got.step, got.updates) == (0, 10, 7)
-        assert world.asked() == COUNT and world.most_open == WINDOW
+        assert world.asked() == COUNT and world.peak_open == WINDOW
 
     run(work())
 

@@ -152,7 +152,7 @@ class World:
         self.replicas: dict[PeerId, Replica] = {}
         self.offences: list[tuple[PeerId, str]] = []
         self.open = 0
-        self.most_open = 0
+        self.peak_open = 0
         self.joining = self.network.join(PeerId("joining"), self.refuse)
 
     async def refuse(self, call: MemoryCall) -> Reply:
@@ -173,7 +173,7 @@ class World:
 
     async def call(self, peer, request, tensors=(), *, deadline, on_progress=None) -> Reply:
         self.open += 1
-        self.most_open = max(self.most_open, self.open)
+        self.peak_open = max(self.peak_open, self.open)
         try:
             return await self.joining.call(peer, request, tensors, deadline=deadline)
         finally:

@@ -8,7 +8,7 @@ from agora_protocol.ids import PeerId, RunId, Span, peer_id_of
 from agora_protocol.records import Claim, Progress
 
 from agora.moving_average import MovingAverage
-from agora.swarm.view import STEP_SECONDS_WEIGHT, PeerView, View
+from agora.swarm.view import STEP_S_WEIGHT, PeerView, View
 
 RUN = RunId("ab" * 32)
 
@@ -28,7 +28,7 @@ def progress(name: str, span: str, steps: tuple[int, ...], *, incarnation: int =
 
 def seen(name: str, span: str, state: str = "serving", step_s: float | None = None, **rest) -> PeerView:
     """A peer of the view; `step_s`: the mean seconds between two of its steps."""
-    rest["mean_step_s"] = MovingAverage(STEP_SECONDS_WEIGHT, step_s, int(step_s is not None))
+    rest["mean_step_s"] = MovingAverage(STEP_S_WEIGHT, step_s, int(step_s is not None))
     values = {"seen_unix": 1000.0, "expires_unix": 1e9, "steps": (0,) * len(Span.parse(span))} | rest
     return PeerView(peer_id(name), Span.parse(span), 1, state=state, **values)
 

@@ -10,7 +10,7 @@ import pytest
 from agora_protocol.ids import Span
 
 from agora.swarm.placement import Ability, Placement
-from agora.swarm.rebalancing import LEAST_GAIN, LONGEST_LOOK_S, SHORTEST_LOOK_S, judge_move, next_look_s
+from agora.swarm.rebalancing import LONGEST_LOOK_S, MIN_GAIN, SHORTEST_LOOK_S, judge_move, next_look_s
 from agora.swarm.stage_supply import StageDemands, StageSupply, equal_demands
 from agora.swarm.view import PeerView, StageSample, View
 from tests.swarm.makers import peer_id, seen, view
@@ -94,7 +94,7 @@ def test_a_slow_stage_is_raised_when_the_rate_rises_by_enough() -> None:
     measured = view(*stage(0, 4, capacity=10.0), *stage(1, 4, capacity=1.0))
     assert judge(measured, "0a", 2, speed=10.0).span == Span(1, 1)
     assert judge(view(*stage(0, 4), *stage(1, 3)), "0a", 2) is None, "even enough"
-    assert 23 / 22 < LEAST_GAIN
+    assert 23 / 22 < MIN_GAIN
     assert judge(view(*stage(0, 24), *stage(1, 22)), "0a", 2) is None, "too small a gain"
 
 
