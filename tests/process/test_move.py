@@ -71,7 +71,7 @@ def test_a_daemon_moves_to_a_stage_that_has_no_peer_and_the_swarm_goes_on(tmp_pa
         made.until(lambda: moves.events("MicrobatchStarted") and stays.events("MicrobatchStarted"), "both to originate")
         assert moves.ask("move", stages="1", timeout_s=60)["seconds"] < 30.0
         trains_on(made, stays)
-        assert counted_after(moves, 1)
+        made.until(lambda: counted_after(moves, 1), "microbatches through its new stage")
         started = {event["microbatch"] for event in moves.events("MicrobatchStarted")}
         assert {event["microbatch"] for event in moves.events("MicrobatchDropped")} == started
         drained(made, stays)
