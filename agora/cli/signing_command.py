@@ -75,7 +75,9 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
         ticket, revoke_by = _make_ticket(signed, _find_signer(found), request, until_unix)
     elif request.role != MEMBER:
         raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/admission.md")
-    elif mode == LISTED and request.peer is not None and not signed.manifest.admits(PeerId(request.peer)):
+    elif (
+        mode == LISTED and request.peer is not None and not signed.manifest.admits_without_ticket(PeerId(request.peer))
+    ):
         raise Failure(f"the run has mode listed, and its manifest does not list {request.peer}; see docs/admission.md")
     invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, str(ticket or ""))
     if as_json:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
-from agora.data.conversations import checked_text
+from agora.data.conversations import check_text
 from agora.data.record_files import ROWS, import_pyarrow, read_lines, unreadable_table
 
 STDLIB = "stdlib"
@@ -166,7 +166,7 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
     for record in read_lines(path):
         if TEXT_FIELD not in record.fields:
             raise _no_text(record.where, "field", sorted(map(str, record.fields)))
-        if text := checked_text(record.fields[TEXT_FIELD], f"{record.where} {TEXT_FIELD!r}"):
+        if text := check_text(record.fields[TEXT_FIELD], f"{record.where} {TEXT_FIELD!r}"):
             yield Piece(text, True)
 
 

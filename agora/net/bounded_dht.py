@@ -115,7 +115,10 @@ class BoundedP2P:
         kind = name.rpartition(".")[2]
 
         async def answer(raw: bytes, remote: Any) -> bytes:
-            """Returns the response to one request; the text of an error that it raises is sent to the caller."""
+            """Returns the response to one request; the text of an error that it raises is sent to the caller.
+
+            Raises NotAdmitted for a node that has not said HELLO. A malformed request is counted and reported.
+            """
             peer = PeerId(str(remote))
             if not self._guard.is_greeted(peer):
                 raise NotAdmitted(SAY_HELLO)
@@ -253,7 +256,10 @@ class BoundedP2P:
             return bytes(await self._p2p._client.call_unary_handler(peer_id, name, request))
 
     async def _screen(self, response: Any, keys: Any, peer: PeerId) -> None:
-        """Removes from a find's reply what is not valid. ProtocolError if it exceeds a bound of the table above."""
+        """Removes from a find's reply what is not valid.
+
+        Raises ProtocolError if it exceeds a bound of the table above.
+        """
         if len(response.results) != len(keys):
             raise ProtocolError("bad-message", f"{len(response.results)} results for {len(keys)} keys.")
         for key, result in zip(keys, response.results, strict=True):

@@ -130,7 +130,10 @@ def read_varint(data: bytes) -> tuple[int, bytes]:
 
 
 def _value_bytes(name: str, value: str) -> bytes:
-    """Returns the bytes of one part's value, with its length before it where that varies. ValueError if malformed."""
+    """Returns the bytes of one part's value, with its length before it where that varies.
+
+    Raises ValueError if malformed.
+    """
     if name in ("ip4", "ip6"):
         packed = ipaddress.ip_address(value).packed
         if len(packed) != _FIXED_BYTES[name]:

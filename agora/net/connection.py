@@ -214,7 +214,7 @@ class Connection:
         except (AgoraError, TimeoutError):
             return
         took_s = boot_time() - started
-        self.round_trip = self.round_trip.updated(took_s)
+        self.round_trip = self.round_trip.with_sample(took_s)
         if isinstance(reply.message, Pong) and reply.message.unix:  # it was sent half a round trip ago
             self.boot_unix = reply.message.unix - (started + took_s / 2)
 

@@ -101,10 +101,10 @@ def status_json(report: NodeReport) -> dict[str, Any]:
     view, own, paths = report.view, progress_record(report), {**report.paths, report.peer: "self"}
     if own is not None:  # newer than what this peer has published
         view = merge(view, [own], report.now_unix, 0.0)
-    return status(view, report.run, report.health, report.now_unix, paths, samples_told(report))
+    return status(view, report.run, report.health, report.now_unix, paths, sample_counts(report))
 
 
-def samples_told(report: NodeReport) -> SamplesTold | None:
+def sample_counts(report: NodeReport) -> SamplesTold | None:
     """Returns the counts of samples at this peer's newest step of stage 0; None unless it is an origin on samples."""
     counted = report.counters.samples
     if counted is None or report.span is None or not report.span.is_origin:

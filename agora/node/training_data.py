@@ -83,7 +83,7 @@ def _cache(local_peer: LocalPeer) -> Path:
 
 
 async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
-    """Opens the text that this origin draws windows from."""
+    """Opens tokenizer and corpus in a thread, and returns the batches of windows that this origin draws from them."""
     startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
 
     def load() -> tuple[Sampler, int]:

@@ -87,7 +87,10 @@ class Watchdog:
         self._traffic = NO_TRAFFIC
 
     async def run(self) -> None:
-        """Checks the daemon every second, and its traffic every 2 s, until cancelled."""
+        """Takes the daemon's report every LOOK_S seconds until cancelled: reports changes of health, feeds systemd.
+
+        Reports the daemon's traffic every TRAFFIC_S seconds.
+        """
         traffic_due = 0.0
         while True:
             report = self._take_node_report()

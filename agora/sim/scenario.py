@@ -136,7 +136,7 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
 
 
 def _model(table: SettingsTable) -> SimulatedModel:
-    """Reads the section [model]."""
+    """Returns the model that the section [model] describes. Raises ScenarioError for unknown keys and wrong values."""
     stages = table.integer("stages", least=1, most=MAX_STAGES)
     model = SimulatedModel(
         work=table.numbers("work", stages, 1.0, above=0.0, most=1e6),
@@ -154,7 +154,10 @@ def _model(table: SettingsTable) -> SimulatedModel:
 
 
 def _machines(table: SettingsTable, stages: int) -> MachineGroup:
-    """Reads one table [[machines]]."""
+    """Returns the group of equal machines that one table [[machines]] describes.
+
+    Raises ScenarioError for unknown keys, values out of range, and stages beyond the last one.
+    """
     span = table.text("stages", "")
     link = table.text("link", DEFAULT_LINK)
     group = MachineGroup(

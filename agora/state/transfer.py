@@ -111,8 +111,8 @@ class StateFetch:
         self._first_offer_at = self._chosen = None
         self._drop_chunks_unless(lambda index: index.step >= at_least)
         try:
-            while not self.schedule.complete:
-                while not self.schedule.complete:
+            while not self.schedule.is_complete:
+                while not self.schedule.is_complete:
                     await self._advance()
                 await self._drop_false_chunks()
         finally:
@@ -271,7 +271,10 @@ class StateFetch:
             self._first_offer_at = self._first_offer_at or loop_time()
 
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
-        """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk."""
+        """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk.
+
+        Throws the chunk away if another mixing key has been chosen meanwhile; passes errors to _handle_failure.
+        """
         started_at = loop_time()
         call_deadline = min(self._deadline, started_at + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))

@@ -98,11 +98,11 @@ class View:
 
     def replica_count(self, stage: int) -> int:
         """Returns how many peers serve `stage`: those in the view, or the estimate if that is more."""
-        return self._scaled(stage, len(self.replicas(stage)))
+        return self._scale_to_stage(stage, len(self.replicas(stage)))
 
     def claimant_count(self, stage: int) -> int:
         """Returns how many peers serve `stage` or are joining: those in the view, or the estimate if that is more."""
-        return self._scaled(stage, len(self.claimants(stage)))
+        return self._scale_to_stage(stage, len(self.claimants(stage)))
 
     def period_s(self, stage: int) -> float:
         """Returns the seconds within which each peer of a sampled stage is read again; 0 where all peers are read."""
@@ -123,7 +123,7 @@ class View:
         strangers = {peer: seen for peer, seen in everybody.items() if peer not in peers}
         return View(peers, self.samples, strangers)
 
-    def _scaled(self, stage: int, count: int) -> int:
+    def _scale_to_stage(self, stage: int, count: int) -> int:
         """Scales `count`, of the stage's peers in the view, to its estimated size; `count` if that is no larger.
 
         The estimate counts strangers and leaving peers too, so it is divided by their number in the view.
@@ -204,7 +204,7 @@ def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix:
     grown = sum(progress.steps) - sum(known.steps)
     mean_step_s = known.mean_step_s
     if grown and known.steps and known.stepped_unix is not None:
-        mean_step_s = mean_step_s.updated((now_unix - known.stepped_unix) * len(progress.span) / grown)
+        mean_step_s = mean_step_s.with_sample((now_unix - known.stepped_unix) * len(progress.span) / grown)
     peers[progress.peer] = replace(
         known,
         steps=progress.steps,
