@@ -128,10 +128,7 @@ class Node:
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def invite(self) -> Invite:
-        """Returns an invite with addresses of this peer and up to 8 others.
-
-        Raises LocalError while its own are not known.
-        """
+        """Returns an invite with addresses of this peer and up to 8 others; raises LocalError before it has its own."""
         if self.signed is None or not self._addresses:
             missing = "know its run" if self.signed is None else "have an address"
             raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
@@ -349,8 +346,7 @@ class Node:
     async def _hand_back(self, why: str) -> None:
         """Announces "leaving", finishes what is in hand or gives it back to its callers, and writes checkpoints.
 
-        Takes LEAVE_S at most. Does nothing without a local peer, and only announces while no span is loaded.
-        why: completes "this peer is ..." for those whose work is given back.
+        Takes LEAVE_S at most. Only announces while no span is loaded. why: completes "this peer is ..." for callers.
         """
         local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_S - 3.0
         if local_peer is not None and loaded is None:
