@@ -207,7 +207,7 @@ class PartReducer:
         return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire), list(kept.tensors)
 
     def keep_mean(self, part: Part, mean: PartMean) -> None:
-        """Keeps a part's encoded mean, unless one is kept already; drops the oldest means beyond MAX_KEPT_BYTES."""
+        """Keeps a part's encoded mean unless one is kept; drops old rounds' means beyond MAX_KEPT_BYTES."""
         record = self._round(part)
         if part.part in record.means or mean.encoded is None:
             return

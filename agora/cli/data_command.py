@@ -201,7 +201,10 @@ def _parts(sequence: TokenSequence) -> list[Part]:
 
 
 def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
-    """Prints a survey on standard output; supervised parts are in colour on a terminal, elsewhere in brackets."""
+    """Prints a survey on standard output: heading, the shown samples, summary.
+
+    Supervised parts are in colour on a terminal with colours, elsewhere in brackets.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -223,7 +226,10 @@ def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
 
 
 def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
-    """Returns a sequence's text for a terminal: escaped, shortened, its supervised parts coloured or in brackets."""
+    """Returns a sequence's text for a terminal: escaped, shortened, its supervised parts coloured or in brackets.
+
+    Beyond SHOWN_PARTS it tells only how many parts there are more.
+    """
     from rich.text import Text
 
     parts, text = _parts(sequence), Text()

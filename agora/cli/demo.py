@@ -75,7 +75,7 @@ class DemoPlan:
         try:
             if self.link is not None:
                 LinkSpec.parse(self.link)
-            return self._apply_to_base(self._preset() if self.base_model is None else self._tuning(self.base_model))
+            return self._adapt_to_plan(self._preset() if self.base_model is None else self._tuning(self.base_model))
         except LinkError as error:
             raise Failure(f"--link: {error}", console.USAGE) from None
         except ManifestError as error:
@@ -112,7 +112,7 @@ class DemoPlan:
             print_line(line)
         return made.manifest
 
-    def _apply_to_base(self, base: Manifest) -> Manifest:
+    def _adapt_to_plan(self, base: Manifest) -> Manifest:
         """Returns `base` with the plan's seed, stages and codec, and with optimizer steps for a demo of this length."""
         return base.with_values(
             name="demo",
@@ -153,7 +153,10 @@ def cores() -> int:
 
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
-    """Trains a swarm as planned, prints the result, returns the exit code. Raises Failure for a bad plan or result."""
+    """Trains a swarm as planned, prints the result with a text that the model wrote, and returns the exit code.
+
+    Ends all daemons in any case. Raises Failure for a bad plan, and after printing for a bad result.
+    """
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 
     # Daemons of one machine that start from equal drafts are one run: two demos at once would train together.
@@ -337,7 +340,10 @@ class Demo:
             )
 
     def _kill_a_peer(self) -> bool:
-        """Kills a random peer whose stages others serve too, and lets a new one start later; False if there is none."""
+        """Kills a random peer whose stages others serve too, and lets a new one start later.
+
+        Returns whether there was one.
+        """
         stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for stages in stages_of.values() for stage in stages)
         spare = [index for index, stages in stages_of.items() if stages and all(replicas[k] > 1 for k in stages)]

@@ -74,7 +74,7 @@ class DemoTotals:
         return self.stage_steps.setdefault(stage, StageSteps())
 
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
-        """Adds one line, as its JSON fields, of the journal of the peer with this index."""
+        """Adds one line, as its JSON fields, of the journal of the peer with this index; ignores other events."""
         peer, at_unix = self.peer(index), float(fields.get("at_unix", 0.0))
         if self.tuning is not None:
             self.tuning.add(fields)
@@ -227,7 +227,11 @@ def _accounts(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, An
 
 
 def failure_of(result: Mapping[str, Any]) -> str:
-    """Returns why the demo failed, or "": too few steps, a dropped microbatch, no held-out loss, or no lower loss."""
+    """Returns why the demo failed, or "" if it did not.
+
+    It fails after too few steps, a dropped microbatch, without a held-out loss, or, beyond one step, if neither the
+    last nor the held-out loss is below the first. Tuning may exceed that by TUNING_NOISE.
+    """
     loss, microbatches, steps = result["loss"], result["microbatches"], result["optimizer_steps"][0]
     if steps < result["steps"]:
         return f"stage 0 took {steps} of {result['steps']} steps"

@@ -167,7 +167,10 @@ def parse_size(text: str) -> int:
 
 
 def _export(sources: Sources, target: ExportTarget) -> tuple[dict[str, FileDigest], int]:
-    """Checks all weights, then writes the folder. Returns its files' digests by name, and the number of parameters."""
+    """Checks all weights, then writes the folder with the export's files and a list of them.
+
+    Returns the files' digests by name, and the number of parameters.
+    """
     from agora.model import family_of
 
     manifest = sources.signed.manifest

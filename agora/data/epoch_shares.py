@@ -299,7 +299,10 @@ class EpochShares:
         return write_state(state, self._layout, self._rows_id, most)
 
     def _learn(self, state: EpochState) -> None:
-        """Adds what another state says is done, and its tallies if they are higher; never this session's own tally."""
+        """Adds what another state says is done, and its tallies if they are higher; never this session's own tally.
+
+        Keeps at most KEPT_TALLIES tallies, and closes the epochs that are done then.
+        """
         for session, tally in reversed(list(state.tallies.items())):
             if session != self._session and self._tallies.get(session, Tally()) < tally:
                 self._tallies.pop(session, None)

@@ -84,7 +84,11 @@ def _texts_with_spans(placed: PlacedSample, tokenizer: ModelTokenizer, *, learn_
 def _text_with_spans(
     sample: PlainText | Completion | Conversation, where: str, tokenizer: ModelTokenizer, *, learn_all: bool
 ) -> MarkedText:
-    """Returns a sample's text with its supervised spans; ends of turn are supervised, too."""
+    """Returns a sample's text with its supervised spans; ends of turn are supervised, too.
+
+    Of a conversation the answers are supervised, of a completion what follows the prompt, of plain text everything.
+    learn_all: all of the text is.
+    """
     match sample:
         case Conversation() if learn_all:
             text = tokenizer.template.render(sample, where)

@@ -84,7 +84,10 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
 
 
 def _files_of(source: str, base: Path) -> list[SourceFile]:
-    """Returns the files of one source, sorted by name. Raises ManifestError as find_files does."""
+    """Returns the files of one source (stdlib, a folder, a file or a pattern), sorted by name.
+
+    Of a folder only files of known formats. Raises ManifestError as find_files does.
+    """
     if source == STDLIB:
         return stdlib_files()
     given = Path(source).expanduser()

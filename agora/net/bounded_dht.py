@@ -190,7 +190,10 @@ class BoundedP2P:
             request.ClearField("peer")
 
     async def _keep_own_records(self, request: Any, peer: PeerId) -> list[bool]:
-        """Removes from a store all records but the caller's own valid ones; returns for each whether it stays."""
+        """Removes from a store all records but the caller's own valid ones; returns for each whether it stays.
+
+        Valid records of others are counted as refused, with the code wrong-key.
+        """
         subkey, verdicts = pack(str(peer)), list[bool]()
         entries = list(
             zip(request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache, strict=True)
@@ -270,7 +273,10 @@ class BoundedP2P:
                 result.type = dht_pb2.NOT_FOUND  # every record has a subkey
 
     async def _screen_records(self, key: bytes, result: Any, peer: PeerId) -> None:
-        """Removes from a result the records that are not valid, and new ones whose signatures exceed the budget."""
+        """Removes from a result the records that are not valid, and new ones whose signatures exceed the budget.
+
+        A result without any left becomes NOT_FOUND.
+        """
         entries, kept = read_dictionary(result.value), list[ReplyEntry]()
         for number, entry in enumerate(entries):
             record = DHTRecord(key, pack(entry.subkey), entry.packed, entry.expires_unix)

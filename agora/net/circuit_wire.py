@@ -181,7 +181,10 @@ def _status(number: int, status: int) -> bytes:
 
 
 def _decode(body: bytes, status_field: int) -> CircuitMessage:
-    """Returns the message whose status is in field `status_field`. Raises ValueError."""
+    """Returns the message whose status is in field `status_field`; ignores unknown fields.
+
+    Its peer is "" and its status 0 if the field is missing. Raises ValueError without a type, and for malformed bytes.
+    """
     kind, peer, status = -1, "", 0
     for number, value in _fields(body):
         if number == 1 and isinstance(value, int):

@@ -295,7 +295,7 @@ class Connection:
         return Intake.TAKE
 
     def on_frame(self, frame: Frame) -> None:
-        """Handles a frame: a peer's request or CANCEL, the outcome of an own call, HELLO or GOODBYE."""
+        """Handles a frame: a peer's request or CANCEL, progress or outcome of a call made here, HELLO or GOODBYE."""
         message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
         share = self.incoming.share
         match frame.type:

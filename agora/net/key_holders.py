@@ -106,7 +106,10 @@ class KeyHolders:
         return stored == set(keys)
 
     async def _look_up(self, keys: Iterable[Any]) -> None:
-        """Finds the holders of those keys that are not known, were looked up long ago, or have lost most of them."""
+        """Finds the holders of those keys that are not known, were looked up long ago, or have lost most of them.
+
+        Forgets the keys looked up longest ago beyond MAX_KEYS.
+        """
         oldest = loop_time() - HOLDERS_S
         unknown = []
         for key in keys:

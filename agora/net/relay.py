@@ -104,7 +104,11 @@ class RelayService:
         return other
 
     def _judge(self, stream: RawStream, message: CircuitMessage) -> Status:
-        """Returns the status to answer a request with: OK if it may be served, otherwise why not."""
+        """Returns the status to answer a request with: OK if it may be served, otherwise why not.
+
+        Not served are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`,
+        and circuits to a peer without reservation or beyond CIRCUITS_PER_PEER.
+        """
         peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
             return Status.PERMISSION_DENIED

@@ -247,7 +247,10 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _read_preamble(self, available: int) -> None:
-        """Sets `preamble` and pauses reading when it is complete; aborts the stream beyond MAX_PREAMBLE_BYTES."""
+        """Sets `preamble` and pauses reading when it is complete; aborts the stream beyond MAX_PREAMBLE_BYTES.
+
+        available: bytes in the scratch buffer; it leaves them there while the preamble is not complete.
+        """
         size, shift = 0, 0  # its length comes first, as protobuf's varint
         for at in range(0 if self.preamble.done() else min(available, 3)):
             byte = self._view[self._start + at]
@@ -283,7 +286,10 @@ class FrameStream(asyncio.BufferedProtocol):
         self._start, self._end = 0, used
 
     def _begin_payload(self, frame: Frame, prefix: Prefix, intake: Intake) -> None:
-        """TAKE: makes a buffer to read the payload into. DROP: skips it. WAIT: pauses reading until `proceed`."""
+        """Begins a frame's payload. TAKE: makes a buffer to read it into, and delivers the frame if all of it is here.
+
+        DROP: skips the payload. WAIT: pauses reading until `proceed`.
+        """
         size = prefix.payload_bytes
         if intake is Intake.WAIT:
             self.is_waiting = True

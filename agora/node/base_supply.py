@@ -118,7 +118,10 @@ class BaseSupply:
         return base.store.folder
 
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
-        """Fetches the lacking tensors that are not in the store yet; returns in words what came, see describe_fetch."""
+        """Fetches the lacking tensors that are not in the store yet; returns in words what came, see describe_fetch.
+
+        Reports its progress as that of the start. At the end links the owner's files into the store's folder.
+        """
         fetch = BaseFetch(
             self._caller,
             base.list_hash,

@@ -260,7 +260,7 @@ class Node:
         return loaded
 
     async def _until_asked_to_move(self, local_peer: LocalPeer) -> None:
-        """Waits until a move is asked for. Raises _FatalError if p2pd or a background task ends before."""
+        """Waits until a move is asked for. Raises _FatalError if p2pd or, reported, a background task ends before."""
         groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
         running = [task for group in groups for task in group.started]
@@ -303,7 +303,7 @@ class Node:
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, local_peer: LocalPeer) -> None:
-        """Gives up the span and serves the wanted one, or the former one again if that fails; then ends the move."""
+        """Gives up the span and serves the wanted one, or the former one again if that fails; tells the mover which."""
         move, former = self._move, self.serving_span()
         assert move is not None
         self._move_wanted.clear()

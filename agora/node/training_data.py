@@ -101,7 +101,10 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
 
 
 async def _open_samples(local_peer: LocalPeer) -> Epochs:
-    """Opens the rows of the samples, and the state of their epochs that is stored on this disk."""
+    """Opens the rows of the samples, in a thread, and returns what a new session draws from them.
+
+    That is its batches, the record of the state of the epochs on this disk, and a circle of origins without any yet.
+    """
     startup, manifest = local_peer.startup, local_peer.manifest
 
     def load() -> SampleRows:

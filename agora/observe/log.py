@@ -45,7 +45,10 @@ class EventLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event, unless its level is too low, or it repeats a sentence of the last 10 s and is not info."""
+        """Writes the event, unless its level is too low, or it repeats a sentence of the last REPEAT_S and is not info.
+
+        Writes it as JSON with its priority for systemd's journal, else as a line with time, level and sentence.
+        """
         if LEVELS.index(event.level) < self._floor:
             return
         if self._is_for_journald:

@@ -261,7 +261,10 @@ class WorkLedger:
         work = self._works[key] = RunningWork(key, last, holder)
 
         async def perform() -> HopAnswer:
-            """Awaits the work and returns its answer, which it keeps; frees the seat in any case."""
+            """Awaits the work and returns its answer, which it keeps; frees the seat in any case.
+
+            When the device is out of memory, gives up a seat and raises that.
+            """
             started = loop_time()
             try:
                 answer = await start(work)

@@ -208,7 +208,10 @@ class Origin:
         return result
 
     async def _draw_next(self) -> NewMicrobatch | None:
-        """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving."""
+        """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving.
+
+        If the source has none now, asks it again after DRAW_AGAIN_S.
+        """
         while True:
             seen, quota = self._look(), self._quota
             decision = self._decide(seen)

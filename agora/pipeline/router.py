@@ -174,7 +174,10 @@ class Router:
         return choice
 
     async def _try(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer | None:
-        """Makes one call and records its outcome in the table; returns the answer, or None after Busy or a failure."""
+        """Makes one call and records its outcome in the table; returns the answer, or None after Busy or a failure.
+
+        A cancelled call is recorded as abandoned. Wakes the microbatches that wait for a peer in any case.
+        """
         try:
             answer = self._check_reply(routed, attempt.peer, await self._call(routed, attempt))
         except Busy as refusal:

@@ -169,7 +169,10 @@ def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
 
 
 def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
-    """Returns the operations of a stage's forward and backward of one microbatch."""
+    """Returns the operations of a stage's forward and of its backward of one microbatch.
+
+    A backward costs twice the forward; of frozen matrices and of products by the basis it costs as much as that.
+    """
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
     halved = 0 if sizes.attends_to_all or batch.has_segments else len(set(layers) - sizes.masked_layers)

@@ -67,7 +67,10 @@ class HopSimulation:
     # --- a visit begins
 
     def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
-        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it at once."""
+        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it at once.
+
+        Reports it as unfinished if the hop refuses it now.
+        """
         peer = microbatch.origin
         kept = peer.answers.get((microbatch.id, 0))
         if kept is not None:
@@ -266,7 +269,10 @@ class HopSimulation:
         self.route_waiting(visit.peer)
 
     def _answered(self, call: Call) -> None:
-        """Called when the gradient reaches the caller: records the times and queues its backward."""
+        """Called when the gradient reaches the caller: records the times, queues its backward, and routes what waits.
+
+        Does nothing if the caller no longer waits for it.
+        """
         if not self._end(call):
             return
         now, visit, below, peer = self._events.now, call.caller, call.visit, call.caller.peer

@@ -125,7 +125,10 @@ class StateKeeper:
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Finds each stage's newest intact checkpoint on this disk; returns their steps in stage order, 0 for none."""
+        """Finds and remembers each stage's newest intact checkpoint on this disk; reports damaged ones.
+
+        Returns their steps in stage order, 0 for none.
+        """
 
         def find_newest(stage: int) -> Checkpoint | None:
             """Returns the newest intact checkpoint of the stage or None, and reports the damaged ones that it skips."""

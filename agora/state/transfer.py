@@ -124,7 +124,10 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
 
     async def _advance(self) -> None:
-        """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable as `run` does."""
+        """Chooses snapshots and starts due calls, then waits up to TICK_S until one ends; drops the ended ones.
+
+        Raises Unavailable at the deadline, and when no call is open and every source was given up.
+        """
         now = loop_time()
         is_late = now >= self._deadline
         if not is_late:

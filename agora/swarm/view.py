@@ -173,7 +173,10 @@ _STATES = ("joining", "serving", "leaving")
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
-    """Puts a claim into `peers` for `linger_s`, unless a later one is known; a new incarnation drops the progress."""
+    """Puts a claim into `peers` for `linger_s`, unless a later one is known.
+
+    A new incarnation, or another span, drops the progress.
+    """
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
@@ -195,7 +198,10 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
-    """Puts progress into `peers`, unless the known claim is of another incarnation or span, or any step would fall."""
+    """Puts progress into `peers`, and adds the mean seconds of a step since the last one to `mean_step_s`.
+
+    Ignores progress of a peer without a claim of the same incarnation and span, and if any step would fall.
+    """
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return
