@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Immutable exponential moving average, changed by `updated`; the first 1 / `weight` samples count equally.
+    """Immutable exponential moving average, changed by `with_sample`; the first 1 / `weight` samples count equally.
 
     value: None before the first sample. samples: how many there were.
     """
@@ -19,7 +19,7 @@ class MovingAverage:
     value: float | None = None
     samples: int = 0
 
-    def updated(self, sample: float) -> MovingAverage:
+    def with_sample(self, sample: float) -> MovingAverage:
         """Returns a new average with the sample: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
         weight, value = max(self.weight, 1.0 / (self.samples + 1)), sample if self.value is None else self.value
         return MovingAverage(self.weight, value + weight * (sample - value), self.samples + 1)

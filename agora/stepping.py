@@ -37,13 +37,13 @@ class StepPolicy:
         """Returns how many tokens this replica must count for step `step`, see the table."""
         return self.own_tokens if step == self.step else self.target_tokens
 
-    def steps_along_mean(self, step: int) -> bool:
+    def is_along_mean(self, step: int) -> bool:
         """Returns whether step `step` is taken along the mean gradient of all replicas, see the table."""
         return step < self.exact_steps and not (self.alone and step == self.step)
 
-    def closes(self, step: int) -> bool:
+    def must_close(self, step: int) -> bool:
         """Returns whether the share of step `step` is to be closed once it has `tokens_needed(step)`, see the table."""
-        return self.closes_share and step == self.step and self.steps_along_mean(step)
+        return self.closes_share and step == self.step and self.is_along_mean(step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from agora_protocol.messages import Averaged
 from torch import Tensor
 
 from agora.averaging.part_codec import EncodedPart
-from agora.codec import all_finite
+from agora.codec import is_all_finite
 
 Aggregation = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # enough, because the owner's own value, where it begins, is near: Karimireddy et al., ICML 2021
@@ -57,7 +57,7 @@ def aggregate(
     limited = cap_weights(tokens) if cap else tokens
     fractions = [weight / sum(limited) for weight in limited]
     mean = _mean(values, fractions) if aggregation == "mean" else _clip(values, fractions, center)
-    if not all_finite(mean):
+    if not is_all_finite(mean):
         return None
     return PartMean(mean, Averaged(len(values), len(contributions), sum(tokens), counted=True, wire="float32"))
 

@@ -154,10 +154,11 @@ class ExactSteps:
                 await self._stages.catch_up(stage, reached)
 
     async def _fetch_until_taken(self, stage: int, at_least: int) -> bool:
-        """Fetches the state of a replica that has taken `at_least` steps, again and again; returns whether one gave it.
+        """Fetches the state of a replica that has taken `at_least` steps; returns whether one gave it.
 
-        Returns False when no other member is left, or when FETCH_TRIES have failed and this peer has the least id: then
-        the caller takes the step, and the others fetch this peer's state.
+        Tries again every FETCH_AGAIN_S, and reports each failure. Returns False when no other member is left, or when
+        FETCH_TRIES have failed and this peer has the least id: then the caller takes the step, and the others fetch
+        this peer's state.
         """
         tries = 0
         while others := sorted(self._group.members(stage).keys() - {self._me}):

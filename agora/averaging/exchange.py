@@ -202,4 +202,4 @@ class Exchange:
         bound = self._bounds[region]
         if why := bound.why_implausible(mean_size, own_size):
             raise PeerFailed(why)
-        self._bounds[region] = bound.updated(mean_size, own_size)
+        self._bounds[region] = bound.after_accepted_mean(mean_size, own_size)

@@ -43,12 +43,13 @@ class _StageGossip:
 
 
 class GossipListing(Protocol):
-    """Protocol: which replicas this peer sees. listed: ids of a stage's replicas in its view, with or without itself.
+    """Protocol: which replicas this peer sees.
 
+    replicas_in_view: returns the ids of a stage's replicas in its view, with or without this peer.
     is_connected: whether this peer has any connection; without one, broken connections say nothing about the others.
     """
 
-    def listed(self, stage: int) -> Collection[PeerId]: ...
+    def replicas_in_view(self, stage: int) -> Collection[PeerId]: ...
     def is_connected(self) -> bool: ...
 
 
@@ -75,7 +76,7 @@ class AllSteps:
 
 
 class StepGossip:
-    """Exchanges progress with the other replicas of each stage of the span; `known` returns what it has heard.
+    """Exchanges progress with the other replicas of each stage of the span; `known_progress` returns what it has heard.
 
     `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. When a call to a replica fails,
     that replica is suspected, see replica_progress. bounds: says which steps of others are believed, by default all.
@@ -119,19 +120,19 @@ class StepGossip:
                 task.cancel()
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
-    def listed_others(self, stage: int) -> set[PeerId]:
+    def others_in_view(self, stage: int) -> set[PeerId]:
         """Returns the other replicas of a stage that the view lists, without those whose steps are not believed."""
         since = loop_time() - FORGIVE_S
         not_believed = {peer for peer, at in self._stages[stage].implausible.items() if at > since}
-        return set(self._listing.listed(stage)) - {self._me} - not_believed
+        return set(self._listing.replicas_in_view(stage)) - {self._me} - not_believed
 
-    def known(self, stage: int) -> KnownReplicas:
+    def known_progress(self, stage: int) -> KnownReplicas:
         """Returns the last known progress of each other replica of a stage, by id."""
         return self._stages[stage].known
 
     def furthest(self, stage: int) -> int:
         """Returns the most steps that another replica of a stage has reported of itself; 0 without any."""
-        return max((progress.direct.step for progress in self.known(stage).values()), default=0)
+        return max((progress.direct.step for progress in self.known_progress(stage).values()), default=0)
 
     def tick(self) -> None:
         """Sends each stage's progress if it has changed or a heartbeat is due, and calls `on_change` for every stage.
@@ -142,11 +143,11 @@ class StepGossip:
         now, counts = loop_time(), self._counts()
         for stage, state in self._stages.items():
             state.implausible = {peer: at for peer, at in state.implausible.items() if at > now - FORGIVE_S}
-            state.known = replica_progress.record_view(state.known, self.listed_others(stage), now)
-            targets = replica_progress.suspected_replicas(state.known, self.listed_others(stage), now)
+            state.known = replica_progress.record_view(state.known, self.others_in_view(stage), now)
+            targets = replica_progress.suspected_replicas(state.known, self.others_in_view(stage), now)
             has_news = state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S
             if has_news:
-                targets.update(replica_progress.choose_targets(self.listed_others(stage), self._me, self._rng))
+                targets.update(replica_progress.choose_targets(self.others_in_view(stage), self._me, self._rng))
             free = [peer for peer in sorted(targets) if (stage, peer) not in self._calls]
             if free:
                 request = GossipSteps(stage, self._compose(stage, counts[stage]))
@@ -166,7 +167,9 @@ class StepGossip:
 
     def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
         """Returns the entries to send about a stage: this peer's `own` counts, then the last known ones of others."""
-        return replica_progress.compose_gossip(self.known(stage), self._me, own, self.listed_others(stage), loop_time())
+        return replica_progress.compose_gossip(
+            self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time()
+        )
 
     async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
         """Sends one request and merges the answer; when the call fails, records that, so that the peer is suspected."""
@@ -188,7 +191,7 @@ class StepGossip:
         """
         state, now = self._stages[stage], loop_time()
         entries = self._plausible(stage, entries, sender)
-        listed = self.listed_others(stage)
+        listed = self.others_in_view(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
         known = replica_progress.merge_gossip(state.known, accepted, sender, self._me, now)
         state.known = replica_progress.record_view(known, listed, now)

@@ -161,7 +161,7 @@ class ReplicaGroup:
         own = self._counts()[stage]
         if own.open_step > own.step:
             return 0
-        others = OtherReplicas(self.gossip.known(stage), self.gossip.listed_others(stage))
+        others = OtherReplicas(self.gossip.known_progress(stage), self.gossip.others_in_view(stage))
         _, live = next_action.counting_replicas(loop_time(), others)
         return max(0, self._config.target_tokens - own.tokens - replica_progress.count_tokens(live, own.open_step))
 
@@ -176,8 +176,9 @@ class ReplicaGroup:
 
         In asynchronous runs lagging replicas are no members of the rounds of exact steps: they replay those steps.
         """
-        listed, known, step = self._listing.listed(stage), self.gossip.known(stage), self._stages.step_of(stage)
-        others = replica_progress.round_members(known, self.gossip.listed_others(stage), loop_time())
+        listed, known = self._listing.replicas_in_view(stage), self.gossip.known_progress(stage)
+        step, others_seen = self._stages.step_of(stage), self.gossip.others_in_view(stage)
+        others = replica_progress.round_members(known, others_seen, loop_time())
         if self._config.is_exact(step) and not self._config.synchronous:
             others -= replica_progress.lagging_replicas(known, others, step)
         new = replica_progress.newcomers(known, others, step)
@@ -192,12 +193,12 @@ class ReplicaGroup:
             return manifest_s
         return min(manifest_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
 
-    def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
 
         In asynchronous runs also the others that are more than a step behind the part's, or have not reported yet.
         """
-        known = self.gossip.known(part.stage)
+        known = self.gossip.known_progress(part.stage)
         not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
         if not self._config.synchronous:
             step = part.number if part.what == "gradient" else part.number * self._averaging.every - MAX_REPORT_LAG
@@ -227,7 +228,7 @@ class ReplicaGroup:
 
     def live_others(self, stage: int) -> set[PeerId]:
         """Returns the ids of the stage's other replicas that are both listed and live."""
-        known, listed = self.gossip.known(stage), self.gossip.listed_others(stage)
+        known, listed = self.gossip.known_progress(stage), self.gossip.others_in_view(stage)
         return set(replica_progress.live_replicas(known, listed, loop_time()))
 
     async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
@@ -261,13 +262,13 @@ class ReplicaGroup:
     def on_microbatch_left(self, stage: int, in_hand: int) -> None:
         """Called when a training microbatch left; starts what is due then. in_hand: those still in work here."""
         self._in_hand = in_hand
-        if self._holds_origins(stage) and self._counts()[stage].tokens >= self._stage_states[stage].meter.quota_now:
+        if self._should_hold(stage) and self._counts()[stage].tokens >= self._stage_states[stage].meter.quota_now:
             self._decide_and_start(stage)
 
-    def awaits_mean(self, stage: int) -> bool:
+    def is_awaiting_mean(self, stage: int) -> bool:
         """Returns whether origins wait now because a share closed here lacks its mean; see StepMeter."""
         own = self._counts()[stage]
-        return own.open_step > own.step and self._holds_origins(stage)
+        return own.open_step > own.step and self._should_hold(stage)
 
     def tokens_before_mean(self, stage: int) -> int | None:
         """Returns how many tokens origins may still open before they must wait for a mean; None if they need not wait.
@@ -275,7 +276,7 @@ class ReplicaGroup:
         It is quota - tokens of this replica's open share, or -tokens while its last share awaits its mean.
         """
         own = self._counts()[stage]
-        if not self._holds_origins(stage):
+        if not self._should_hold(stage):
             return None
         return -own.tokens if own.open_step > own.step else self._stage_states[stage].meter.quota_now - own.tokens
 
@@ -291,7 +292,7 @@ class ReplicaGroup:
             state.slice_rounds.record_local_step(tokens)
         self.gossip.tick()
 
-    def _holds_origins(self, stage: int) -> bool:
+    def _should_hold(self, stage: int) -> bool:
         """Returns whether origins wait for means now: in asynchronous runs with exact steps, if means come soon."""
         meter = self._stage_states[stage].meter
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
@@ -311,13 +312,13 @@ class ReplicaGroup:
         self.gradient_wire, exchange.gradient_wire = chosen, chosen.name
 
     def _decide_and_start(self, stage: int) -> None:
-        """Sets a new StepPolicy for the device thread, and starts the action that `next_action` chooses for `stage`."""
+        """Updates the stage's meter and StepPolicy, and starts what `next_action` chooses; reports why it fetches."""
         now, state, own = loop_time(), self._stage_states[stage], self._counts()[stage]
-        others = OtherReplicas(self.gossip.known(stage), self.gossip.listed_others(stage), self._leading_step)
+        others = OtherReplicas(self.gossip.known_progress(stage), self.gossip.others_in_view(stage), self._leading_step)
         replicas, live = next_action.counting_replicas(now, others)
         state.meter.measure(now, own.tokens_counted)
         quota = state.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
-        waits = self._holds_origins(stage)
+        waits = self._should_hold(stage)
         policy = next_action.step_policy(own.open_step, replicas, live, quota, self._config, by_device=not waits)
         self._stages.set_step_policy(stage, policy)
         behind_at, is_running = state.behind_at, state.task is not None and not state.task.done()

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from agora.averaging.normal_levels import dequantise, quantise
-from agora.codec import all_finite, decode_uncompressed, encode_uncompressed
+from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
 """Bits of an element, by the name of the format; the formats that are sent with error feedback."""
@@ -100,7 +100,7 @@ class PartCodec:
             if len(tensors) != 1:
                 raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")
             values = decode_uncompressed(tensors[0], self.name, shape=(numel,))
-            if not all_finite(values):
+            if not is_all_finite(values):
                 raise ProtocolError("bad-tensor", "a part holds values that are not finite")
             return values
         if len(tensors) != 2:

@@ -38,7 +38,7 @@ class MagnitudeBound:
         why = f"the mean is {mean:.3g} large, {limit:.3g} would be the most"
         return "" if math.isfinite(mean) and mean <= limit else why
 
-    def updated(self, mean: float, own: float) -> MagnitudeBound:
+    def after_accepted_mean(self, mean: float, own: float) -> MagnitudeBound:
         """Returns the bound after a mean of magnitude `mean` was accepted: average + NEW_WEIGHT * (mean - average).
 
         The first average is min(mean, own), or None if `own` is 0. No MovingAverage: in that the second mean would

@@ -159,8 +159,8 @@ class StepMeter:
         """Records that a step was taken now: updates step_s, and mean_s if a share was closed since the last step."""
         if self._closed_at is not None:
             average = MovingAverage(0.2) if self._steps % PROBE_EVERY == 0 else self.mean_s
-            self.mean_s = average.updated(now - self._closed_at)
+            self.mean_s = average.with_sample(now - self._closed_at)
         self._closed_at, self._steps = None, self._steps + 1
         if self._stepped_at is not None:
-            self.step_s = self.step_s.updated(now - self._stepped_at)
+            self.step_s = self.step_s.with_sample(now - self._stepped_at)
         self._stepped_at = now

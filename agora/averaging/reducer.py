@@ -58,13 +58,13 @@ class ReducerView(Protocol):
     """Protocol: what an owner asks of its group of replicas; implemented by ReplicaGroup.
 
     members: returns the members of a stage's rounds, with bandwidths. round_s: returns the seconds that a round may
-    take. not_awaited: returns those of `peers` for whose contribution a part need not wait. numel_of: returns a part's
-    number of elements; raises Refused or ProtocolError for a part that is not averaged now.
+    take. peers_not_awaited: returns those of `peers` for whose contribution a part need not wait. numel_of: returns a
+    part's number of elements; raises Refused or ProtocolError for a part that is not averaged now.
     """
 
     def members(self, stage: int) -> Members: ...
     def round_s(self, stage: int) -> float: ...
-    def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]: ...
+    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]: ...
     def numel_of(self, part: Part) -> int: ...
 
 
@@ -207,7 +207,7 @@ class PartReducer:
         return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire), list(kept.tensors)
 
     def keep_mean(self, part: Part, mean: PartMean) -> None:
-        """Keeps a part's encoded mean, unless one is kept already; drops the oldest means beyond MAX_KEPT_BYTES."""
+        """Keeps a part's encoded mean unless one is kept; drops old rounds' means beyond MAX_KEPT_BYTES."""
         record = self._round(part)
         if part.part in record.means or mean.encoded is None:
             return
@@ -305,11 +305,11 @@ class PartReducer:
         """Returns the members whose contributions to wait for. peer: the one that contributed first.
 
         These are all members, without the unresponsive ones and those that were answered with an earlier mean of this
-        part. Members that ReducerView.not_awaited names are waited for only if there are no others: they may be alive.
-        A second owner does not wait for the first.
+        part. Members that ReducerView.peers_not_awaited names are waited for only if there are no others: they
+        may be alive. A second owner does not wait for the first.
         """
         members = frozenset(self._view.members(part.stage))
-        awaited = members - self._view.not_awaited(part, members)
+        awaited = members - self._view.peers_not_awaited(part, members)
         expected = awaited if len(awaited) > 1 else members
         expected -= self._round(part).unresponsive
         expected -= self._round(part).contributed[part.part] - {peer}  # they got the mean of one contribution alone

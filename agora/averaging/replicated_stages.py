@@ -75,10 +75,10 @@ class ReplicatedStages(Protocol):
 class ReplicaListing(Protocol):
     """Protocol: what this peer's view says of the run; implemented by the daemon.
 
-    listed: returns the stage's replicas by id, with their bandwidths in bytes per second, 0 when unknown.
+    replicas_in_view: returns the stage's replicas by id, with their bandwidths in bytes per second, 0 when unknown.
     """
 
-    def listed(self, stage: int) -> Mapping[PeerId, float]: ...
+    def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]: ...
     def uplink(self) -> float | None:
         """Returns this peer's measured uplink in bytes per second; None while nothing is queued to be sent."""
 

@@ -97,14 +97,14 @@ def _context(asked: int | None, tokenizer: ModelTokenizer) -> int:
 
 
 def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
-    """Returns the fields of the command's JSON object."""
+    """Returns the fields of the JSON object of `swarm data`: format, columns, counts, lengths, samples shown."""
     low, median, high, most = _quantiles(found)
     return {
         "schema": 1,
         "file": str(file.path),
         "format": file.reader.format.name,
         "columns": file.used_columns,
-        "unused_columns": _unused(file),
+        "unused_columns": _unused_columns(file),
         "objective": found.objective,
         "tokenizer": tokenizer.name,
         "template": tokenizer.template_name,
@@ -144,35 +144,37 @@ def summary_lines(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
         )
     else:
         lines.append(
-            f"context    {found.context:,} tokens; {_counted(found.truncated_samples, 'sample')} truncated, losing "
-            f"{_counted(found.truncated_tokens, 'token')}"
+            f"context    {found.context:,} tokens; {_count_with_noun(found.truncated_samples, 'sample')} truncated, "
+            f"losing {_count_with_noun(found.truncated_tokens, 'token')}"
         )
     if found.left_out:
-        lines.append(f"left out   {_counted(found.left_out, 'sample')} without a supervised token within the context")
+        lines.append(
+            f"left out   {_count_with_noun(found.left_out, 'sample')} without a supervised token within the context"
+        )
     if found.rows is None:
         lines.append("packing    none: the two sides of a preference are computed together")
     elif found.efficiency is not None:
-        lines.append(f"packing    {_counted(found.rows, 'sequence')}, {100 * found.efficiency:.1f} % full")
+        lines.append(f"packing    {_count_with_noun(found.rows, 'sequence')}, {100 * found.efficiency:.1f} % full")
     return lines
 
 
 def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
     """Returns the lines printed before the samples: recognised format and columns, objective, tokenizer, template."""
     named = [name if name == column else f"{name} from {column!r}" for name, column in file.used_columns.items()]
-    unused = f"; not used: {', '.join(map(repr, _unused(file)))}" if _unused(file) else ""
+    unused = f"; not used: {', '.join(map(repr, _unused_columns(file)))}" if _unused_columns(file) else ""
     return [
         f"format     {file.reader.format.name}, by the columns {', '.join(named)}{unused}",
         f"objective  {file.objective}",
-        f"tokenizer  {_escaped(tokenizer.name)}, conversations by {_escaped(tokenizer.template_name)}",
+        f"tokenizer  {_escape(tokenizer.name)}, conversations by {_escape(tokenizer.template_name)}",
     ]
 
 
-def _counted(count: int, what: str) -> str:
+def _count_with_noun(count: int, what: str) -> str:
     """Returns a count with its noun, in the plural unless it is 1: "1 sample", "2,000 samples"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
-def _unused(file: SampleFile) -> list[str]:
+def _unused_columns(file: SampleFile) -> list[str]:
     """Returns the names of the columns in the first record that are not used."""
     return [column for column in file.present if column not in file.used_columns.values()]
 
@@ -199,7 +201,10 @@ def _parts(sequence: TokenSequence) -> list[Part]:
 
 
 def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
-    """Prints a survey on standard output; supervised parts are in colour on a terminal, elsewhere in brackets."""
+    """Prints a survey on standard output: heading, the shown samples, summary.
+
+    Supervised parts are in colour on a terminal with colours, elsewhere in brackets.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -214,19 +219,22 @@ def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
             size, cut = len(sequence.ids), sequence.truncated
             truncated = f", the last {cut:,} of {size + cut:,} truncated" if cut else ""
             terminal.print(Text(f"\nsample {number}{side}: {size:,} tokens{truncated}"))
-            terminal.print(_rendered(sequence, has_colour=has_colour))
+            terminal.print(_render_sequence(sequence, has_colour=has_colour))
     terminal.print(Text(f"\nsupervised is what stands {'in this colour' if has_colour else 'in [[ ]]'}", STYLE))
     for line in summary_lines(file, tokenizer, found):
         terminal.print(Text(line))
 
 
-def _rendered(sequence: TokenSequence, *, has_colour: bool) -> Text:
-    """Returns a sequence's text for a terminal: escaped, shortened, its supervised parts coloured or in brackets."""
+def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
+    """Returns a sequence's text for a terminal: escaped, shortened, its supervised parts coloured or in brackets.
+
+    Beyond SHOWN_PARTS it tells only how many parts there are more.
+    """
     from rich.text import Text
 
     parts, text = _parts(sequence), Text()
     for part, is_supervised in parts[:SHOWN_PARTS]:
-        shown = _escaped(_shortened(part))
+        shown = _escape(_shorten(part))
         if is_supervised and not has_colour:
             shown = shown.join(MARKS)
         text.append(shown, STYLE if is_supervised else "")
@@ -235,7 +243,7 @@ def _rendered(sequence: TokenSequence, *, has_colour: bool) -> Text:
     return text
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Returns the text; of a long one only its beginning and end, with the number of characters left out."""
     if len(text) <= SHOWN_HEAD + SHOWN_TAIL:
         return text
@@ -243,7 +251,7 @@ def _shortened(text: str) -> str:
     return f"{text[:SHOWN_HEAD]} ... {left_out:,} characters ... {text[-SHOWN_TAIL:]}"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Returns the text with escapes such as "\\x1b" in place of characters that are not printable, except newlines."""
     return "".join(
         sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text

@@ -75,14 +75,17 @@ class DemoPlan:
         try:
             if self.link is not None:
                 LinkSpec.parse(self.link)
-            return self._as_planned(self._preset() if self.base_model is None else self._tuning(self.base_model))
+            return self._adapt_to_plan(self._preset() if self.base_model is None else self._tuning(self.base_model))
         except LinkError as error:
             raise Failure(f"--link: {error}", console.USAGE) from None
         except ManifestError as error:
             raise Failure(str(error), console.USAGE) from None
 
     def _preset(self) -> Manifest:
-        """Returns the preset's manifest with at least one layer for each stage, and with the plan's texts."""
+        """Returns the preset's manifest with at least one layer for each stage, and with the plan's texts.
+
+        Raises Failure if --objective was given, which needs a base model.
+        """
         from agora_protocol.manifest import preset
 
         if self.objective is not None:
@@ -90,10 +93,13 @@ class DemoPlan:
         base = preset(self.preset or USUAL_PRESET)
         corpus = tuple(text if text == STDLIB else str(Path(text).expanduser().absolute()) for text in self.data)
         layers = max(base.model.layers, self.stages)
-        return base.replaced(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
+        return base.with_values(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
 
     def _tuning(self, folder: Path) -> Manifest:
-        """Returns the manifest that `swarm new` makes for the base model in `folder`; prints a summary of the data."""
+        """Returns the manifest that `swarm new` makes for the base model in `folder`; prints a summary of the data.
+
+        Raises Failure if --preset or more than one data file was given.
+        """
         from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
 
         if self.preset is not None:
@@ -106,9 +112,9 @@ class DemoPlan:
             print_line(line)
         return made.manifest
 
-    def _as_planned(self, base: Manifest) -> Manifest:
+    def _adapt_to_plan(self, base: Manifest) -> Manifest:
         """Returns `base` with the plan's seed, stages and codec, and with optimizer steps for a demo of this length."""
-        return base.replaced(
+        return base.with_values(
             name="demo",
             seed=self.seed,
             model=base.model.full_boundary() if self.codec else {},
@@ -147,15 +153,18 @@ def cores() -> int:
 
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
-    """Trains a swarm as planned, prints the result, returns the exit code. Raises Failure for a bad plan or result."""
+    """Trains a swarm as planned, prints the result with a text that the model wrote, and returns the exit code.
+
+    Ends all daemons in any case. Raises Failure for a bad plan, and after printing for a bad result.
+    """
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 
     # Daemons of one machine that start from equal drafts are one run: two demos at once would train together.
-    manifest = plan.manifest().replaced(name=f"demo-{os.urandom(3).hex()}")
+    manifest = plan.manifest().with_values(name=f"demo-{os.urandom(3).hex()}")
     with _workspace(plan.directory) as directory:
         swarm = LocalSwarm(directory, manifest.to_toml(), threads=max(1, cores() // plan.peers), flags=plan.flags())
         demo = Demo(plan, swarm, manifest.optimizer.target_tokens, tuning_totals(manifest))
-        with _stopped_by_signals(demo):
+        with _stop_on_signals(demo):
             try:
                 measured = demo.train()
                 begin_loading()  # while the daemons leave
@@ -197,7 +206,7 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(demo: Demo) -> Iterator[None]:
+def _stop_on_signals(demo: Demo) -> Iterator[None]:
     """Context manager: within it the first signal raises KeyboardInterrupt unless the demo is stopping.
 
     The second signal kills all daemons and ends this process at once. Handles SIGINT, SIGTERM and SIGHUP.
@@ -252,7 +261,7 @@ class Demo:
             self._train_to_the_last_step()
             total_seconds = time.monotonic() - began
             self._drain()
-            trained = self.totals.trained()
+            trained = self.totals.trained_tokens()
             loss = self._evaluate()
             self._await_joining_peers()
         return Measured(Invite.parse(self.swarm.invite).run, began_unix, total_seconds, trained, loss)
@@ -289,7 +298,7 @@ class Demo:
         self.swarm.check_alive()
         if self._not_started and len(self._living(serving=False)) < cores():
             self._start_one()
-        tokens, seconds = self.totals.trained()
+        tokens, seconds = self.totals.trained_tokens()
         rate = tokens / seconds if seconds else 0.0
         loss = f"{self.totals.recent_loss:.3f}" if self.totals.recent_loss is not None else "-"
         step, steps = min(self.totals.step, self.plan.steps), self.plan.steps
@@ -319,7 +328,7 @@ class Demo:
 
     def _refuse_stall(self) -> None:
         """Raises Failure if for STALL_S no microbatch was completed, no step was taken and no peer joined."""
-        achieved = self.totals.achieved(self.plan.peers)
+        achieved = self.totals.progress(self.plan.peers)
         if achieved != self._achieved:
             self._achieved, self._achieved_at = achieved, time.monotonic()
         elif time.monotonic() - self._achieved_at > STALL_S:
@@ -331,7 +340,10 @@ class Demo:
             )
 
     def _kill_a_peer(self) -> bool:
-        """Kills a random peer whose stages others serve too, and lets a new one start later; False if there is none."""
+        """Kills a random peer whose stages others serve too, and lets a new one start later.
+
+        Returns whether there was one.
+        """
         stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for stages in stages_of.values() for stage in stages)
         spare = [index for index, stages in stages_of.items() if stages and all(replicas[k] > 1 for k in stages)]

@@ -74,7 +74,7 @@ class DemoTotals:
         return self.stage_steps.setdefault(stage, StageSteps())
 
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
-        """Adds one line, as its JSON fields, of the journal of the peer with this index."""
+        """Adds one line, as its JSON fields, of the journal of the peer with this index; ignores other events."""
         peer, at_unix = self.peer(index), float(fields.get("at_unix", 0.0))
         if self.tuning is not None:
             self.tuning.add(fields)
@@ -129,11 +129,11 @@ class DemoTotals:
         """Optimizer steps that stage 0 has taken; one that several replicas took together counts once."""
         return self.steps_of(0).steps
 
-    def achieved(self, peers: int) -> tuple[int, int, int]:
+    def progress(self, peers: int) -> tuple[int, int, int]:
         """Returns how far the demo is: microbatches completed, steps of stage 0, peers joined (at most `peers`)."""
         return self.completed, self.step, min(peers, sum(peer.has_joined for peer in self.peers.values()))
 
-    def trained(self) -> tuple[int, float]:
+    def trained_tokens(self) -> tuple[int, float]:
         """Returns the tokens trained so far, and the seconds from the first microbatch's start to the last's end."""
         if self.first_started_unix is None or self.last_completed_unix is None:
             return self.tokens, 0.0
@@ -180,14 +180,14 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
         "tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "loss": {
-            "first": _rounded(losses[0]) if losses else None,
-            "last": _rounded(losses[-1]) if losses else None,
-            "eval": _rounded(measured.heldout_loss),
+            "first": _round_for_json(losses[0]) if losses else None,
+            "last": _round_for_json(losses[-1]) if losses else None,
+            "eval": _round_for_json(measured.heldout_loss),
         },
         "microbatches": totals.microbatches(),
         "averaging": {
             "rounds": len(totals.finished_rounds),
-            "participation": _rounded(totals.contributors / totals.members if totals.members else None),
+            "participation": _round_for_json(totals.contributors / totals.members if totals.members else None),
             "failed_parts": totals.failed_parts,
         },
         "peers_killed": sum(peer.is_killed for _, peer in peers),
@@ -198,11 +198,11 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[st
         },
         "link": plan.link,
         **_accounts(plan, totals, tokens),
-        "total_seconds": _rounded(measured.total_seconds),
-        "first_microbatch_seconds": _rounded(first_unix - measured.began_unix if first_unix else None),
+        "total_seconds": _round_for_json(measured.total_seconds),
+        "first_microbatch_seconds": _round_for_json(first_unix - measured.began_unix if first_unix else None),
         "start_steps": {str(index): peer.start_steps for index, peer in peers},
         "spans": {str(index): [peer.stages[0], peer.stages[-1]] if peer.stages else None for index, peer in peers},
-        "losses": [_rounded(loss) for loss in losses],
+        "losses": [_round_for_json(loss) for loss in losses],
         **(totals.tuning.fields() if totals.tuning is not None else {}),
     }
 
@@ -219,15 +219,19 @@ def _accounts(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, An
         "optimizer_steps": [stage.steps for stage in stages],
         "steps_taken": min(stage.steps for stage in stages),
         "tokens_counted": counted,
-        "share_counted": _rounded(counted / computed if computed else None),
+        "share_counted": _round_for_json(counted / computed if computed else None),
         "target_tokens": totals.target_tokens,
-        "tokens_per_step": [_rounded(stage.tokens_per_step) for stage in stages],
-        "staleness": [_rounded(stage.staleness) for stage in stages],
+        "tokens_per_step": [_round_for_json(stage.tokens_per_step) for stage in stages],
+        "staleness": [_round_for_json(stage.staleness) for stage in stages],
     }
 
 
 def failure_of(result: Mapping[str, Any]) -> str:
-    """Returns why the demo failed, or "": too few steps, a dropped microbatch, no held-out loss, or no lower loss."""
+    """Returns why the demo failed, or "" if it did not.
+
+    It fails after too few steps, a dropped microbatch, without a held-out loss, or, beyond one step, if neither the
+    last nor the held-out loss is below the first. Tuning may exceed that by TUNING_NOISE.
+    """
     loss, microbatches, steps = result["loss"], result["microbatches"], result["optimizer_steps"][0]
     if steps < result["steps"]:
         return f"stage 0 took {steps} of {result['steps']} steps"
@@ -246,18 +250,20 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
     """Returns the result, fields as result_of returns them, in a few lines for people."""
     loss, microbatches = result["loss"], result["microbatches"]
     share, steps = result["share_counted"], _each(list(map(str, result["optimizer_steps"])))
-    held = _each([_shown(tokens, 0) for tokens in result["tokens_per_step"]])
+    held = _each([_format_number(tokens, 0) for tokens in result["tokens_per_step"]])
     return [
-        f"loss          {_shown(loss['first'])} -> {_shown(loss['last'])}, held-out {_shown(loss['eval'])}",
+        f"loss          {_format_number(loss['first'])} -> {_format_number(loss['last'])}, "
+        f"held-out {_format_number(loss['eval'])}",
         f"steps         {steps} in {result['seconds']:.1f} s, each of {held} tokens "
         f"(target {result['target_tokens']:,})",
         f"tokens        {result['tokens']:,} computed, {result['tokens_per_second']:,.0f} per second; "
-        f"{_shown(None if share is None else 100 * share, 1)} % counted in a step of every stage",
-        f"staleness     gradients are {_each([_shown(age, 2) for age in result['staleness']])} steps old on average",
+        f"{_format_number(None if share is None else 100 * share, 1)} % counted in a step of every stage",
+        f"staleness     gradients are {_each([_format_number(age, 2) for age in result['staleness']])} "
+        "steps old on average",
         f"microbatches  {microbatches['completed']} completed, {microbatches['rerouted']} rerouted, "
         f"{microbatches['dropped']} dropped, {microbatches['counted_twice']} counted twice",
         f"peers         {result['peers_joined']} joined, {result['peers_killed']} killed; first microbatch after "
-        f"{_shown(result['first_microbatch_seconds'], 1)} s",
+        f"{_format_number(result['first_microbatch_seconds'], 1)} s",
         *(tuning_lines(result) if "objective" in result else ()),
     ]
 
@@ -280,11 +286,11 @@ def _each(texts: Sequence[str]) -> str:
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
-def _shown(value: float | None, digits: int = 3) -> str:
+def _format_number(value: float | None, digits: int = 3) -> str:
     """Returns a number as text with `digits` decimals and commas between thousands, "-" for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_for_json(value: float | None) -> float | None:
     """Returns a number rounded to four decimals; None for None, and for infinity and NaN, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else round(value, 4)

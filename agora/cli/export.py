@@ -167,7 +167,10 @@ def parse_size(text: str) -> int:
 
 
 def _export(sources: Sources, target: ExportTarget) -> tuple[dict[str, FileDigest], int]:
-    """Checks all weights, then writes the folder. Returns its files' digests by name, and the number of parameters."""
+    """Checks all weights, then writes the folder with the export's files and a list of them.
+
+    Returns the files' digests by name, and the number of parameters.
+    """
     from agora.model import family_of
 
     manifest = sources.signed.manifest
@@ -196,7 +199,7 @@ def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) 
     For a merge the base model is hashed here, which may take minutes. Raises LocalError if it is not the run's.
     """
     if target.base_model is None:
-        return stages.converted()
+        return stages.converted_tensors()
     with ProgressDisplay(f"hashing the base model in {target.base_model}"):
         return family.merged_tensors(target.base_model, stages.read_tensor)
 
@@ -235,7 +238,7 @@ def _other_files(sources: Sources, family: Family, parameters: int, target: Expo
     else:
         configs = family.merged_config_files(target.base_model, dtype, turn_ends)
     steps, source = {file.stage: file.step for file in sources.files}, SOURCES[sources.kind]
-    words = ExportInWords(parameters, dtype, source, sources.average, target.kind, _reported_metrics(sources.daemon))
+    words = ExportInWords(parameters, dtype, source, sources.average, target.kind, _fetch_metrics(sources.daemon))
     return {
         **files,
         **{name: json.dumps(value, indent=2).encode() + b"\n" for name, value in configs.items()},
@@ -251,7 +254,7 @@ def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
     return turn_end_ids(open_training_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base))
 
 
-def _reported_metrics(daemon: paths.Entry | None) -> dict[str, float]:
+def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
     """Returns the swarm's training loss and metrics by name, as the daemon reports them; {} if it gives none."""
     if daemon is None:
         return {}

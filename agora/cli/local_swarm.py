@@ -64,7 +64,7 @@ class LocalDaemon:
         return self._journal.news()
 
     def events(self, kind: str = "", **fields: Any) -> list[dict[str, Any]]:
-        """Returns all events of the journal, as JSON fields, except those that the caller got from new_events.
+        """Reads the journal and returns all its events so far, as JSON fields, but for those got from new_events.
 
         kind: returns only events of this kind, "" for all. fields: returns only events whose fields have these values.
         """

@@ -153,7 +153,7 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
     """
     entry = _ask_and_print("leave", run, directory)
     deadline = time.monotonic() + ANSWER_S
-    while entry.alive:
+    while entry.is_alive:
         if time.monotonic() > deadline:
             raise console.Failure(f"the daemon (pid {entry.pid}) is still there; stop it with `kill -9 {entry.pid}`")
         time.sleep(0.1)
@@ -234,7 +234,7 @@ def ban(
     _ask_and_print("ban", run, directory, peer=peer)
 
 
-def _entries_in(directory: Path | None) -> list[paths.Entry]:
+def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
     """Returns this user's running daemons on this machine, of one data directory where that is given."""
     entries = paths.daemons()
     if directory is None:
@@ -245,7 +245,7 @@ def _entries_in(directory: Path | None) -> list[paths.Entry]:
 
 def _ask_and_print(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_S, **arguments: Any
-) -> paths.Entry:
+) -> paths.DaemonEntry:
     """Sends a question to the daemon that RUN and --dir mean, prints its answer, and returns its registry entry.
 
     Raises Failure when there is not exactly one such daemon, when it refuses, or when it does not answer within
@@ -263,7 +263,7 @@ def _ask_and_print(
     return entry
 
 
-def _the_daemon(run: str | None, directory: Path | None) -> paths.Entry:
+def _the_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:
     """Returns the registry entry of the one running daemon of this user here that is of `run` and of `directory`.
 
     None means any run, any data directory. Raises Failure when there is no such daemon, or more than one.

@@ -49,7 +49,7 @@ def run(
             tuning = manifest_of_base_model(folder, name, choice)
             made, found = tuning.manifest, tuning.summary_lines()
         else:
-            made = manifest.preset(preset or "tiny").replaced(name=name)
+            made = manifest.preset(preset or "tiny").with_values(name=name)
             found = _tokenizer_lines(made)
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None

@@ -63,7 +63,7 @@ def run(question: PlanQuestion, *, as_json: bool) -> int:
     Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model, and what find_manifest
     raises.
     """
-    peers = read_peers(_read(question.peers), str(question.peers))
+    peers = read_peers(_read_peers_file(question.peers), str(question.peers))
     manifest = find_manifest(question.run)
     planned = plan_run(manifest, peers, question.added)
     if question.picture is not None:
@@ -95,7 +95,7 @@ def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> 
     cost = run_cost(manifest, in_bf16=peers.in_bf16)
     check_fits(cost, peers.machines)
     plan = make_plan(cost, peers.machines, random.Random(SEED))
-    kinds = peers.kinds[:MAX_KINDS] if added is None else (peers.kind_named(added),)
+    kinds = peers.kinds[:MAX_KINDS] if added is None else (peers.find_kind(added),)
     gains = tuple(gain_of_one_more(cost, plan, kind, random.Random(SEED)) for kind in kinds)
     return PlannedRun(manifest.name, cost, plan, gains)
 
@@ -130,7 +130,7 @@ def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
 
 
 def plan_fields(planned: PlannedRun) -> dict[str, Any]:
-    """Returns the fields of the command's JSON object."""
+    """Returns the fields of the JSON object of `swarm plan`: rates, bottleneck, machines, gain of one more."""
     cost, plan = planned.cost, planned.plan
     slowest = plan.bottleneck.stages
     return {
@@ -188,7 +188,7 @@ def _gain(cost: RunCost, gain: Gain) -> str:
     return f"{gain.rate_with * cost.tokens:,.0f} tokens/s, {100 * (gain.factor - 1):.1f} % more"
 
 
-def _read(path: Path) -> str:
+def _read_peers_file(path: Path) -> str:
     """Returns the text of the peers file. Raises InputError when there is none, DiskError when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")

@@ -85,10 +85,10 @@ def _pieces(model: WholeModel, prompt: str, sampling: Sampling, seed: int, taken
     begin = model.tokenizer.encode([prompt])[0].tolist() or separator
     drawn = continue_ids(model.stage, begin, context=model.context, seed=seed, temperature=sampling.temperature)
     of_document = itertools.takewhile(lambda token: [token] != separator, drawn)
-    yield from decoded_pieces(itertools.islice(of_document, sampling.tokens), model.tokenizer.decode, taken)
+    yield from decode_pieces(itertools.islice(of_document, sampling.tokens), model.tokenizer.decode, taken)
 
 
-def decoded_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], taken: list[int]) -> Iterator[str]:
+def decode_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], taken: list[int]) -> Iterator[str]:
     """Yields for each token id the characters that it completes, possibly "", and appends the id to `taken`.
 
     At the end it yields U+FFFD for a character that stays incomplete. decode: returns the text of token ids.

@@ -65,7 +65,10 @@ class _Signer:
 
 
 def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as_json: bool) -> int:
-    """Prints an invite of the run, with a ticket where the run needs one; returns the exit code. Raises Failure."""
+    """Prints an invite of the run, with a ticket in mode ticket and for a delegate; returns the exit code.
+
+    Raises Failure for a wrong request, for one that the run's mode does not know, and if no key here may sign.
+    """
     _check_request(request)
     found = find_run(run, [directory] if directory else [])
     signed, ticket, revoke_by = found.signed, None, request.peer
@@ -75,7 +78,9 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
         ticket, revoke_by = _make_ticket(signed, _find_signer(found), request, until_unix)
     elif request.role != MEMBER:
         raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/admission.md")
-    elif mode == LISTED and request.peer is not None and not signed.manifest.admits(PeerId(request.peer)):
+    elif (
+        mode == LISTED and request.peer is not None and not signed.manifest.admits_without_ticket(PeerId(request.peer))
+    ):
         raise Failure(f"the run has mode listed, and its manifest does not list {request.peer}; see docs/admission.md")
     invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, str(ticket or ""))
     if as_json:
@@ -203,7 +208,10 @@ def _store_for_next_start(found: FoundRun, sealed: bytes, told: list[str]) -> No
 
 
 def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
-    """Hands a revocation to any peer of the run over the network; returns ["a peer of the run"]. Raises Failure."""
+    """Hands a revocation to any peer of the run over the network; returns ["a peer of the run"].
+
+    Raises Failure if nobody can be reached, or if the peer does not accept it.
+    """
     from agora.net import light
 
     addresses, credentials = _known_addresses(run, found), light.Credentials(signer.identity, signer.proof)

@@ -34,7 +34,7 @@ class Sources:
     average: bool  # whether the files hold the moving averages of the weights
     files: tuple[StageFile, ...]
     base: Path  # base directory for the manifest's relative paths
-    daemon: paths.Entry | None = None  # the daemon that collected the files
+    daemon: paths.DaemonEntry | None = None  # the daemon that collected the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FoundRun:
 
     signed: SignedManifest
     homes: tuple[paths.Home, ...]
-    daemons: tuple[paths.Entry, ...]
+    daemons: tuple[paths.DaemonEntry, ...]
     base: Path  # base directory for the manifest's relative paths
 
 
@@ -114,7 +114,7 @@ def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
 
 
 def _find_signed_manifest(
-    reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.Entry]
+    reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.DaemonEntry]
 ) -> SignedManifest:
     """Returns the run's signed manifest: that of `reference`, or the one stored in a data directory of `homes`.
 
@@ -138,7 +138,7 @@ def _find_signed_manifest(
     )
 
 
-def _ask_to_collect(entry: paths.Entry, count: int, average: bool) -> tuple[StageFile, ...]:
+def _ask_to_collect(entry: paths.DaemonEntry, count: int, average: bool) -> tuple[StageFile, ...]:
     """Has a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_S.
 
     count: the number of stages. Raises DaemonUnreachable or DaemonRefused.

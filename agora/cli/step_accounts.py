@@ -36,7 +36,7 @@ class StageSteps:
     _aged_tokens: int = 0  # tokens in that sum
 
     def add(self, taken: StepTaken) -> None:
-        """Adds the event that one replica has taken a step."""
+        """Adds the event that one replica has taken a step; ignores a step without a gradient."""
         if taken.gradient_norm is None:
             return
         if taken.step_tokens is None:

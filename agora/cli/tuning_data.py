@@ -41,17 +41,20 @@ class TrainingData:
         return self.found.objective
 
     @property
-    def learnt(self) -> int:
+    def trainable(self) -> int:
         """Number of samples that have a supervised token within the context."""
         return self.found.samples - self.found.left_out
 
     @property
     def rows(self) -> int:
         """Number of rows that hold all samples once: packed sequences, or two rows for each preference."""
-        return ROWS_OF_A_PAIR * self.learnt if self.found.rows is None else self.found.rows
+        return ROWS_OF_A_PAIR * self.trainable if self.found.rows is None else self.found.rows
 
     def summary_lines(self, context: int) -> list[str]:
-        """Returns the counts as lines for people. context: tokens of a row."""
+        """Returns the counts as lines for people: format, rows, and what was truncated or left out, if anything was.
+
+        context: tokens of a row.
+        """
         found = self.found
         share = 100 * found.supervised / found.tokens
         packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
@@ -67,7 +70,7 @@ class TrainingData:
         return lines
 
 
-def known_objective(text: str | None) -> Objective | None:
+def check_objective(text: str | None) -> Objective | None:
     """Returns the objective that --objective names, None if it was not given. Raises Failure for an unknown one."""
     if text is None:
         return None

@@ -23,7 +23,7 @@ from agora_protocol.manifest import HfSection, Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli.console import USAGE, Failure, print_line
-from agora.cli.tuning_data import TrainingData, known_objective, read_training_data
+from agora.cli.tuning_data import TrainingData, check_objective, read_training_data
 from agora.data.record_formats import Objective
 
 TRAINED: Final = ("all", "lora")
@@ -101,7 +101,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
         data = read_training_data(choice.data, folder, choice.columns, asked, context)
         context = fitting_context(data, context)
     objective = data.objective if data is not None else "lm"
-    trained, epochs = chosen_parameters(choice, objective), choice.epochs or 1.0
+    trained, epochs = choose_parameters(choice, objective), choice.epochs or 1.0
     values: dict[str, Any] = {
         "name": name,
         "model": {"family": "hf", "config": config, "context": context, **_hash_weights(folder)},
@@ -126,7 +126,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
 
 def check_choice(choice: TuningChoice) -> Objective | None:
     """Returns the chosen objective, None if none was. Raises Failure for choices that are wrong or do not fit."""
-    objective = known_objective(choice.objective)
+    objective = check_objective(choice.objective)
     for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
         if value is not None and value not in known:
             raise Failure(f"--{flag} is {', '.join(known[:-1])} or {known[-1]}", USAGE)
@@ -139,7 +139,7 @@ def check_choice(choice: TuningChoice) -> Objective | None:
     return objective
 
 
-def chosen_parameters(choice: TuningChoice, objective: Objective) -> str:
+def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
     """Returns which parameters are trained, "all" or "lora". Raises Failure if that does not fit the other choices."""
     trained = choice.trained or ("all" if objective == "lm" else "lora")
     if trained == "all" and objective == "dpo":
@@ -195,7 +195,7 @@ def heldout_share(data: TrainingData) -> float:
     """Returns the share of the data to hold out, 0 to 1: MIN_HELDOUT of text, about HELDOUT_SAMPLES of samples."""
     if data.objective == "lm":
         return MIN_HELDOUT
-    return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.learnt)), 3)
+    return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.trainable)), 3)
 
 
 def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:

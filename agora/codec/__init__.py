@@ -1,11 +1,17 @@
 """Converts boundary tensors to wire tensors and back. Knows torch and wire tensors; must not know models or streams."""
 
 from agora.codec.boundary_codec import BoundaryCodec, gradient_dither_key
-from agora.codec.uncompressed import all_finite, decode_tokens, decode_uncompressed, encode_tokens, encode_uncompressed
+from agora.codec.uncompressed import (
+    decode_tokens,
+    decode_uncompressed,
+    encode_tokens,
+    encode_uncompressed,
+    is_all_finite,
+)
 
 __all__ = [
     "BoundaryCodec",
-    "all_finite",
+    "is_all_finite",
     "decode_tokens",
     "decode_uncompressed",
     "encode_tokens",

@@ -71,7 +71,7 @@ class BoundaryCodec:
 
         Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape` (before anything is
         allocated), for a scale out of range, and for wrong column numbers. Quantised values are always finite; values
-        of float32 and bf16 must be checked with all_finite.
+        of float32 and bf16 must be checked with is_all_finite.
         """
         codec, expected = self._spec.of_direction(direction), self._spec.wire_format(shape, direction)
         if (wire.dtype, wire.shape) != expected:

@@ -43,7 +43,7 @@ def decode_uncompressed(
     """Converts a wire tensor to float32 on `device`; on the CPU, the result may share the bytes of a float32 one.
 
     Raises ProtocolError "bad-tensor" for another dtype than `dtype`, or another shape than `shape` (None: any). Values
-    may be NaN or infinite: see all_finite.
+    may be NaN or infinite: see is_all_finite.
     """
     return _from_wire(wire, dtype, shape).to(device, torch.float32)
 
@@ -78,7 +78,7 @@ def decode_tokens(
     return tokens.to(device, torch.int32)
 
 
-def all_finite(tensor: Tensor) -> bool:
+def is_all_finite(tensor: Tensor) -> bool:
     """Returns whether no value is NaN or infinite, in one pass without a temporary: aminmax propagates both."""
     if not tensor.numel():
         return True

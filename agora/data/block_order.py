@@ -44,7 +44,11 @@ class BlockOrder:
         self._kept: dict[tuple[int, frozenset[str]], EpochOrder] = {}
 
     def order(self, epoch: int, live: frozenset[str]) -> EpochOrder:
-        """Returns this origin's order of an epoch's blocks, given the names of the live origins."""
+        """Returns this origin's order of an epoch's blocks, given the names of the live origins.
+
+        First come the blocks for which its hash is the lowest of all, in the order of its hashes, then those for which
+        it is the second lowest, and so on. Keeps the latest KEPT_ORDERS orders.
+        """
         key = epoch, live
         if key not in self._kept:
             if len(self._kept) >= KEPT_ORDERS:

@@ -38,7 +38,7 @@ class GenerationBlocks(Extension):
         call = self.call_method("_marked", [nodes.ContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    def _marked(self, context: Context, caller: Callable[[], str]) -> str:
+    def _mark_block(self, context: Context, caller: Callable[[], str]) -> str:
         """Returns the block's rendered content with the mark (see GENERATION_MARK) before and after it."""
         mark = str(context.get(GENERATION_MARK, ""))
         return mark + caller() + mark

@@ -94,7 +94,7 @@ class ChatTemplate:
             return self._mark_by_blocks(conversation, where)
         text = self.render(conversation, where)
         learnt = [index for index in range(len(conversation.messages)) if conversation.is_supervised(index)]
-        return MarkedText(text, tuple(self._added_by(conversation, index, text, where) for index in learnt), True)
+        return MarkedText(text, tuple(self._answer_span(conversation, index, text, where) for index in learnt), True)
 
     def _mark_by_blocks(self, conversation: Conversation, where: str) -> MarkedText:
         """Returns the conversation as text, and the spans of the {% generation %} blocks of the supervised answers.
@@ -119,7 +119,7 @@ class ChatTemplate:
             blocks = list(itertools.compress(blocks, learnt))
         return MarkedText("".join(parts), tuple(blocks), True)
 
-    def _added_by(self, conversation: Conversation, index: int, text: str, where: str) -> Span:
+    def _answer_span(self, conversation: Conversation, index: int, text: str, where: str) -> Span:
         """Returns the span of answer `index` in `text`: from the end of the generation prompt to the end of its turn.
 
         Raises DataError when the template refuses the conversation, or writes earlier messages in another way when the

@@ -107,7 +107,7 @@ class Preference:
 Sample = PlainText | Completion | Conversation | Preference
 
 
-def checked_text(value: object, where: str) -> str:
+def check_text(value: object, where: str) -> str:
     """Returns `value` if it is text that can be written as UTF-8. Raises DataError about `where` otherwise."""
     if not isinstance(value, str):
         raise DataError(f"{where} is {_kind(value)}, not text; convert it to a string.")
@@ -203,14 +203,14 @@ def _content(value: object, where: str) -> str:
     Raises DataError that names `where`, also for parts of another type.
     """
     if not isinstance(value, list):
-        return checked_text(value, f"{where} content")
+        return check_text(value, f"{where} content")
     texts: list[str] = []
     for part in value:
         fields = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {}
         if fields.get("type") != "text":
             kind = f"{fields.get('type')!r:.80}"
             raise DataError(f"{where} holds a part of type {kind}, but only text can be learnt; remove the record.")
-        texts.append(checked_text(fields.get("text"), f"{where} content"))
+        texts.append(check_text(fields.get("text"), f"{where} content"))
     return "".join(texts)
 
 

@@ -34,7 +34,10 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
 
 
 def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
-    """Returns the cache key: SHA-256, in hex, of the tokenizer and of each file's path, size and time of change."""
+    """Returns the cache key: SHA-256, in hex, of the tokenizer and of each file's path, size and time of change.
+
+    Raises DiskError for a file that cannot be read.
+    """
     known: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.vocabulary, tokenizer.separator.tolist()]
     for file in files:
         try:

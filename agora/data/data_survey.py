@@ -64,7 +64,10 @@ class DataSurvey:
         return len(self.lengths)
 
     def histogram(self) -> list[LengthBin]:
-        """Returns how many samples have which lengths: ascending bins, each twice as wide as the one before."""
+        """Returns how many samples have which lengths: ascending bins, each twice as wide as the one before.
+
+        From the bin of the shortest sample to that of the longest; [] without samples.
+        """
         if not len(self.lengths):
             return []
         bits = np.frexp(np.maximum(self.lengths, 1) - 0.5)[1].clip(0)  # 2**(bits - 1) < length <= 2**bits

@@ -80,13 +80,13 @@ class EpochBatches:
             None if number is None else DrawnMicrobatch(encode_tokens(self._rows.batch(self.rows_of(number))), number)
         )
 
-    def completed(self, number: int) -> None:
+    def mark_completed(self, number: int) -> None:
         """Records that the drawn microbatch of this number is done, with the samples in it."""
-        self.shares.completed(number, int(self._rows.samples_in(self.rows_of(number)).sum()))
+        self.shares.mark_completed(number, int(self._rows.samples_in(self.rows_of(number)).sum()))
 
-    def released(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Records that the drawn microbatch of this number is given up: any origin may take it again."""
-        self.shares.released(number)
+        self.shares.release(number)
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches of held-out rows, as wire tensors, the same at every call."""

@@ -141,8 +141,8 @@ class EpochShares:
     def take_next(self, live: Collection[str]) -> int | None:
         """Takes the next microbatch and returns its number; None if this origin may not open one now.
 
-        It is in flight until `completed` or `released` is called for it. live: the names of the live origins, with or
-        without this one. After None, call again after each call of `merge`, `completed` and `state`.
+        It is in flight until `mark_completed` or `release` is called for it. After None, call again after each call of
+        `merge`, `mark_completed` and `state`. live: the names of the live origins, with or without this one.
         """
         self._asked_at = self._state_calls
         self._live = names = frozenset(live) | {self._me}
@@ -152,7 +152,7 @@ class EpochShares:
         if len(self._others) > KEPT_ORIGINS:
             self._others = states
         seen = HeldByOthers(states, names, self._layout)
-        self._claims = [claim for claim in self._claims if self._keeps(claim, seen)]
+        self._claims = [claim for claim in self._claims if self._may_keep(claim, seen)]
         while len(self._claims) <= self._ahead(len(names)) and (claim := self._find_free(seen)) is not None:
             self._claims.append(claim)
         ready = [claim for claim in self._claims if self._may_open(claim, names)]
@@ -169,7 +169,7 @@ class EpochShares:
         self._taken_since_told += 1
         return number
 
-    def completed(self, number: int, samples: int = 1) -> None:
+    def mark_completed(self, number: int, samples: int = 1) -> None:
         """Records that a microbatch which was taken is done. samples: how many it holds.
 
         Raises ValueError if it was not taken.
@@ -182,7 +182,7 @@ class EpochShares:
             self._part(epoch).done.add(place)
             self._close_epochs()
 
-    def released(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Records that a microbatch which was taken is given up, and free again.
 
         Raises ValueError if it was not taken.
@@ -299,7 +299,10 @@ class EpochShares:
         return write_state(state, self._layout, self._rows_id, most)
 
     def _learn(self, state: EpochState) -> None:
-        """Adds what another state says is done, and its tallies if they are higher; never this session's own tally."""
+        """Adds what another state says is done, and its tallies if they are higher; never this session's own tally.
+
+        Keeps at most KEPT_TALLIES tallies, and closes the epochs that are done then.
+        """
         for session, tally in reversed(list(state.tallies.items())):
             if session != self._session and self._tallies.get(session, Tally()) < tally:
                 self._tallies.pop(session, None)
@@ -340,7 +343,7 @@ class EpochShares:
         """
         return max(1, min(math.ceil(TOLD * self._pace), self.count // (2 * origins)))
 
-    def _keeps(self, claim: _Claim, seen: HeldByOthers) -> bool:
+    def _may_keep(self, claim: _Claim, seen: HeldByOthers) -> bool:
         """Returns whether this origin keeps a claim: it is not done, no other live origin has opened it, or claimed it
         with a lower hash. seen: what the other live origins told.
         """

@@ -202,7 +202,7 @@ class _Reader:
         self._at = 0
 
     def take(self) -> int:
-        """Returns the next integer, from 0 to MAX_INT. Raises ValueError if there is none, or for another value."""
+        """Takes the next integer, from 0 to MAX_INT. Raises ValueError for another value, or if none is left."""
         if self._at >= len(self._values):
             raise ValueError("the state of the epochs ends too early")
         value = self._values[self._at]

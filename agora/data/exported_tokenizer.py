@@ -51,7 +51,7 @@ def pretrained_tokenizer_files(
     place = tokenizer_path(source, base)
     folder = place.parent if place is not None and place.name == TOKENIZER_FILE else None
     if folder is not None:
-        files |= {name: _read(folder / name) for name in COPIED if (folder / name).is_file()}
+        files |= {name: _read_content(folder / name) for name in COPIED if (folder / name).is_file()}
     if learns_samples and (folder is not None or source == BYTES) and not _has_template(files):
         end_of_turn = open_model_tokenizer(folder, datetime.now()).end_of_turn
         files[TEMPLATE_FILE] = plain_template(end_of_turn).encode()
@@ -69,7 +69,7 @@ def _has_template(files: dict[str, bytes]) -> bool:
     return TEMPLATE_FILE in files or bool(settings.get("chat_template"))
 
 
-def _read(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     """Returns a file's content. Raises DiskError if it cannot be read, DataError unless it is a template or JSON."""
     try:
         content = path.read_bytes()

@@ -92,7 +92,7 @@ def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[R
                 except (ValueError, RecursionError) as error:
                     problem = f"{where} is not JSON ({_json_problem(error)}); {ONE_A_LINE}, or remove the line."
                     raise DataError(problem) from error
-                yield _checked_record(value, where)
+                yield _check_record(value, where)
 
 
 def _json_problem(error: Exception) -> str:
@@ -100,7 +100,7 @@ def _json_problem(error: Exception) -> str:
     return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else repr(str(error)[:200])
 
 
-def _checked_record(value: object, where: str) -> RawRecord:
+def _check_record(value: object, where: str) -> RawRecord:
     """Returns the JSON object `value`, which was read at `where`, as a record. Raises DataError if it is no object."""
     if not isinstance(value, dict):
         raise DataError(f"{where} is not a JSON object; {ONE_A_LINE}.")
@@ -136,7 +136,7 @@ def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
         where = f"{scanner.path}:{scanner.line}"
         if scanner.next_character() != "{":
             raise DataError(f"{where} has something else than an object in the list; {ONE_A_LINE}.")
-        yield _checked_record(scanner.take_value(), where)
+        yield _check_record(scanner.take_value(), where)
         if scanner.next_character() != "]":
             scanner.skip(",")
     scanner.skip("]")

@@ -21,7 +21,7 @@ from agora.data.conversations import (
     Preference,
     Sample,
     check_order,
-    checked_text,
+    check_text,
     read_messages,
     read_tools,
 )
@@ -42,7 +42,7 @@ class Columns:
     def text(self, name: str) -> str:
         """Returns the text of a column; "" if it is missing or null. Raises DataError for another type."""
         value = self.values.get(name)
-        return "" if value is None else checked_text(value, self.place(name))
+        return "" if value is None else check_text(value, self.place(name))
 
     def messages(self, name: str) -> tuple[ChatMessage, ...]:
         """Returns the messages of a column that must be there. Raises DataError if they are malformed."""
@@ -92,7 +92,7 @@ class RecordReader:
                 kind = "null in" if self.columns[name] in record.fields else "missing from"
                 raise DataError(
                     f"{record.where}: column {self.columns[name]!r} is {kind} this record (present: "
-                    f"{_quoted(record.fields)}); add it, or remove the record."
+                    f"{_quote_names(record.fields)}); add it, or remove the record."
                 )
         return self.format.read(Columns(values, record.where))
 
@@ -129,7 +129,7 @@ def recognise(first: RawRecord, mapped: Mapping[str, str], objective: Objective 
         if first.fields.get(column) is None:
             raise DataError(
                 f"{first.where} has no column {column!r}, which --columns gives for {name!r} (present: "
-                f"{_quoted(first.fields)}); correct --columns."
+                f"{_quote_names(first.fields)}); correct --columns."
             )
     present = _present(first, mapped)
     fitting = [kind for kind in FORMATS if present.issuperset(kind.required) and set(mapped) <= set(kind.columns)]
@@ -155,12 +155,14 @@ def _unknown_format(
     """Returns the error to raise when no format fits: it names the missing columns of the one that fits best."""
     candidates = [kind for kind in FORMATS if set(mapped) <= set(kind.columns)]
     if mapped and not candidates:
-        return DataError(f"No format has all of the columns {_quoted(mapped)} that --columns names; see docs/data.md.")
+        return DataError(
+            f"No format has all of the columns {_quote_names(mapped)} that --columns names; see docs/data.md."
+        )
     serving = [kind for kind in candidates if objective in (None, *kind.objectives)] or candidates
     # by the fraction of the format's columns that is there, so that one of two counts more than one of three
     nearest = max(serving, key=lambda kind: len(present.intersection(kind.required)) / len(kind.required))
     missing = [name for name in nearest.required if name not in present]
-    where, columns = first.where, _quoted(first.fields)
+    where, columns = first.where, _quote_names(first.fields)
     if len(missing) == len(nearest.required):
         formats = "; ".join(f"{kind.name}: {', '.join(kind.required)}" for kind in FORMATS)
         return DataError(
@@ -190,7 +192,7 @@ def _other_objective(first: RawRecord, kind: RecordFormat, objective: Objective 
     )
 
 
-def _quoted(names: Mapping[str, Any]) -> str:
+def _quote_names(names: Mapping[str, Any]) -> str:
     """Returns the first SHOWN_COLUMNS names, quoted and escaped: a file's text must not control a terminal."""
     shown = [f"{name!r:.60}" for name in list(names)[:SHOWN_COLUMNS]]
     return ", ".join(shown + (["..."] if len(names) > SHOWN_COLUMNS else [])) or "none"
@@ -233,7 +235,7 @@ def _read_alpaca(row: Columns) -> Sample:
         place = f"{row.place('history')}, pair {number},"
         if not isinstance(pair, list) or len(pair) != 2:
             raise DataError(f"{place} is not [question, answer]; correct or remove the record.")
-        earlier, reply = (checked_text(text, place) for text in pair)
+        earlier, reply = (check_text(text, place) for text in pair)
         turns += [ChatMessage("user", earlier), ChatMessage("assistant", reply)]
     question = "\n".join(text for text in (row.text("instruction"), row.text("input")) if text)
     turns += [ChatMessage("user", question), ChatMessage("assistant", row.text("output"))]
@@ -272,7 +274,10 @@ def _read_answer(row: Columns, column: str) -> Completion | Conversation:
 
 
 def _read_implicit_preference(row: Columns) -> Sample:
-    """Reads `chosen` and `rejected` without a column `prompt`: their common prefix is the prompt."""
+    """Reads `chosen` and `rejected` without a column `prompt`: their common prefix is the prompt.
+
+    Of texts it is whole words, of lists of messages whole messages. Raises DataError if it is empty.
+    """
     chosen, rejected = row.values["chosen"], row.values["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         prompt = _common_words(row.text("chosen"), row.text("rejected"))

@@ -69,7 +69,7 @@ class SampleRows:
 
     def samples_in(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns how many samples each of these training rows [n] has, [n]; the row of a rejected answer has 0."""
-        return self._samples_in_rows[self._stored(np.asarray(rows, np.int64), 0)].astype(np.int64)
+        return self._samples_in_rows[self._stored_rows(np.asarray(rows, np.int64), 0)].astype(np.int64)
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> MarkedRows:
         """Returns the training rows with these numbers [b], int32 [2, b, s + 1]: ids and marks.
@@ -92,7 +92,7 @@ class SampleRows:
         for i in range(count if limit is None else min(count, limit)):
             yield self._gather(rows[i * batch : (i + 1) * batch], 1)
 
-    def _stored(self, rows: NDArray[np.int64], side: int) -> NDArray[np.int64]:
+    def _stored_rows(self, rows: NDArray[np.int64], side: int) -> NDArray[np.int64]:
         """Converts row numbers [n] to indices of the stored rows [n]. side: 0 for training rows, 1 for held-out ones.
 
         Raises ValueError for a number that no row has.
@@ -105,8 +105,8 @@ class SampleRows:
         return rows + before
 
     def _gather(self, rows: NDArray[np.int64], side: int) -> MarkedRows:
-        """Copies rows [b] out of the mapped file, as ids and marks int32 [2, b, s + 1]. side: see _stored."""
-        values = self._rows[self._stored(rows, side)]
+        """Copies rows [b] out of the mapped file, as ids and marks int32 [2, b, s + 1]. side: see _stored_rows."""
+        values = self._rows[self._stored_rows(rows, side)]
         return np.stack([(values >> MARK_BITS).astype(np.int32), (values & ((1 << MARK_BITS) - 1)).astype(np.int32)])
 
 

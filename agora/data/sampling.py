@@ -135,7 +135,10 @@ class OriginBatches:
         self._reserved = self._next
 
     def draw(self) -> DrawnMicrobatch:
-        """Returns the next training microbatch, token ids [b, s + 1], with its number; reserves numbers if needed."""
+        """Draws the next training microbatch, token ids [b, s + 1], and returns it with its number.
+
+        Reserves further numbers on disk if the reserved ones are used up.
+        """
         number, b = self._next, self._microbatch
         if number >= self._reserved:
             self._reserve(number + RESERVED_AT_ONCE)
@@ -143,11 +146,11 @@ class OriginBatches:
         ids = [sample_id(self._origin, number * b + row) for row in range(b)]
         return DrawnMicrobatch(encode_tokens(self._sampler.batch(ids)), number)
 
-    def completed(self, number: int) -> None:
-        """Does nothing: no microbatch is drawn twice, whether it was completed or not. See EpochBatches.completed."""
+    def mark_completed(self, number: int) -> None:
+        """Does nothing: no microbatch is drawn twice, whether it was completed or not (see EpochBatches)."""
 
-    def released(self, number: int) -> None:
-        """Does nothing: a microbatch that was given up is not drawn again. See EpochBatches.released."""
+    def release(self, number: int) -> None:
+        """Does nothing: a microbatch that was given up is not drawn again. See EpochBatches.release."""
 
     def heldout(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches of held-out windows, as wire tensors, the same at every call."""

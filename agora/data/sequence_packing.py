@@ -65,7 +65,11 @@ def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
 
 
 def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]], context: int) -> PackedRows:
-    """Returns the packed rows. rows: for each row the indices of its members in `sequences`, from assign_rows."""
+    """Returns the packed rows: each row's sequences one after another, then zeros up to `context` tokens.
+
+    rows: for each row the indices of its members in `sequences`, from assign_rows. Segments count from 1 in each row,
+    positions from 0 in each sequence.
+    """
     shape = len(rows), context
     packed = PackedRows(
         np.zeros(shape, np.int32), np.zeros(shape, np.bool_), np.zeros(shape, np.int32), np.zeros(shape, np.int32)

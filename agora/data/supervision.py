@@ -63,7 +63,7 @@ def tokenise(
     batch: list[list[MarkedText]] = []
     characters = 0
     for placed in samples:
-        batch.append(_marked_texts(placed, tokenizer, learn_all=learn_all))
+        batch.append(_texts_with_spans(placed, tokenizer, learn_all=learn_all))
         characters += sum(len(marked.text) for marked in batch[-1])
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_SAMPLES:
             yield from _encode(batch, tokenizer, context)
@@ -71,20 +71,24 @@ def tokenise(
     yield from _encode(batch, tokenizer, context)
 
 
-def _marked_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, learn_all: bool) -> list[MarkedText]:
+def _texts_with_spans(placed: PlacedSample, tokenizer: ModelTokenizer, *, learn_all: bool) -> list[MarkedText]:
     """Returns the text of a sample with its supervised spans, as a list of one; of a preference, both sides'."""
     match placed.sample:
         case Preference(chosen, rejected):
             sides: Sequence[PlainText | Completion | Conversation] = (chosen, rejected)
         case sample:
             sides = (sample,)
-    return [_marked_text(side, placed.where, tokenizer, learn_all=learn_all) for side in sides]
+    return [_text_with_spans(side, placed.where, tokenizer, learn_all=learn_all) for side in sides]
 
 
-def _marked_text(
+def _text_with_spans(
     sample: PlainText | Completion | Conversation, where: str, tokenizer: ModelTokenizer, *, learn_all: bool
 ) -> MarkedText:
-    """Returns a sample's text with its supervised spans; ends of turn are supervised, too."""
+    """Returns a sample's text with its supervised spans; ends of turn are supervised, too.
+
+    Of a conversation the answers are supervised, of a completion what follows the prompt, of plain text everything.
+    learn_all: all of the text is.
+    """
     match sample:
         case Conversation() if learn_all:
             text = tokenizer.template.render(sample, where)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
-from agora.data.conversations import checked_text
+from agora.data.conversations import check_text
 from agora.data.record_files import ROWS, import_pyarrow, read_lines, unreadable_table
 
 STDLIB = "stdlib"
@@ -84,7 +84,10 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
 
 
 def _files_of(source: str, base: Path) -> list[SourceFile]:
-    """Returns the files of one source, sorted by name. Raises ManifestError as find_files does."""
+    """Returns the files of one source (stdlib, a folder, a file or a pattern), sorted by name.
+
+    Of a folder only files of known formats. Raises ManifestError as find_files does.
+    """
     if source == STDLIB:
         return stdlib_files()
     given = Path(source).expanduser()
@@ -166,7 +169,7 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
     for record in read_lines(path):
         if TEXT_FIELD not in record.fields:
             raise _no_text(record.where, "field", sorted(map(str, record.fields)))
-        if text := checked_text(record.fields[TEXT_FIELD], f"{record.where} {TEXT_FIELD!r}"):
+        if text := check_text(record.fields[TEXT_FIELD], f"{record.where} {TEXT_FIELD!r}"):
             yield Piece(text, True)
 
 

@@ -66,7 +66,10 @@ class CachedTokens:
         return ids
 
     def open(self) -> Ids | None:
-        """Returns the ids [n], memory-mapped, read-only; None when they are missing or a checked block is damaged."""
+        """Returns the ids [n], memory-mapped, read-only, and sets `details`.
+
+        None when the files are missing, or when their index or one of CHECKED_BLOCKS blocks is damaged.
+        """
         try:
             index = json.loads(self._index.read_bytes())
             ids: Ids = np.memmap(self._folder / f"{index['digest']}.tokens", self._dtype, mode="r")
@@ -116,7 +119,7 @@ class CachedTokens:
                 if time.time() - path.stat().st_mtime > ABANDONED_S:
                     path.unlink()
         digest, crcs = hashlib.sha256(self._dtype.str.encode()), []
-        with _disk_errors(self._folder), _unfinished_file(self._folder) as file:
+        with _disk_errors(self._folder), _open_unfinished_file(self._folder) as file:
             for ids in pieces:
                 file.write(np.ascontiguousarray(ids, self._dtype).data)
             file.seek(0)
@@ -124,7 +127,7 @@ class CachedTokens:
                 digest.update(block)
                 crcs.append(zlib.crc32(block))
             _publish(file, self._folder / f"{digest.hexdigest()}.tokens")
-        with _disk_errors(self._folder), _unfinished_file(self._index.parent) as file:
+        with _disk_errors(self._folder), _open_unfinished_file(self._index.parent) as file:
             added = details()
             index = {"digest": digest.hexdigest(), "crc32": crcs, "details": added, "details_crc32": _crc32_of(added)}
             file.write(json.dumps(index).encode())
@@ -137,7 +140,7 @@ def _crc32_of(details: object) -> int:
 
 
 @contextlib.contextmanager
-def _unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
+def _open_unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
     """Context manager: yields a new file in `folder`; deletes it at the end unless `_publish` has renamed it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=BUILDING, dir=folder, delete=False) as file:

@@ -57,7 +57,7 @@ class ByteTokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
         """Returns the bytes of each text as tokens, each with the character it belongs to. `add_special` is ignored."""
-        return [_encoded_bytes(text) for text in texts]
+        return [_encode_bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids, 0 to 255; bytes that are no UTF-8 become U+FFFD."""
@@ -181,7 +181,7 @@ def _keep_space_in_offsets(rule: Any) -> None:
             _keep_space_in_offsets(part)
 
 
-def _encoded_bytes(text: str) -> EncodedText:
+def _encode_bytes(text: str) -> EncodedText:
     """Returns the UTF-8 bytes of a text as tokens, each with the place of the character it belongs to."""
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)

@@ -24,7 +24,7 @@ from agora_protocol.tensor_list import ListedTensor
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agora.state.base_tensors import malformed_list
+from agora.state.base_tensors import malformed_list_error
 from agora.state.stored_tensors import DOWNLOAD_AGAIN, TensorBytes, is_intact, list_tensors
 from agora.state.stored_tensors import BaseModelError as BaseModelError
 from agora.state.tensor_store import TensorStore
@@ -197,7 +197,7 @@ def fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
     try:
         tensors = store.read_list()
     except ProtocolError as error:
-        raise malformed_list(error) from error
+        raise malformed_list_error(error) from error
     found = {}
     for number, listed in enumerate(tensors.tensors if tensors is not None else ()):
         if (place := store.find(number, listed)) is not None:

@@ -36,7 +36,10 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         self.support_avx512bf16_for_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or in float32 if that is off."""
+        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or in float32 if that is off.
+
+        The backward uses the dtype of the latest forward.
+        """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         self.compute_dtype, self.compute_type_is_set = dtype, True

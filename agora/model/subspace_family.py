@@ -79,7 +79,7 @@ class SubspaceFamily(Family):
     def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
         """Returns how the parameter `name` of this shape is exported: name and shape in a Llama, and the conversion."""
         model, llama = self._model, llama_name(name)
-        if name == EMBEDDING and model.embedding_is_fixed:
+        if name == EMBEDDING and model.is_embedding_fixed:
             full = (shape[0], model.width)
             return ExportedTensor(name, llama, full, shape, lambda rows: self._expand_embedding(rows, seed))
         if name.endswith(STREAM_PROJECTIONS) and stream_width(model, int(name.split(".")[1])) < model.width:

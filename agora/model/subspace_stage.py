@@ -172,7 +172,7 @@ class SubspaceStage(Stage):
         self._free_layer = str(model.layers - 1)
         rotary = torch.empty(2, model.context, model.width // model.heads // 2)
         self.register_buffer("table", rotary, persistent=False)
-        self.space = Subspace(model) if model.embedding_is_fixed else None
+        self.space = Subspace(model) if model.is_embedding_fixed else None
         if is_first:
             # _weight is given, so that torch draws nothing: drawing on the meta device imports torch._dynamo, for 2 s
             weight = torch.empty(model.vocabulary, model.subspace)
@@ -189,7 +189,10 @@ class SubspaceStage(Stage):
         segments: Tensor | None = None,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
+        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward.
+
+        Raises ValueError if a stage after the first gets no `tokens`, which the subspace needs.
+        """
         expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens
         if self.space is not None:

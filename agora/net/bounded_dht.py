@@ -115,7 +115,10 @@ class BoundedP2P:
         kind = name.rpartition(".")[2]
 
         async def answer(raw: bytes, remote: Any) -> bytes:
-            """Returns the response to one request; the text of an error that it raises is sent to the caller."""
+            """Returns the response to one request; the text of an error that it raises is sent to the caller.
+
+            Raises NotAdmitted for a node that has not said HELLO. A malformed request is counted and reported.
+            """
             peer = PeerId(str(remote))
             if not self._guard.is_greeted(peer):
                 raise NotAdmitted(SAY_HELLO)
@@ -187,7 +190,10 @@ class BoundedP2P:
             request.ClearField("peer")
 
     async def _keep_own_records(self, request: Any, peer: PeerId) -> list[bool]:
-        """Removes from a store all records but the caller's own valid ones; returns for each whether it stays."""
+        """Removes from a store all records but the caller's own valid ones; returns for each whether it stays.
+
+        Valid records of others are counted as refused, with the code wrong-key.
+        """
         subkey, verdicts = pack(str(peer)), list[bool]()
         entries = list(
             zip(request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache, strict=True)
@@ -253,7 +259,10 @@ class BoundedP2P:
             return bytes(await self._p2p._client.call_unary_handler(peer_id, name, request))
 
     async def _screen(self, response: Any, keys: Any, peer: PeerId) -> None:
-        """Removes from a find's reply what is not valid. ProtocolError if it exceeds a bound of the table above."""
+        """Removes from a find's reply what is not valid.
+
+        Raises ProtocolError if it exceeds a bound of the table above.
+        """
         if len(response.results) != len(keys):
             raise ProtocolError("bad-message", f"{len(response.results)} results for {len(keys)} keys.")
         for key, result in zip(keys, response.results, strict=True):
@@ -264,7 +273,10 @@ class BoundedP2P:
                 result.type = dht_pb2.NOT_FOUND  # every record has a subkey
 
     async def _screen_records(self, key: bytes, result: Any, peer: PeerId) -> None:
-        """Removes from a result the records that are not valid, and new ones whose signatures exceed the budget."""
+        """Removes from a result the records that are not valid, and new ones whose signatures exceed the budget.
+
+        A result without any left becomes NOT_FOUND.
+        """
         entries, kept = read_dictionary(result.value), list[ReplyEntry]()
         for number, entry in enumerate(entries):
             record = DHTRecord(key, pack(entry.subkey), entry.packed, entry.expires_unix)

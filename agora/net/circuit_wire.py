@@ -130,7 +130,10 @@ def read_varint(data: bytes) -> tuple[int, bytes]:
 
 
 def _value_bytes(name: str, value: str) -> bytes:
-    """Returns the bytes of one part's value, with its length before it where that varies. ValueError if malformed."""
+    """Returns the bytes of one part's value, with its length before it where that varies.
+
+    Raises ValueError if malformed.
+    """
     if name in ("ip4", "ip6"):
         packed = ipaddress.ip_address(value).packed
         if len(packed) != _FIXED_BYTES[name]:
@@ -178,7 +181,10 @@ def _status(number: int, status: int) -> bytes:
 
 
 def _decode(body: bytes, status_field: int) -> CircuitMessage:
-    """Returns the message whose status is in field `status_field`. Raises ValueError."""
+    """Returns the message whose status is in field `status_field`; ignores unknown fields.
+
+    Its peer is "" and its status 0 if the field is missing. Raises ValueError without a type, and for malformed bytes.
+    """
     kind, peer, status = -1, "", 0
     for number, value in _fields(body):
         if number == 1 and isinstance(value, int):

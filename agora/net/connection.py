@@ -214,7 +214,7 @@ class Connection:
         except (AgoraError, TimeoutError):
             return
         took_s = boot_time() - started
-        self.round_trip = self.round_trip.updated(took_s)
+        self.round_trip = self.round_trip.with_sample(took_s)
         if isinstance(reply.message, Pong) and reply.message.unix:  # it was sent half a round trip ago
             self.boot_unix = reply.message.unix - (started + took_s / 2)
 
@@ -295,7 +295,7 @@ class Connection:
         return Intake.TAKE
 
     def on_frame(self, frame: Frame) -> None:
-        """Handles a frame: a peer's request or CANCEL, the outcome of an own call, HELLO or GOODBYE."""
+        """Handles a frame: a peer's request or CANCEL, progress or outcome of a call made here, HELLO or GOODBYE."""
         message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
         share = self.incoming.share
         match frame.type:

@@ -34,7 +34,7 @@ class DhtGuard(Protocol):
         anew: first breaks off a connection that the peer does not know of any more.
         """
 
-    def admits_record(self, record: Record) -> bool:
+    def is_by_member(self, record: Record) -> bool:
         """Returns whether a record, already verified, is of a member of the run, whichever node it was read from."""
 
 
@@ -53,7 +53,7 @@ class OpenGuard:
         """Returns True."""
         return True
 
-    def admits_record(self, record: Record) -> bool:
+    def is_by_member(self, record: Record) -> bool:
         """Returns True."""
         return True
 

@@ -105,7 +105,10 @@ class Dialler:
             dial.exception()  # callers that still wait get it; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
-        """Opens a connection to `peer`, or returns one that it opened meanwhile. Raises as `dial` does."""
+        """Opens a stream to `peer` and returns the connection after the HELLOs, or one that the peer opened meanwhile.
+
+        Breaks the connection off if the HELLOs fail. Raises as `dial` does.
+        """
         try:
             async with asyncio.timeout(self._dial_s):
                 opened = await self._open_stream_or_meet(peer)

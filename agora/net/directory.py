@@ -216,7 +216,7 @@ class Directory:
             if now_unix < expires_unix:
                 with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been corrected since
                     record = self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix)
-                    if self._guard.admits_record(record):
+                    if self._guard.is_by_member(record):
                         records.append(record)
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)

@@ -287,7 +287,7 @@ class Host:
         return stream
 
     async def close(self) -> None:
-        """Stops serving, ends p2pd (kills it after TERMINATE_S), removes the sockets. May be called twice."""
+        """Stops serving, ends p2pd (kills it after TERMINATE_S), removes the sockets. A second call does nothing."""
         if self._closing:
             return
         self._closing = True

@@ -81,7 +81,7 @@ class PayloadBudget:
         self.waiting: dict[PayloadShare, int] = {}  # with the bytes that they wait for; served first come first
         self._is_releasing = False
 
-    def fits(self, size: int) -> bool:
+    def has_room_for(self, size: int) -> bool:
         """Whether `size` more bytes stay within the limit."""
         return self.used + size <= self.limit
 
@@ -96,7 +96,10 @@ class PayloadBudget:
         self.peak = max(self.peak, self.used)
 
     def release(self, size: int) -> None:
-        """Gives bytes back, then serves the waiting connections in order, until the next one's do not fit."""
+        """Gives bytes back, then serves the waiting connections in order, until the next one's do not fit.
+
+        A call from within such a serving only gives the bytes back.
+        """
         self.used -= size
         if self._is_releasing:  # one that is served may release others at once: the outer call goes on with the queue
             return
@@ -104,7 +107,7 @@ class PayloadBudget:
         try:
             while self.waiting:
                 first, size = next(iter(self.waiting.items()))
-                if not self.fits(size):
+                if not self.has_room_for(size):
                     break
                 first.end_wait(is_served=True)
         finally:
@@ -137,7 +140,7 @@ class PayloadShare:
         """Returns TAKE when bytes are reserved, WAIT when `on_wait_over` will say so, DROP to refuse the request."""
         if not size:
             return Intake.TAKE
-        if self._budget.fits(size):
+        if self._budget.has_room_for(size):
             self._waited_in_vain = False
         elif self.held + size > GUARANTEED_BYTES:
             if self._waited_in_vain:

@@ -61,7 +61,7 @@ class KeyHolders:
         for _ in range(2):
             answered: set[Any] = set()
             await self._look_up(left)
-            by_node = self._assigned(left, ASKED)
+            by_node = self._assign_keys(left, ASKED)
             await asyncio.gather(*(self._ask(*node, asked, take, answered) for node, asked in by_node.items()))
             left -= answered
             for key in left:
@@ -88,7 +88,7 @@ class KeyHolders:
         """
         await self._look_up(keys)
         stored: set[Any] = set()
-        by_node = self._assigned(keys, HOLDERS)
+        by_node = self._assign_keys(keys, HOLDERS)
 
         async def store(node: Any, peer: Any, at: list[Any]) -> None:
             """Stores the value at one node under the keys `at`; drops a node that does not answer from its keys."""
@@ -106,7 +106,10 @@ class KeyHolders:
         return stored == set(keys)
 
     async def _look_up(self, keys: Iterable[Any]) -> None:
-        """Finds the holders of those keys that are not known, were looked up long ago, or have lost most of them."""
+        """Finds the holders of those keys that are not known, were looked up long ago, or have lost most of them.
+
+        Forgets the keys looked up longest ago beyond MAX_KEYS.
+        """
         oldest = loop_time() - HOLDERS_S
         unknown = []
         for key in keys:
@@ -125,7 +128,7 @@ class KeyHolders:
         while len(self._holders) > MAX_KEYS:
             self._holders.popitem(last=False)
 
-    def _assigned(self, keys: Iterable[Any], count: int) -> dict[tuple[Any, Any], list[Any]]:
+    def _assign_keys(self, keys: Iterable[Any], count: int) -> dict[tuple[Any, Any], list[Any]]:
         """Returns the keys to ask each remote node for: each key of `count` of its holders, chosen at random."""
         by_node: dict[tuple[Any, Any], list[Any]] = defaultdict(list)
         for key in keys:

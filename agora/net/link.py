@@ -110,7 +110,10 @@ class DelayLine:
         self._arrived = -math.inf
 
     def arrival(self, size: int, departs: float) -> float:
-        """Returns when a chunk of `size` bytes arrives whose last byte departs at `departs`."""
+        """Returns when a chunk of `size` bytes arrives whose last byte departs at `departs`, never before earlier ones.
+
+        Half a round trip later, plus random jitter, plus a round trip for each time that a packet is lost.
+        """
         spec, rng = self._spec, self._rng
         extra = rng.random() * spec.jitter_s / 2 if spec.jitter_s else 0.0
         if spec.loss:

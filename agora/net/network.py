@@ -295,7 +295,10 @@ class Network:
     # --- what connections need of the network
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping."""
+        """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping.
+
+        Tells the gate and `on_met` of the new member. Does nothing for an observer.
+        """
         if connection.is_observer:
             return
         self.learn_announced(connection.peer, addresses)

@@ -95,7 +95,7 @@ class HeldPorts:
         self._sockets: list[socket.socket] = []
 
     def fix(self, address: str) -> str:
-        """Returns the multiaddr with a free port, held from now on, in place of port 0; any other address as it is."""
+        """Returns the multiaddr with a free port in place of port 0, held until `close`; others as they are."""
         parts = host_and_port(address)
         if parts is None or parts[2] != 0:
             return address

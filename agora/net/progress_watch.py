@@ -27,6 +27,8 @@ class TransferWatch:
     def is_stalled(self, now: float, moved: int, *, under_way: bool, pressed: bool) -> bool:
         """Returns whether the transfer has moved too few bytes for too long; False while none is under way.
 
+        Too few are none in STALLED_S or, while `pressed`, less than MIN_BYTES_PER_S over PRESSED_S. Each judgement
+        begins a new measurement.
         moved: bytes that the stream has moved in this direction since it began. pressed: others wait for memory.
         """
         if not under_way:

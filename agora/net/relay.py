@@ -54,14 +54,18 @@ class RelayService:
         """Begins to answer requests on the host. Raises ConnectionBroken when p2pd is gone."""
         await self._host.serve_raw(circuit_wire.HOP_PROTOCOL, self._answer)
 
-    def reserved(self) -> list[PeerId]:
+    def reserving_peers(self) -> list[PeerId]:
         """Returns the peers that hold a reservation now; forgets expired ones."""
         now = loop_time()
         self._reserved = {peer: until for peer, until in self._reserved.items() if until > now}
         return list(self._reserved)
 
     async def _answer(self, stream: RawStream) -> None:
-        """Serves one hop stream: answers its first message, and carries the circuit that it opens until that ends."""
+        """Serves one hop stream: answers its first message, and carries the circuit that it opens until that ends.
+
+        Returns without an answer when MAX_OPENING streams are being served up to there, and for a first message that
+        is malformed or late.
+        """
         if self._opening >= MAX_OPENING:
             return
         self._opening += 1
@@ -100,8 +104,12 @@ class RelayService:
         return other
 
     def _judge(self, stream: RawStream, message: CircuitMessage) -> Status:
-        """Returns the status to answer a request with: OK if it may be served, otherwise why not."""
-        peers = self.reserved()
+        """Returns the status to answer a request with: OK if it may be served, otherwise why not.
+
+        Not served are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`,
+        and circuits to a peer without reservation or beyond CIRCUITS_PER_PEER.
+        """
+        peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
             return Status.PERMISSION_DENIED
         if message.kind == HopType.RESERVE:

@@ -71,7 +71,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         if known is not None and expires_unix > now_unix - CLOCK_TOLERANCE_S:
             return known
         key = self._keys.get(key_hash) or self._shard_keys.get(key_hash) or self._find_shard_key(key_hash, packed)
-        data, peer = _unpacked(packed, bytes), _unpacked(packed_peer, str)
+        data, peer = _unpack_value(packed, bytes), _unpack_value(packed_peer, str)
         if not is_peer_id(peer):
             raise ProtocolError("wrong-key", "The subkey is not a peer id.")
         if expires_unix != read_unverified(data)[1]:
@@ -91,7 +91,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         Raises ProtocolError if it belongs to none.
         """
         with contextlib.suppress(ProtocolError):
-            record, _ = read_unverified(_unpacked(packed, bytes))
+            record, _ = read_unverified(_unpack_value(packed, bytes))
             for key in self._shard_keys_of(record):
                 if _hash_of(key) == key_hash:
                     self._shard_keys[key_hash] = key
@@ -183,7 +183,7 @@ def _hash_of(key: str) -> bytes:
     return bytes(DHTID.generate(key).to_bytes())
 
 
-def _unpacked(packed: bytes, kind: type) -> Any:
+def _unpack_value(packed: bytes, kind: type) -> Any:
     """Returns the value in msgpack, which must be of type `kind`. Raises ProtocolError for anything else."""
     value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
     if not isinstance(value, kind):

@@ -180,7 +180,7 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         self._filled += count
         if self._filled == len(frame.payload):
-            self._guarded(partial(self._deliver, frame))
+            self._call_guarded(partial(self._deliver, frame))
 
     @property
     def is_mid_payload(self) -> bool:
@@ -193,14 +193,14 @@ class FrameStream(asyncio.BufferedProtocol):
         if not self.is_waiting or frame is None or prefix is None or self._is_deaf:
             return
         self.is_waiting = False
-        self._guarded(partial(self._begin_payload, frame, prefix, intake))
+        self._call_guarded(partial(self._begin_payload, frame, prefix, intake))
         self._advance()
         if not self.is_waiting:
             self._transport.resume_reading()
 
     def _advance(self) -> None:
         """Parses what it can of the scratch buffer, and then empties, shrinks, compacts or enlarges that."""
-        self._guarded(self._parse)
+        self._call_guarded(self._parse)
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._view) > SCRATCH_BYTES:
@@ -208,7 +208,7 @@ class FrameStream(asyncio.BufferedProtocol):
         elif self._end == len(self._view):
             self._make_room(len(self._view) - self._end + 1)
 
-    def _guarded(self, step: Callable[[], object]) -> None:
+    def _call_guarded(self, step: Callable[[], object]) -> None:
         """Calls `step`. If it raises ProtocolError, ignores all later bytes, and calls the sink's `on_violation`."""
         try:
             step()
@@ -247,7 +247,10 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _read_preamble(self, available: int) -> None:
-        """Sets `preamble` and pauses reading when it is complete; aborts the stream beyond MAX_PREAMBLE_BYTES."""
+        """Sets `preamble` and pauses reading when it is complete; aborts the stream beyond MAX_PREAMBLE_BYTES.
+
+        available: bytes in the scratch buffer; it leaves them there while the preamble is not complete.
+        """
         size, shift = 0, 0  # its length comes first, as protobuf's varint
         for at in range(0 if self.preamble.done() else min(available, 3)):
             byte = self._view[self._start + at]
@@ -269,7 +272,10 @@ class FrameStream(asyncio.BufferedProtocol):
         return taken
 
     def _make_room(self, missing: int) -> None:
-        """Makes room for `missing` bytes after the unparsed ones: moves those to the front, or to a larger buffer."""
+        """Makes room for `missing` bytes after the unparsed ones, if there is none.
+
+        Moves the unparsed bytes to the front, or to a larger buffer.
+        """
         used = self._end - self._start
         if self._end + missing <= len(self._view):
             return
@@ -280,7 +286,10 @@ class FrameStream(asyncio.BufferedProtocol):
         self._start, self._end = 0, used
 
     def _begin_payload(self, frame: Frame, prefix: Prefix, intake: Intake) -> None:
-        """TAKE: makes a buffer to read the payload into. DROP: skips it. WAIT: pauses reading until `proceed`."""
+        """Begins a frame's payload. TAKE: makes a buffer to read it into, and delivers the frame if all of it is here.
+
+        DROP: skips the payload. WAIT: pauses reading until `proceed`.
+        """
         size = prefix.payload_bytes
         if intake is Intake.WAIT:
             self.is_waiting = True

@@ -27,8 +27,11 @@ class UplinkMeter:
     _last: tuple[float, int, int] | None = None
 
     def measure(self, now: float, given: int, waiting: int) -> None:
-        """Takes a sample. given: bytes given to all streams since the start; waiting: those of them not sent yet."""
+        """Takes a sample, which changes the rate only if at least MIN_WAITING_BYTES waited now and at the last one.
+
+        given: bytes given to all streams since the start. waiting: those of them not sent yet.
+        """
         last, self._last = self._last, (now, given - waiting, waiting)
         if last is None or now <= last[0] or min(last[2], waiting) < MIN_WAITING_BYTES:
             return
-        self.rate = self.rate.updated(max(0, given - waiting - last[1]) / (now - last[0]))
+        self.rate = self.rate.with_sample(max(0, given - waiting - last[1]) / (now - last[0]))

@@ -97,7 +97,8 @@ class BaseSupply:
     async def provide(self, span: Span) -> Path | None:
         """Fetches tensors that the span needs and that are not here; returns the folder that then has all of them.
 
-        It is the owner's folder if that has all, or if nothing can be fetched. Raises BaseModelError, DiskError.
+        It is the owner's folder if that has all, or if the run's model has no tensors to fetch; None if the owner
+        named none then. Raises BaseModelError, DiskError.
         """
         model, base = self._manifest.model, self._base
         if base is None or not isinstance(model, HfSection):
@@ -105,7 +106,7 @@ class BaseSupply:
 
         def find_lacking() -> list[WantedTensor]:
             """Returns the tensors that the span needs and the owner's files do not have."""
-            owned = base.owned()
+            owned = base.places_in_folder()
             wanted = needed_tensors(model, self._manifest.layers_in(span))
             return [tensor for tensor in wanted if not any(name in owned for name in tensor.names)]
 
@@ -117,7 +118,10 @@ class BaseSupply:
         return base.store.folder
 
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
-        """Fetches the lacking tensors that are not in the store yet; returns in words what came, see describe_fetch."""
+        """Fetches the lacking tensors that are not in the store yet; returns in words what came, see describe_fetch.
+
+        Reports its progress as that of the start. At the end links the owner's files into the store's folder.
+        """
         fetch = BaseFetch(
             self._caller,
             base.list_hash,
@@ -145,7 +149,7 @@ class BaseSupply:
 
 def add_fetched(base: BaseTensors, number: int) -> None:
     """Offers other peers tensor `number`, which has just been completed in the store."""
-    listed = base.listed(number)
+    listed = base.find_listed(number)
     place = base.store.find(number, listed) if listed is not None else None
     if place is not None:
         base.add(number, place)

@@ -59,7 +59,10 @@ class ClockKeeper:
             self._correct_clock(await self._network.ask_clocks(ASK_S))
 
     async def _await_answers(self, peers: Sequence[PeerId]) -> None:
-        """Pings these peers; returns MORE_ANSWERS_S after the first answer, or when none comes in ASK_S."""
+        """Pings these peers; returns once no further answer comes within MORE_ANSWERS_S, or no first one in ASK_S.
+
+        Cancels the calls that are still open then.
+        """
         deadline = loop_time() + ASK_S
         calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
         running, patience_s = calls, ASK_S

@@ -63,7 +63,10 @@ class ControlSocket:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Binds the socket, replacing a stale one; LocalError if its directory is another user's or not writable."""
+        """Binds the socket, replacing a stale one.
+
+        Raises LocalError if its directory is another user's or not writable.
+        """
         try:
             paths.make_private(self.path.parent)
             paths.unregister(self.path)  # a dead daemon's registry file too: daemons() would remove our socket with it

@@ -39,11 +39,11 @@ class DiskGuard:
         manifest: of the present run, whose base model and other stages stay. stage: whose older checkpoints may go;
         None for no stage's.
         """
-        if not self._limit or self._fits(nbytes):
+        if not self._limit or self._has_room_for(nbytes):
             return
         for folder in self._spare(manifest.run_id, getattr(manifest.model, "tensors_hash", ""), stage):
             shutil.rmtree(folder, ignore_errors=True)
-            if self._fits(nbytes):
+            if self._has_room_for(nbytes):
                 return
         used, root = stored_bytes(self._home.root), self._home.root
         raise DiskError(
@@ -51,7 +51,7 @@ class DiskGuard:
             "raise --disk, or remove what you do not need there."
         )
 
-    def _fits(self, nbytes: int) -> bool:
+    def _has_room_for(self, nbytes: int) -> bool:
         """Returns whether this many more bytes stay within the limit."""
         return stored_bytes(self._home.root) + nbytes <= self._limit
 

@@ -47,7 +47,7 @@ def check_disk(directory: Path) -> str:
 def check_memory(
     manifest: Manifest, span: Span, free_bytes: int, limit_gib: float, base_bytes: int = BASE_BYTES
 ) -> str:
-    """Returns a note with the memory that daemon and span need at least; OutOfMemory if less is free or allowed.
+    """Returns a note with the memory that daemon and span need at least. Raises OutOfMemory if less is free or allowed.
 
     free_bytes, limit_gib: see `allowed_bytes`. base_bytes: what the daemon takes without stages.
     """

@@ -136,7 +136,7 @@ def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
         admission_files.write_proof(home, signed.run_id, proof)
     socket, root = str(paths.socket_of(home)), str(home.root)
     name, founder = signed.manifest.name, signed.founder
-    paths.register(paths.Entry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
+    paths.register(paths.DaemonEntry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
 
 
 def register_resting(startup: Startup, signed: SignedManifest | None) -> None:
@@ -145,7 +145,7 @@ def register_resting(startup: Startup, signed: SignedManifest | None) -> None:
     run, name = (manifest.run_id, manifest.manifest.name) if manifest else (reference.run, reference.name)
     socket, root = str(paths.socket_of(startup.home)), str(startup.home.root)
     founder = manifest.founder if manifest else ""
-    paths.register(paths.Entry(run, name, founder, startup.me, os.getpid(), root, socket))
+    paths.register(paths.DaemonEntry(run, name, founder, startup.me, os.getpid(), root, socket))
 
 
 def renew(startup: Startup, signed: SignedManifest | None) -> Startup:
@@ -229,7 +229,7 @@ def may_be_dialled(startup: Startup, signed: SignedManifest | None, known: Seque
         return tuple(address for address in known if peer_of_address(address) not in banned)
     now_unix = time.time()
     book = load_book(startup.home, signed, now_unix)
-    return tuple(address for address in known if not book.why_not_called(peer_of_address(address), now_unix))
+    return tuple(address for address in known if not book.why_not_to_call(peer_of_address(address), now_unix))
 
 
 async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:
     """
     deadline, addresses = loop_time() + NEIGHBOUR_S, list[str]()
     for entry in paths.daemons():
-        while entry.run == run and entry.pid != os.getpid() and entry.alive:
+        while entry.run == run and entry.pid != os.getpid() and entry.is_alive:
             try:
                 answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "invite", timeout_s=2.0)
                 addresses.extend(Invite.parse(answer["invite"]).addresses)

@@ -128,7 +128,7 @@ class Node:
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def invite(self) -> Invite:
-        """Returns an invite with addresses of this peer and up to 8 others. LocalError while its own are not known."""
+        """Returns an invite with addresses of this peer and up to 8 others; raises LocalError before it has its own."""
         if self.signed is None or not self._addresses:
             missing = "know its run" if self.signed is None else "have an address"
             raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
@@ -260,7 +260,7 @@ class Node:
         return loaded
 
     async def _until_asked_to_move(self, local_peer: LocalPeer) -> None:
-        """Waits until a move is asked for. Raises _FatalError if p2pd or a background task ends before."""
+        """Waits until a move is asked for. Raises _FatalError if p2pd or, reported, a background task ends before."""
         groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
         running = [task for group in groups for task in group.started]
@@ -303,7 +303,7 @@ class Node:
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, local_peer: LocalPeer) -> None:
-        """Gives up the span and serves the wanted one, or the former one again if that fails; then ends the move."""
+        """Gives up the span and serves the wanted one, or the former one again if that fails; tells the mover which."""
         move, former = self._move, self.serving_span()
         assert move is not None
         self._move_wanted.clear()
@@ -346,7 +346,7 @@ class Node:
     async def _hand_back(self, why: str) -> None:
         """Announces "leaving", finishes what is in hand or gives it back to its callers, and writes checkpoints.
 
-        Takes LEAVE_S at most. why: completes "this peer is ..." for those whose work is given back.
+        Takes LEAVE_S at most. Only announces while no span is loaded. why: completes "this peer is ..." for callers.
         """
         local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_S - 3.0
         if local_peer is not None and loaded is None:

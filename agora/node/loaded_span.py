@@ -62,7 +62,7 @@ class LoadedSpan:
             report_offence=local_peer.offences.report_offence,
         )
         self._is_synchronous = manifest.schedule.kind == "synchronous"
-        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(compute.span, self.replicas.awaits_mean)
+        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(compute.span, self.replicas.is_awaiting_mean)
         if self._is_synchronous:
             self._barrier = StepBarrier(compute.span, compute.step_of)
         self.hop = Hop(
@@ -103,7 +103,7 @@ class LoadedSpan:
     def _other_origins(self) -> set[PeerId]:
         """Returns the other replicas of stage 0, without those that are known to be gone."""
         gossip = self.replicas.gossip
-        known, listed = gossip.known(0), gossip.listed_others(0)
+        known, listed = gossip.known_progress(0), gossip.others_in_view(0)
         live = live_replicas(known, listed, loop_time())
         return {peer for peer in listed if peer in live or peer not in known}
 
@@ -180,11 +180,15 @@ class LoadedSpan:
     def _steps_behind(self, stage: int) -> int:
         """Returns how many steps the stage is behind the live replica that has taken most; 0 if it is not behind."""
         gossip, step = self.replicas.gossip, self.compute.step_of(stage)
-        live = live_replicas(gossip.known(stage), gossip.listed_others(stage), loop_time())
+        live = live_replicas(gossip.known_progress(stage), gossip.others_in_view(stage), loop_time())
         return max([0, *(last.direct.step - step for last in live.values())])
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers a request of WORK_REQUESTS: Process by the hop, the others (averaging) by the replicas."""
+        """Answers a request of WORK_REQUESTS: Process by the hop, GossipEpochs by the epoch gossip, the others by the
+        replica group.
+
+        Raises NotMyStage for GossipEpochs if this peer draws no samples.
+        """
         match call.message:
             case Process() as request:
                 holder = Holder(call.prefix, call.peer)
@@ -222,7 +226,7 @@ class LoadedSpan:
                     waiting.notify_step()
 
     def _record_epochs(self, step: int) -> None:
-        """Records the state of the epochs at a step of stage 0, and reports it as SamplesCounted."""
+        """Records the state of the epochs at a step of stage 0, and reports SamplesCounted; nothing without epochs."""
         if self._epochs is None:
             return
         self._epochs.record.remember(step, self._epochs.batches.shares.snapshot())

@@ -87,7 +87,7 @@ class LocalPeer:
     ) -> None:
         self.startup, self.signed, self.host, self.admission = startup, signed, host, admission
         self.manifest = manifest = signed.manifest
-        self.seats = seats_of(manifest, _allowed_memory(startup.settings.memory_gib))
+        self.seats = seats_of(manifest, _memory_limit(startup.settings.memory_gib))
         self.sent = SentTensors()
         self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
         self.offences = OffenceLog(startup.report_event)
@@ -162,7 +162,7 @@ class LocalPeer:
             report_failure=report_failure,
             count_sent=self.sent.add,
         )
-        network.tell_time = self.startup.clock.told_unix
+        network.tell_time = self.startup.clock.time_for_others_unix
         return network
 
     def _is_member(self, peer: PeerId) -> bool:
@@ -175,7 +175,7 @@ class LocalPeer:
         for peer, seen in self.membership.view.peers.items():
             if peer != self.startup.me:
                 self.network.learn_announced(peer, seen.addresses)
-        self.router.view_changed()
+        self.router.on_view_changed()
 
     async def start(self, others: tuple[str, ...]) -> None:
         """Starts serving requests, asks peers for the time, joins the DHT, and starts the background tasks.
@@ -216,7 +216,7 @@ class LocalPeer:
         await self.base_supply.close()
         await self.network.close()
 
-    def listed(self, stage: int) -> Mapping[PeerId, float]:
+    def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
         """Returns, by replica of a stage, the bytes per second that count for owning parts; 0 when unknown."""
         replicas = self.membership.view.replicas(stage)
         return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
@@ -281,7 +281,7 @@ class LocalPeer:
         home, run = self.startup.home, self.signed.run_id
         while True:
             await asyncio.sleep(REMEMBER_S)
-            peers = [peer for peer in self._redialling.remembered() if self.admission.may_call(peer)]
+            peers = [peer for peer in self._redialling.remembered_peers() if self.admission.may_call(peer)]
             if addresses := [address for peer in peers for address in self._redialling.addresses_of(peer)[:2]][:16]:
                 try:
                     await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
@@ -290,7 +290,7 @@ class LocalPeer:
                     self.startup.report_event(trouble)
 
 
-def _allowed_memory(limit_gib: float) -> int:
+def _memory_limit(limit_gib: float) -> int:
     """Returns the lesser of this machine's free memory and `limit_gib`, in bytes. limit_gib: 0 for no limit."""
     return doctor.allowed_bytes(available_bytes(torch.device("cpu"), within_limit=False), limit_gib)
 

@@ -123,7 +123,10 @@ def _python(readings: Readings) -> list[Check]:
 
 
 def _packages(readings: Readings) -> list[Check]:
-    """Judges each package that the daemon needs, and the network process that comes with hivemind."""
+    """Judges each package that the daemon needs, and hivemind's network process, p2pd.
+
+    Fails for a missing, broken or wrong version, and if p2pd does not run.
+    """
     checks = []
     for package in readings.packages:
         install = f"run `pip install '{package.name}{package.required}'` in this environment"
@@ -207,7 +210,7 @@ def _clock(readings: Readings) -> list[Check]:
 
 
 def _network(readings: Readings) -> list[Check]:
-    """Judges addresses and ports: whether this machine has any, whether it can listen."""
+    """Judges addresses and ports: fails without any address or if a port cannot be listened on; warns without IPv4."""
     families = [name for name, has in (("IPv4", readings.has_ipv4), ("IPv6", readings.has_ipv6)) if has]
     checks = [Check("addresses", "pass", " and ".join(families), "IPv4")]
     if not readings.has_ipv4:
@@ -232,7 +235,10 @@ _REACHED: Final[dict[str, tuple[State, str]]] = {
 
 
 def _reachable(readings: Readings) -> list[Check]:
-    """Judges whether others can connect to this machine: as its daemon has found out, else by its addresses."""
+    """Judges whether others can connect to this machine: as its daemon has found out, else by its addresses.
+
+    Warns if it has only private ones and announces none.
+    """
     remedy = (
         "forward the port of --listen in the router and say AGORA_ANNOUNCE=/ip4/ADDRESS/tcp/PORT, or AGORA_UPNP=true; "
         "on one LAN or VPN say AGORA_ALLOW_PRIVATE=true"
@@ -285,7 +291,10 @@ def _names(readings: Readings) -> list[Check]:
 
 
 def _peers(readings: Readings) -> list[Check]:
-    """Judges how many of the run's addresses answer, how fast, and whether they speak of the same run."""
+    """Judges how many of the run's addresses answer, how fast, and whether they speak of the same run.
+
+    Passes if no address is known. Fails if none answers, or none tells of the run; warns beyond SLOW_ROUND_TRIP_S.
+    """
     if not readings.peers:
         return [Check("peers", "pass", "no address is known: this machine would begin the run", "")]
     round_trips = [peer.round_trip_s for peer in readings.peers if peer.round_trip_s is not None]

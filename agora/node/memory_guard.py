@@ -102,8 +102,10 @@ class MemoryGuard:
             self.look(await asyncio.to_thread(read))
 
     def look(self, used: int) -> None:
-        """Reacts to one reading of the resident bytes (`used`): refuses work, gives up a seat, or tells the owner.
+        """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.
 
+        Near the limit it refuses new work and tells the owner; with each reaction it returns freed memory to the system
+        and gives up a seat.
         Raises OutOfMemory when the daemon must leave.
         """
         former = self._state

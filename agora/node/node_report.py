@@ -101,10 +101,10 @@ def status_json(report: NodeReport) -> dict[str, Any]:
     view, own, paths = report.view, progress_record(report), {**report.paths, report.peer: "self"}
     if own is not None:  # newer than what this peer has published
         view = merge(view, [own], report.now_unix, 0.0)
-    return status(view, report.run, report.health, report.now_unix, paths, samples_told(report))
+    return status(view, report.run, report.health, report.now_unix, paths, sample_counts(report))
 
 
-def samples_told(report: NodeReport) -> SamplesTold | None:
+def sample_counts(report: NodeReport) -> SamplesTold | None:
     """Returns the counts of samples at this peer's newest step of stage 0; None unless it is an origin on samples."""
     counted = report.counters.samples
     if counted is None or report.span is None or not report.span.is_origin:
@@ -137,7 +137,9 @@ def progress_record(report: NodeReport) -> Progress | None:
 
 
 def notes_of(report: NodeReport) -> list[str]:
-    """Returns remarks on this daemon: what its owner has set, why it is behind its replicas, what limits it."""
+    """Returns remarks on this daemon: what its owner has set, its clock, how far and why stages are behind their
+    replicas, and what limits its gradients' format and its work. [] if there is nothing to remark.
+    """
     notes = [report.resting] * bool(report.resting) + [f"link {report.link}"] * bool(report.link)
     notes += [report.clock_remark] * bool(report.clock_remark)
     span = report.span
@@ -174,7 +176,7 @@ def service_status(report: NodeReport, sentence: str) -> str:
 
 
 def report_json(report: NodeReport) -> dict[str, Any]:
-    """Returns the answer to the control question "report": the counters, the daemon's state and its span's."""
+    """Returns the answer to the control question "report": the counters, the daemon's state and its span's, if any."""
     span = report.span
     own = {
         "peer": report.peer,

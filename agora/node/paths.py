@@ -120,7 +120,7 @@ def runtime_directory() -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Creates the directory with mode 0700 if missing; PermissionError if it is a link or another user's.
+    """Creates the directory with mode 0700 if missing. Raises PermissionError if it is a link or another user's.
 
     Leaves the mode of an existing directory as it is.
     """
@@ -133,7 +133,7 @@ def make_private(directory: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DaemonEntry:
     """A running daemon, as the registry file next to its socket describes it. Immutable."""
 
     run: str
@@ -145,7 +145,7 @@ class Entry:
     socket: str
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether a process with that id exists and is this user's; a killed daemon leaves its files behind."""
         try:
             os.kill(self.pid, 0)
@@ -159,7 +159,7 @@ def socket_of(home: Home) -> Path:
     return runtime_directory() / f"{home.name}.sock"
 
 
-def register(entry: Entry) -> None:
+def register(entry: DaemonEntry) -> None:
     """Writes the registry file by which commands find a running daemon; replaces its data directory's earlier one."""
     replace_text(Path(entry.socket).with_suffix(".json"), json.dumps(asdict(entry)))
 
@@ -177,15 +177,15 @@ def unregister(socket: Path) -> None:
     socket.with_suffix(".json").unlink(missing_ok=True)
 
 
-def daemons() -> list[Entry]:
+def daemons() -> list[DaemonEntry]:
     """Returns this user's running daemons from their registry files; removes the files of daemons that were killed."""
-    running: list[Entry] = []
+    running: list[DaemonEntry] = []
     for path in sorted(runtime_directory().glob("*.json")):
         try:
-            entry = Entry(**json.loads(path.read_text()))
+            entry = DaemonEntry(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue
-        if entry.alive:
+        if entry.is_alive:
             running.append(entry)
         else:
             unregister(Path(entry.socket))

@@ -62,7 +62,10 @@ class OwnersPause:
             raise DiskError(f"{text}; free some space and pause it again.") from error
 
     def resume(self) -> str:
-        """Ends the owner's pause; returns why the daemon still rests (hours), or "". DiskError: the file stays."""
+        """Ends the owner's pause; returns why the daemon still rests (hours), or "".
+
+        Raises DiskError if the file stays.
+        """
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:

@@ -129,7 +129,10 @@ class ControlAnswers:
         return self._node.local_peer.admission
 
     async def link(self, rate: str = "") -> Answer:
-        """Changes the rate of the imitated link of this peer, such as "20Mbit". LocalError without a link."""
+        """Changes the rate of this peer's imitated link, such as "20Mbit"; returns the link as text.
+
+        Raises LocalError without a link, LinkError for a malformed rate.
+        """
         local_peer = self._node.local_peer
         link = local_peer.host.link if local_peer is not None else None
         if link is None:
@@ -155,7 +158,10 @@ class ControlAnswers:
         return {"in_flight": 0 if origin is None else origin.open_count}
 
     async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
-        """Sends held-out batches from this peer through the swarm; returns their loss. LocalError without stage 0."""
+        """Sends held-out batches from this peer through the swarm; returns their loss.
+
+        Raises LocalError without stage 0.
+        """
         origin = self._node.serving_span().origin
         if origin is None:
             raise LocalError("this peer does not hold stage 0, so it has no text; ask one that does")

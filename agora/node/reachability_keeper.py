@@ -133,12 +133,14 @@ class ReachabilityKeeper:
         chosen = random.sample(neighbours, min(ASKED, len(neighbours)))
         answers = [answer for answer in await asyncio.gather(*map(self._ask, chosen)) if answer is not None]
         if answers:
-            reached = confirmed_addresses([self._reached_by(answer) for answer in answers], self._own, len(chosen))
+            reached = confirmed_addresses(
+                [self._addresses_reported_by(answer) for answer in answers], self._own, len(chosen)
+            )
             findings = replace(self.findings, asked_at=loop_time(), reached=reached)
             is_confirmed = len(chosen) >= CONFIRMING or not needs_relays(findings, self._own)
             self.findings = replace(findings, is_confirmed=is_confirmed)
 
-    def _reached_by(self, answer: DialedBack) -> set[str]:
+    def _addresses_reported_by(self, answer: DialedBack) -> set[str]:
         """Returns the addresses, without /p2p/PEER, at which a neighbour says that it reached this peer.
 
         Left out are ports that it was not asked to dial, and private addresses unless these are allowed.
@@ -168,7 +170,7 @@ class ReachabilityKeeper:
         """
         now = loop_time()
         self._renewed_at = {peer: at for peer, at in self._renewed_at.items() if peer in self._network.paths}
-        chosen = choose_relays(self._host.peer, view, self._renewed_at, self._refusals.refused(now))
+        chosen = choose_relays(self._host.peer, view, self._renewed_at, self._refusals.refusing_relays(now))
         for peer in chosen:
             if now - self._renewed_at.get(peer, -RENEW_S) >= RENEW_S:
                 try:
@@ -213,7 +215,10 @@ class ReachabilityKeeper:
         await self._holes.connect(peer, reply.message.seen)
 
     async def _await_dial(self, peer: PeerId) -> None:
-        """Waits until a peer, which the relay told to dial this one, is connected. ConnectionBroken after PUNCH_S."""
+        """Waits until a peer, which the relay told to dial this one, is connected.
+
+        Raises ConnectionBroken after PUNCH_S.
+        """
         until = loop_time() + PUNCH_S
         while not await self._host.is_connected(peer):
             if loop_time() > until:

@@ -91,7 +91,7 @@ class RunAdmission:
             addresses,
             proof=proof,
             judge=lambda peer, shown: self.book.judge(peer, shown, self._unix()).role,
-            why_not=lambda peer: self.book.why_not_called(peer, self._unix()),
+            why_not=lambda peer: self.book.why_not_to_call(peer, self._unix()),
         )
         self._network: Network | None = None
         self._forgetful: tuple[Forgetful, ...] = ()
@@ -102,7 +102,7 @@ class RunAdmission:
         Peers whose tickets have expired are dropped in the same way.
         """
         self._network, self._forgetful = network, forgetful
-        network.on_met.append(self._send_known)
+        network.on_met.append(self._send_revocations)
 
     # --- who takes part (a DhtGuard)
 
@@ -122,7 +122,7 @@ class RunAdmission:
         """Exchanges HELLOs with `peer` if there is no connection (anew: in any case); returns if it is a member."""
         return self._network is not None and await self._network.greet(peer, anew=anew)
 
-    def admits_record(self, record: Record) -> bool:
+    def is_by_member(self, record: Record) -> bool:
         """Returns whether a verified record is kept: of a member, which a claim proves by the proof in it.
 
         A ban list is always kept: the signatures in it count, whoever publishes it.
@@ -180,7 +180,7 @@ class RunAdmission:
         except DiskError as error:
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
-    def _send_known(self, peer: PeerId) -> None:
+    def _send_revocations(self, peer: PeerId) -> None:
         """Called when HELLO was exchanged with a member: sends it all revocations that are known here."""
         if sealed := self.book.sealed_revocations():
             self._send(peer, sealed)

@@ -45,7 +45,7 @@ class RunReference:
         """Base directory for the manifest's relative paths: that of its file, or the working directory without one."""
         return self.file.parent.absolute() if self.file is not None else Path.cwd()
 
-    def is_of(self, entry: paths.Entry) -> bool:
+    def is_of(self, entry: paths.DaemonEntry) -> bool:
         """Returns whether a running daemon takes part in this run; for a draft, in the run that its founder signed."""
         if self.run:
             return entry.run == self.run
@@ -96,7 +96,7 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
     )
 
 
-def entries_of(text: str, home: paths.Home, entries: Sequence[paths.Entry]) -> list[paths.Entry]:
+def entries_of(text: str, home: paths.Home, entries: Sequence[paths.DaemonEntry]) -> list[paths.DaemonEntry]:
     """Returns which of `entries` take part in the run `text`: the name or id they give it, or what `resolve` takes."""
     if named := [entry for entry in entries if text in (entry.name, entry.run)]:
         return named

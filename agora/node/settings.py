@@ -40,7 +40,7 @@ class SettingsError(LocalError):
         self.exit_code = 2 if source == FLAGS else 1
 
 
-def _checked_rate(text: str) -> str:
+def _check_rate(text: str) -> str:
     """Returns `text` unchanged. Raises InputError when it is no rate, see parse_rate."""
     parse_rate(text)
     return text
@@ -71,8 +71,8 @@ class Settings(pydantic.BaseModel):
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
     disk_gib: float = pydantic.Field(0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
-    upload_limit: Annotated[str, AfterValidator(_checked_rate)] = ""  # over all traffic, such as 1MB/s; "" is none
-    download_limit: Annotated[str, AfterValidator(_checked_rate)] = ""  # likewise
+    upload_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # over all traffic, such as 1MB/s; "" is none
+    download_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # likewise
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
     """FROM-TO[,FROM-TO] in local time, such as 22-07: outside it rests; "" is all day."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

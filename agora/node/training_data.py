@@ -83,7 +83,7 @@ def _cache(local_peer: LocalPeer) -> Path:
 
 
 async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
-    """Opens the text that this origin draws windows from."""
+    """Opens tokenizer and corpus in a thread, and returns the batches of windows that this origin draws from them."""
     startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
 
     def load() -> tuple[Sampler, int]:
@@ -101,7 +101,10 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
 
 
 async def _open_samples(local_peer: LocalPeer) -> Epochs:
-    """Opens the rows of the samples, and the state of their epochs that is stored on this disk."""
+    """Opens the rows of the samples, in a thread, and returns what a new session draws from them.
+
+    That is its batches, the record of the state of the epochs on this disk, and a circle of origins without any yet.
+    """
     startup, manifest = local_peer.startup, local_peer.manifest
 
     def load() -> SampleRows:

@@ -87,7 +87,10 @@ class Watchdog:
         self._traffic = NO_TRAFFIC
 
     async def run(self) -> None:
-        """Checks the daemon every second, and its traffic every 2 s, until cancelled."""
+        """Takes the daemon's report every LOOK_S seconds until cancelled: reports changes of health, feeds systemd.
+
+        Reports the daemon's traffic every TRAFFIC_S seconds.
+        """
         traffic_due = 0.0
         while True:
             report = self._take_node_report()
@@ -117,7 +120,10 @@ class Watchdog:
             self._report_event(events.HealthChanged(health.state, health.why, health.do or ""))
 
     def _feed(self, report: NodeReport) -> None:
-        """Feeds systemd's watchdog if `may_feed` allows it; sends the status, and READY after the first microbatch."""
+        """Feeds systemd's watchdog if `may_feed` allows it; sends the status, and READY once it has served or rests.
+
+        Until it has served, it also asks systemd for more time to start.
+        """
         path_s, in_hand = (report.span.path_s or 0.0, report.span.in_hand) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""

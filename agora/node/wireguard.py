@@ -101,7 +101,10 @@ def read_mesh(text: str, source: str) -> Mesh:
 
 
 def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
-    """Returns the text of this machine's configuration for `wg-quick`, without any private key."""
+    """Returns the text of this machine's configuration for `wg-quick`, without any private key.
+
+    It connects to every machine if either has an endpoint. The hub also carries what those behind NATs send each other.
+    """
     hidden = [machine for machine in mesh.behind_nat() if machine != me]
     lines = [
         f"# {me.name}: copy to /etc/wireguard/{INTERFACE}.conf; its private key stays in {KEY_FILE} of this machine.",
@@ -212,7 +215,10 @@ def _network(text: Any, source: str) -> Network:
 
 
 def _address(text: str, network: Network, free: Any, wished: set[str], source: str) -> Address:
-    """Returns the address in a text, or the next free one. Raises InputError for one that is not of the network."""
+    """Returns the address in a text; for "" the next free one that no other machine wishes.
+
+    Raises InputError for an address that is not of the network, and if none is free.
+    """
     if not text:
         found: Address | None = next((address for address in free if str(address) not in wished), None)
         if found is None:

@@ -47,7 +47,7 @@ class Journal:
         """Renames events.jsonl to .1 and .1 to .2, over the oldest file, and begins a new events.jsonl."""
         os.close(self._handle)
         for number in range(KEPT_FILES - 1, 0, -1):
-            older, newer = rotated(self.path, number), rotated(self.path, number - 1)
+            older, newer = rotated_path(self.path, number), rotated_path(self.path, number - 1)
             if newer.exists():
                 newer.replace(older)
         self._open()
@@ -58,7 +58,7 @@ class Journal:
         self._size = os.fstat(self._handle).st_size
 
 
-def rotated(path: Path, number: int) -> Path:
+def rotated_path(path: Path, number: int) -> Path:
     """Returns the path of the file rotated `number` times: events.jsonl, events.jsonl.1 (older), events.jsonl.2 ..."""
     return path if number == 0 else path.with_name(f"{path.name}.{number}")
 
@@ -111,7 +111,7 @@ class Follower:
         """Returns the file that was read last, under its present name, and every newer file, the oldest first."""
         files: list[Path] = []
         for number in range(KEPT_FILES):
-            candidate = rotated(self.directory / FILE_NAME, number)
+            candidate = rotated_path(self.directory / FILE_NAME, number)
             if not candidate.exists():
                 break
             files.insert(0, candidate)

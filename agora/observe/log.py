@@ -20,7 +20,7 @@ _PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 REPEAT_S = 10.0
 
 
-def goes_to_journald(stream: TextIO) -> bool:
+def is_journald_stream(stream: TextIO) -> bool:
     """Returns whether systemd's journal reads the stream: whether JOURNAL_STREAM has the stream's device and inode."""
     try:
         status = os.fstat(stream.fileno())
@@ -40,12 +40,15 @@ class EventLog:
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._floor = LEVELS.index(level)
-        self._is_for_journald = goes_to_journald(self._stream)
+        self._is_for_journald = is_journald_stream(self._stream)
         self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
         self._last: dict[str, tuple[float, int]] = {}
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event, unless its level is too low, or it repeats a sentence of the last 10 s and is not info."""
+        """Writes the event, unless its level is too low, or it repeats a sentence of the last REPEAT_S and is not info.
+
+        Writes it as JSON with its priority for systemd's journal, else as a line with time, level and sentence.
+        """
         if LEVELS.index(event.level) < self._floor:
             return
         if self._is_for_journald:

@@ -101,7 +101,10 @@ class EpochGossip:
         return GossipedEpochs(self._shares.last_told or self._shares.state())
 
     async def _tell(self, peer: PeerId, request: GossipEpochs) -> None:
-        """Sends one request and merges the state in its answer. Reports a malformed answer as an offence of `peer`."""
+        """Sends one request and merges the state in its answer. Reports a malformed answer as an offence of `peer`.
+
+        Ignores a peer that does not answer.
+        """
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             if not isinstance(reply.message, GossipedEpochs):

@@ -221,7 +221,7 @@ class Hop:
             work.uncommit()
             self._router.report_unusable_gradient(self._span.last + 1, downstream.peer, error)
             return None
-        self._backward_s = self._backward_s.updated(loop_time() - started)
+        self._backward_s = self._backward_s.with_sample(loop_time() - started)
         return result
 
     def _answer(self, job: Job, result: SpanResult, downstream: Processed | None = None) -> HopAnswer:
@@ -233,7 +233,7 @@ class Hop:
         """
         path_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
         if job.is_training:
-            self._busy_s = self._busy_s.updated(result.busy_s)
+            self._busy_s = self._busy_s.with_sample(result.busy_s)
             self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
         loss: SpanResult | Processed = result if downstream is None else downstream

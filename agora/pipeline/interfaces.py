@@ -79,10 +79,10 @@ class MicrobatchSource(Protocol):
     def draw(self) -> NewMicrobatch | None:
         """Returns the next training microbatch; None if there is none before more is heard from other origins."""
 
-    def completed(self, number: int) -> None:
+    def mark_completed(self, number: int) -> None:
         """Records that the drawn microbatch `number` was trained on."""
 
-    def released(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Records that the drawn microbatch `number` was dropped untrained, so that its rows may be drawn again."""
 
     def heldout(self, count: int) -> Iterable[WireTensor]:

@@ -261,12 +261,15 @@ class WorkLedger:
         work = self._works[key] = RunningWork(key, last, holder)
 
         async def perform() -> HopAnswer:
-            """Awaits the work and returns its answer, which it keeps; frees the seat in any case."""
+            """Awaits the work and returns its answer, which it keeps; frees the seat in any case.
+
+            When the device is out of memory, gives up a seat and raises that.
+            """
             started = loop_time()
             try:
                 answer = await start(work)
                 self._answers.put(key, last, answer, loop_time())
-                self._seat_s = self._seat_s.updated(loop_time() - started)
+                self._seat_s = self._seat_s.with_sample(loop_time() - started)
                 self._count_answer()
                 return answer
             except OutOfMemory:
@@ -280,12 +283,12 @@ class WorkLedger:
         return work
 
     def give_up_a_seat(self, reason: str) -> None:
-        """Lowers the seats to one fewer than are taken now, at least 1; called when memory is short."""
+        """Lowers the seats to one fewer than are taken now, at least 1, and reports it; called when memory is short."""
         self._seats, self._answers_since = max(1, min(self._seats, self.taken) - 1), 0
         self._report(events.SeatsChanged(self._seats, self._max_seats, reason))
 
     def _count_answer(self) -> None:
-        """Called for each answer: after every ANSWERS_PER_SEAT answers, adds one of the seats that were given up."""
+        """Called for each answer: after every ANSWERS_PER_SEAT, adds one of the seats given up, and reports it."""
         self._answers_since += 1
         if self._seats < self._max_seats and self._answers_since >= ANSWERS_PER_SEAT:
             self._seats, self._answers_since = self._seats + 1, 0

@@ -86,16 +86,16 @@ class Pace:
     period_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
     last_at: float | None = None
 
-    def completed(self, now: float) -> Pace:
+    def after_completion(self, now: float) -> Pace:
         """Returns the pace after a completion at `now`. One gap counts as at most MAX_GAP_PERIODS mean periods."""
         if self.last_at is None:
             return replace(self, last_at=now)
         gap, known = now - self.last_at, self.period_s.value
         if known is not None:
             gap = min(gap, MAX_GAP_PERIODS * known + 1e-6)
-        return Pace(self.period_s.updated(gap), now)
+        return Pace(self.period_s.with_sample(gap), now)
 
-    def interrupted(self) -> Pace:
+    def after_interruption(self) -> Pace:
         """Returns the pace after a pause or a stall: the gap until the next completion will not count."""
         return replace(self, last_at=None)
 
@@ -148,7 +148,7 @@ class StepQuota:
     left: int = 0
     idle_since: float | None = None
 
-    def renewed(self, now: float, state: StepState) -> StepQuota:
+    def next_quota(self, now: float, state: StepState) -> StepQuota:
         """Returns the next quota; to be called when nothing is left of this one and no microbatch is open.
 
         | stage 0                                      | the quota                                  |
@@ -199,7 +199,7 @@ def next_opening(
     if paused:
         return Opening("wait", "paused by its owner", quota)
     if seen.step is not None and not quota.left and not open_count:
-        quota = quota.renewed(now, seen.step)
+        quota = quota.next_quota(now, seen.step)
     if seen.step is not None and not quota.left:
         return Opening("wait", f"this origin's quota of step {quota.step} is opened", quota)
     if seen.before_mean is not None and open_count >= seen.before_mean:

@@ -139,7 +139,7 @@ class Origin:
     async def run(self) -> None:
         """Opens training microbatches and sends each until it succeeds. Ends after `leave`; cancelling drops them."""
         async with asyncio.TaskGroup() as group:
-            while (drawn := await self._next_drawn()) is not None:
+            while (drawn := await self._draw_next()) is not None:
                 microbatch = self._new_microbatch(drawn.tokens, "train", max(self._quota.step, 0))
                 task = group.create_task(
                     self._train(microbatch, drawn.number), name=f"microbatch {microbatch.id.hex()}"
@@ -169,7 +169,7 @@ class Origin:
     def resume(self) -> None:
         """Opens microbatches again after `pause`; the pause does not count in the measured pace."""
         self._paused = False
-        self._pace = self._pace.interrupted()
+        self._pace = self._pace.after_interruption()
         self._changed.notify()
 
     def notify_step(self) -> None:
@@ -207,8 +207,11 @@ class Origin:
         self._report(result)
         return result
 
-    async def _next_drawn(self) -> NewMicrobatch | None:
-        """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving."""
+    async def _draw_next(self) -> NewMicrobatch | None:
+        """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving.
+
+        If the source has none now, asks it again after DRAW_AGAIN_S.
+        """
         while True:
             seen, quota = self._look(), self._quota
             decision = self._decide(seen)
@@ -261,16 +264,16 @@ class Origin:
         try:
             message = (await self._deliver_with_references(microbatch)).message
         except BaseException:
-            self._source.released(number)
+            self._source.release(number)
             raise
-        self._source.completed(number)
+        self._source.mark_completed(number)
         self.completed += 1
-        self.microbatch_tokens = self.microbatch_tokens.updated(message.tokens)
+        self.microbatch_tokens = self.microbatch_tokens.with_sample(message.tokens)
         if message.tokens:
-            self.loss = self.loss.updated(message.loss_sum / message.tokens)
+            self.loss = self.loss.with_sample(message.loss_sum / message.tokens)
         for name, value in named_means(self._config.objective, message.metrics, message.tokens).items():
-            self.metrics[name] = self.metrics.get(name, MovingAverage(0.05)).updated(value)
-        self._pace = self._pace.completed(loop_time())
+            self.metrics[name] = self.metrics.get(name, MovingAverage(0.05)).with_sample(value)
+        self._pace = self._pace.after_completion(loop_time())
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
     async def _deliver_with_references(self, microbatch: Microbatch) -> HopAnswer:
@@ -312,8 +315,9 @@ class Origin:
         return answer
 
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
-        """Sends the microbatch through the whole pipeline once and returns the answer; after a failure sleeps: None.
+        """Sends the microbatch through the whole pipeline once and returns the answer.
 
+        After a failure it reports MicrobatchRerouted (not for Busy), sleeps, and returns None.
         attempt: number of earlier attempts. The time it may take and the sleep double with each, up to MAX_PATIENCE_S
         and MAX_RETRY_S.
         """
@@ -335,12 +339,12 @@ class Origin:
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._hop.process(message, [microbatch.tokens], deadline, microbatch.record_progress)
-            self._attempt_s = self._attempt_s.updated(loop_time() - started)
+            self._attempt_s = self._attempt_s.with_sample(loop_time() - started)
             return answer
         except Busy as refusal:
             wait = max(wait, refusal.retry_after_ms / 1000.0)
         except (TimeoutError, AgoraError) as error:
-            self._pace = self._pace.interrupted()
+            self._pace = self._pace.after_interruption()
             reason = str(error) or "the attempt's time was over"
             self._report(events.MicrobatchRerouted(microbatch.id.hex(), 0, self._config.me, reason))
         await asyncio.sleep(min(wait, MAX_RETRY_S))

@@ -51,7 +51,7 @@ class PeerCost:
     failed_at: float = 0.0  # when the last counted failure happened
     wasted_s: float = 0.0  # the longest time that one of these failures took
     busy_until: float = 0.0  # before this time it is not called, because it said BUSY
-    is_relayed: bool = False  # whether it is reached through a relay, see `goes_through_relay`
+    is_relayed: bool = False  # whether it is reached through a relay, see `must_use_relay`
     incarnation: int = 0  # of its claim; a higher one means that its daemon was restarted or has moved
     seat_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEAT_WAITS))  # from sending to a seat
 
@@ -147,7 +147,10 @@ def choose_next(
 
 
 def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: int) -> list[Candidate]:
-    """Returns a Candidate for each peer in `costs`, the peers of one stage, for a microbatch of `payload_bytes`."""
+    """Returns a Candidate for each peer in `costs`, the peers of one stage, for a microbatch of `payload_bytes`.
+
+    Each says when the peer may be called, when it would finish, and how far its charges lead those of the others.
+    """
     if not costs:
         return []
     idle_s = [cost.idle_finish_s(payload_bytes) for cost in costs.values()]

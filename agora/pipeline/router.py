@@ -123,7 +123,7 @@ class Router:
         self._empty_stages: set[int] = set()
         self._pace = Pace()
 
-    def view_changed(self) -> None:
+    def on_view_changed(self) -> None:
         """Wakes every microbatch that waits for a peer; must be called whenever the membership view has changed."""
         self._changed.notify()
 
@@ -151,7 +151,7 @@ class Router:
                 reasons = [f"{peer[-8:]} {reason}" for peer, reason in routed.reasons.items()][-MAX_REASONS:]
                 raise Unavailable(stage, reasons or [choice.reason])
             if choice.peer is not None:
-                return self.table.sent(now, stage, choice.peer, routed.payload_bytes, routed.deadline)
+                return self.table.record_sent(now, stage, choice.peer, routed.payload_bytes, routed.deadline)
             await self._changed.wait(min(routed.deadline, choice.look_again_at))
 
     def _choose(self, now: float, routed: RoutedCall) -> Choice:
@@ -174,16 +174,19 @@ class Router:
         return choice
 
     async def _try(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer | None:
-        """Makes one call and records its outcome in the table; returns the answer, or None after Busy or a failure."""
+        """Makes one call and records its outcome in the table; returns the answer, or None after Busy or a failure.
+
+        A cancelled call is recorded as abandoned. Wakes the microbatches that wait for a peer in any case.
+        """
         try:
-            answer = self._checked(routed, attempt.peer, await self._call(routed, attempt))
+            answer = self._check_reply(routed, attempt.peer, await self._call(routed, attempt))
         except Busy as refusal:
-            self.table.busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
+            self.table.record_busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
             routed.reasons[attempt.peer] = "busy"
         except AgoraError as error:
             self._record_failure(routed, attempt, error)
         except BaseException:  # this side leaves the call
-            self.table.abandoned(attempt)
+            self.table.record_abandoned(attempt)
             raise
         else:
             return self._record_answer(attempt, answer)
@@ -203,14 +206,14 @@ class Router:
                 return
             is_new = routed.record_progress(news, peer)
             if news.peer == peer and news.stage == stage and news.event == "accepted":
-                self.table.accepted(loop_time(), attempt, min(news.queue, 1 << 20), self._round_trip_s(peer))
+                self.table.record_accepted(loop_time(), attempt, min(news.queue, 1 << 20), self._round_trip_s(peer))
             if is_new:
                 routed.on_progress(news)
 
         request = routed.request(attempt.deadline_ms)
         return await self._caller.call(peer, request, routed.tensors, deadline=attempt.until, on_progress=on_progress)
 
-    def _checked(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
+    def _check_reply(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
         """Returns a well-formed reply as a HopAnswer; for any other reports BAD_ANSWER and raises ProtocolError."""
         message, tensors = reply.message, list(reply.tensors)
         purpose = routed.process.purpose
@@ -231,9 +234,9 @@ class Router:
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
         """Records an answer's times in the table; returns the answer with the time on the link added to `path_ms`."""
         now = loop_time()
-        self._pace = self._pace.completed(now)
+        self._pace = self._pace.after_completion(now)
         service_s, period_s = answer.message.busy_ms / 1000.0, self._pace.period_s.value or math.inf
-        crossing_s = self.table.answered(now, attempt, service_s, answer.nbytes, period_s)
+        crossing_s = self.table.record_answered(now, attempt, service_s, answer.nbytes, period_s)
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
@@ -241,13 +244,13 @@ class Router:
         """Records a failed call in the table and in `routed`, and reports MicrobatchRerouted."""
         now, reason = loop_time(), f"{error.code}: {error}"
         if isinstance(error, Unavailable):
-            self.table.failed(now, attempt, 0.0, UNAVAILABLE_FAILURES)
+            self.table.record_failed(now, attempt, 0.0, UNAVAILABLE_FAILURES)
         else:
-            self.table.failed(now, attempt, now - attempt.started)
+            self.table.record_failed(now, attempt, now - attempt.started)
         routed.record_failure(attempt.peer, reason)
         self._report(events.MicrobatchRerouted(routed.process.microbatch.hex(), attempt.stage, attempt.peer, reason))
 
     def report_unusable_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
         """Reports a USELESS_GRADIENT of `peer`, and counts a failure in the table, so that other replicas are asked."""
         self._offences.report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
-        self.table.rejected(loop_time(), stage, peer)
+        self.table.record_rejected(loop_time(), stage, peer)

@@ -64,7 +64,7 @@ class Attempt:
     charge_s: float
 
 
-def goes_through_relay(mine: str, theirs: str) -> bool:
+def must_use_relay(mine: str, theirs: str) -> bool:
     """Returns whether two peers that claim these reachabilities can connect only through a relay.
 
     They need none if one of them is public, or if both are reached through punched holes.
@@ -89,8 +89,8 @@ class StagePeers:
 class RoutingTable:
     """The costs of all peers of the later stages, from which the router chooses. It changes only by the calls below.
 
-    Call `update` before each choice. `sent` begins an attempt; exactly one of `answered`, `busy`, `failed` and
-    `abandoned` must end it.
+    Call `update` before each choice. `record_sent` begins an attempt; exactly one of `record_answered`, `record_busy`,
+    `record_failed` and `record_abandoned` must end it.
     """
 
     def __init__(self, me: PeerId, stage_count: int) -> None:
@@ -131,7 +131,7 @@ class RoutingTable:
                 cost = costs[peer]  # its daemon was restarted: its speed is as before
                 cost.incarnation, cost.failures, cost.wasted_s = view.incarnation, 0, 0.0
                 cost.busy_until, cost.call_limit, cost.queue, cost.sent_since = 0.0, math.inf, 0, 0
-            costs[peer].is_relayed = goes_through_relay(own_reachability, view.reachability)
+            costs[peer].is_relayed = must_use_relay(own_reachability, view.reachability)
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses the peer of `stage` to ask for a microbatch, see choose_next; None if none can be asked now."""
@@ -140,7 +140,7 @@ class RoutingTable:
             return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
         return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
 
-    def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
+    def record_sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
         """Charges `peer` for a microbatch that will be sent to it; returns the attempt, which ends by `deadline`.
 
         Sends nothing itself. `peer` must be one of `costs(stage)`.
@@ -157,7 +157,7 @@ class RoutingTable:
         deadline_ms = deadline_to_send(now, until, 2.0 * cost.round_trip_s)
         return Attempt(stage, peer, cost, now, until, deadline_ms, payload_bytes, charge_s)
 
-    def accepted(self, now: float, attempt: Attempt, queue: int, ping_s: float | None) -> None:
+    def record_accepted(self, now: float, attempt: Attempt, queue: int, ping_s: float | None) -> None:
         """Records that the peer gave the microbatch a seat, and has `queue` microbatches at its device.
 
         Of the time since sending, ping_s (the idle link's round trip, None if unknown) counts as round trip and the
@@ -173,7 +173,9 @@ class RoutingTable:
         cost.seats += 1
         cost.seat_waits_s.append(waited_s)
 
-    def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
+    def record_answered(
+        self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float
+    ) -> float:
         """Records an answer, clears the peer's failures, and returns the seconds on the link, see PeerCost.crossing_s.
 
         service_s: seconds on the peer's device, as the peer says. answer_bytes: bytes of the answer's tensors.
@@ -189,30 +191,30 @@ class RoutingTable:
         _bound_shares(self.costs(attempt.stage).values())
         return cost.crossing_s(attempt.payload_bytes, answer_bytes, period_s)
 
-    def abandoned(self, attempt: Attempt) -> None:
+    def record_abandoned(self, attempt: Attempt) -> None:
         """Records that the caller gave up, or that no work was done: takes back the charge, measures nothing."""
         cost = attempt.cost
         cost.virtual_s -= attempt.charge_s
         cost.open_calls -= 1
         cost.sent_since = max(0, cost.sent_since - 1)
 
-    def busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
+    def record_busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
         """Records BUSY: takes back the charge, allows no more open calls than now, and no new one for `retry_after_s`.
 
         retry_after_s: seconds that the peer asked for, bounded to MIN_BUSY_S to MAX_BUSY_S.
         """
-        self.abandoned(attempt)
+        self.record_abandoned(attempt)
         cost = attempt.cost
         cost.call_limit = float(max(1, cost.open_calls))
         cost.busy_until = max(cost.busy_until, now + min(max(retry_after_s, MIN_BUSY_S), MAX_BUSY_S))
 
-    def failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = MAX_FAILURES) -> None:
+    def record_failed(self, now: float, attempt: Attempt, wasted_s: float, max_failures: int = MAX_FAILURES) -> None:
         """Takes back the charge and counts a failure, up to `max_failures` in a row. wasted_s: seconds of the call."""
-        self.abandoned(attempt)
+        self.record_abandoned(attempt)
         _count_failure(attempt.cost, now, wasted_s, max_failures)
 
-    def rejected(self, now: float, stage: int, peer: PeerId) -> None:
-        """Counts a failure of `peer` after `answered`: its answer had the right form, but could not be used."""
+    def record_rejected(self, now: float, stage: int, peer: PeerId) -> None:
+        """Counts a failure of `peer` after `record_answered`: its answer had the right form, but could not be used."""
         if cost := self._stages[stage].costs.get(peer):
             _count_failure(cost, now, 0.0, MAX_FAILURES)
 
@@ -262,7 +264,7 @@ def _average(value: float, sample: float, samples: int) -> float:
 
     value: the average of the `samples` before; if there were none, an assumption that the sample replaces.
     """
-    return MovingAverage(AVERAGE_WEIGHT, value, samples).updated(sample).value or 0.0
+    return MovingAverage(AVERAGE_WEIGHT, value, samples).with_sample(sample).value or 0.0
 
 
 def attempt_deadline(now: float, deadline: float, expected_s: float, others: int, depth: int = 1) -> float:

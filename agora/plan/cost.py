@@ -141,7 +141,7 @@ class RunCost:
 
         activations: None means the one with the fewest operations of those that peers may choose.
         """
-        repeats = FORWARDS[activations or self.choices[0]][self._holds_last_stage(span)] - 1
+        repeats = FORWARDS[activations or self.choices[0]][self._has_last_stage(span)] - 1
         return _within(self._flops_once, span) + repeats * _within(self._layer_flops, span)
 
     @property
@@ -204,7 +204,7 @@ class RunCost:
         limit = max(seconds, key=lambda name: seconds[name])
         return Rate(1.0 / seconds[limit], limit, mode.activations, mode.in_host)
 
-    def _holds_last_stage(self, span: Span) -> bool:
+    def _has_last_stage(self, span: Span) -> bool:
         """Returns whether the run's last stage is in the span."""
         return span.last == self.stage_count - 1
 
@@ -214,7 +214,7 @@ class RunCost:
         "keep", except in a span with the last stage, adds a second copy of the trained weights.
         """
         kept = _within(self._kept_bytes, span)
-        if activations == "keep" and not self._holds_last_stage(span):
+        if activations == "keep" and not self._has_last_stage(span):
             return self.in_flight * kept + _within(self._version_bytes, span)
         return kept
 

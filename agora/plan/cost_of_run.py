@@ -88,7 +88,7 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     """Returns what one stage costs. sizes: of the manifest's model; in_bf16: as for run_cost."""
     layers = manifest.layers_of(stage)
     batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
-    elements = _padded(trained_parameters(sizes, layers))
+    elements = _pad_to_blocks(trained_parameters(sizes, layers))
     forward, backward = microbatch_flops(sizes, layers, batch)
     graphs = [layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers]
     of_layer = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
@@ -158,7 +158,10 @@ def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
 
 
 def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
-    """Returns the bytes of the basis, of the fixed embedding's signs and of the rotary table of a subspace stage."""
+    """Returns the bytes of the basis, of the fixed embedding's signs and of the rotary table of a subspace stage.
+
+    0 for a model without a fixed embedding.
+    """
     if not sizes.fixed_vocabulary:
         return 0.0
     basis = FLOAT * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
@@ -166,7 +169,10 @@ def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
 
 
 def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
-    """Returns the operations of a stage's forward and backward of one microbatch."""
+    """Returns the operations of a stage's forward and of its backward of one microbatch.
+
+    A backward costs twice the forward; of frozen matrices and of products by the basis it costs as much as that.
+    """
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
     halved = 0 if sizes.attends_to_all or batch.has_segments else len(set(layers) - sizes.masked_layers)
@@ -182,7 +188,10 @@ def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) 
 
 
 def _basis_products(sizes: DecoderSizes, layers: range) -> int:
-    """Returns how often a stage multiplies coordinates by the basis: before each sublayer, in the last layer once."""
+    """Returns how often a stage multiplies coordinates by the basis: before each sublayer, in the last layer once.
+
+    0 if the stream has the model's whole width.
+    """
     if sizes.stream == sizes.width:
         return 0
     return sum(1 if sizes.is_last(layer) else 2 for layer in layers)
@@ -205,7 +214,7 @@ def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, 
         inside = trained_parameters(sizes, layers)
         if sizes.frozen_as is None:
             inside, _ = _matrix_parameters(sizes, layers)
-        square = _padded(max(elements - inside, 0))
+        square = _pad_to_blocks(max(elements - inside, 0))
     average = elements if section.average_decay else 0
     outer = 0 if manifest.exact_steps == ALL_STEPS else 2 * elements
     return elements + square + average + outer
@@ -227,6 +236,6 @@ def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float
     return float(FLOAT * MUON_COPIES * together)
 
 
-def _padded(count: int) -> int:
+def _pad_to_blocks(count: int) -> int:
     """Returns a number of elements rounded up to whole blocks, as a stage's flat arrays have them."""
     return -(-count // SLICE_BLOCK) * SLICE_BLOCK

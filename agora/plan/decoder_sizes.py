@@ -145,7 +145,7 @@ def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
             LinearSize("down", "inner", model.feed_forward, model.subspace, last_outputs=last),
         ),
         copies_attended=True,
-        fixed_vocabulary=model.vocabulary if model.embedding_is_fixed else 0,
+        fixed_vocabulary=model.vocabulary if model.is_embedding_fixed else 0,
     )
 
 

@@ -71,7 +71,7 @@ def picture_lines(cost: RunCost, plan: Plan, *, sign: str = "#") -> list[str]:
         span = row.one.span
         drawn = "." * columns if span is None else bar(span.first, span.last, sign)
         tail = "idle" if span is None else row.one.rate.limit
-        lines.append(f"{_truncated(row.label):<{LABEL_WIDTH}}  {drawn}  {tail}")
+        lines.append(f"{_truncate_label(row.label):<{LABEL_WIDTH}}  {drawn}  {tail}")
     slowest = plan.bottleneck.stages
     lines.append(f"{'slowest':<{LABEL_WIDTH}}  {bar(slowest.first, slowest.last, '^').replace('.', ' ').rstrip()}")
     return lines
@@ -107,7 +107,7 @@ def picture_svg(cost: RunCost, plan: Plan, title: str) -> str:
 
 def _svg_row(cost: RunCost, row: PlanRow, y: float, pixels: float) -> list[str]:
     """Returns the SVG elements of one row of machines. y: its top, in pixels. pixels: width of one stage."""
-    elements, span = [_text(10, y + 15, _truncated(row.label))], row.one.span
+    elements, span = [_text(10, y + 15, _truncate_label(row.label))], row.one.span
     right = LABEL_PIXELS + pixels * cost.stage_count + 10
     if span is None:
         return [*elements, _text(right, y + 15, "idle")]
@@ -148,7 +148,7 @@ def _label(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _truncated(label: str) -> str:
+def _truncate_label(label: str) -> str:
     """Returns a label, cut to LABEL_WIDTH characters."""
     return label if len(label) <= LABEL_WIDTH else f"{label[: LABEL_WIDTH - 3]}..."
 

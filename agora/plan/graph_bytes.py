@@ -139,14 +139,17 @@ def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize,
 
 
 def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
-    """Returns the bytes that LoRA's dropout keeps for each token: its mask and its output."""
+    """Returns the bytes that LoRA's dropout keeps for each token: its mask and its output. 0 without dropout."""
     if not sizes.dropout:
         return 0.0
     return sum(linear.inputs * (value + 1) for linear in sizes.linears if sizes.has_lora(linear))
 
 
 def _weight_copies(sizes: DecoderSizes, layer: int, in_bf16: bool) -> float:
-    """Returns the bytes of the bf16 copies of float32 matrices that autocast leaves with the graph."""
+    """Returns the bytes of a layer's bf16 copies of float32 matrices, which autocast leaves with the graph.
+
+    0 unless `in_bf16`. LoRA's matrices always count, the layer's own only if they are kept as float32.
+    """
     if not in_bf16:
         return 0.0
     matrices = sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)

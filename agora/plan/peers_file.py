@@ -83,7 +83,7 @@ class PeersFile:
     kinds: tuple[Machine, ...]
     in_bf16: bool
 
-    def kind_named(self, name: str) -> Machine:
+    def find_kind(self, name: str) -> Machine:
         """Returns the file's kind of machine with this name or, if it has none, a machine with the accelerator `name`.
 
         The latter gets the link of the file's machine of median upload. Raises InputError for an unknown name.
@@ -149,7 +149,11 @@ def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -
 
 
 def _kind(table: Mapping[str, Any], where: str) -> Machine:
-    """Returns the machine that a [[machine]] table describes. where: begins the sentence of the InputError."""
+    """Returns the machine that a [[machine]] table describes.
+
+    Raises InputError for an unknown key, a malformed value, or if compute, memory or upload is missing. where: begins
+    its sentence.
+    """
     for key in table:
         if key not in MACHINE_KEYS:
             raise InputError(f"{where} has no key {describe(key)}; {suggest(key, MACHINE_KEYS)}")

@@ -124,7 +124,7 @@ def measure_profile(
     formulas. clock: returns seconds.
     """
     layer = manifest.model.layers // 2
-    stage = _filled_stage(manifest, range(layer, layer + 1)).to(device)
+    stage = _make_filled_stage(manifest, range(layer, layer + 1)).to(device)
     most, context = manifest.schedule.microbatch, manifest.model.context
     deadline, times = clock() + budget_s, list[tuple[int, float]]()
     for rows in [rows for rows in ROWS if rows <= most]:
@@ -152,7 +152,7 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return (intercept, slope) if slope > 0 else (0.0, through_zero)
 
 
-def _filled_stage(manifest: Manifest, layers: range) -> Stage:
+def _make_filled_stage(manifest: Manifest, layers: range) -> Stage:
     """Returns a stage of `layers` on the CPU with small random weights, which compute as fast as real ones."""
     with torch.device("meta"):
         stage = family_of(manifest.model).make_stage(layers)

@@ -87,7 +87,9 @@ def _best_grouping(
             if found.rate >= good_enough:
                 break
     finalists = sorted(best_of_count.values(), key=_preference, reverse=True)[:PROMISING]
-    return max((_searched(rates, grouping, good_enough, rng) for grouping in finalists), key=_preference, default=None)
+    return max(
+        (_search_from(rates, grouping, good_enough, rng) for grouping in finalists), key=_preference, default=None
+    )
 
 
 def _starting_groupings(rates: Rates, count: int, holders: Coverage) -> Iterator[Grouping | None]:
@@ -137,7 +139,7 @@ def _group_counts(fewest: int, most: int) -> Iterator[int]:
     yield most
 
 
-def _searched(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
+def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
     """Returns the best grouping found by random changes of `grouping`, each improved by exchanges.
 
     A changed grouping that is no worse is changed further. Ends early at the rate `good_enough`.

@@ -137,7 +137,7 @@ class FleetSimulation:
             donor.id: donor
             for stage in span.stages
             for view in self._directory.sample_servers(stage)
-            if (donor := self.find(view.peer)).takes_work
+            if (donor := self.find(view.peer)).has_room
         }
         size = sum(self._state_bytes[stage] for stage in span.stages)
         SimulatedFetch(self._events, peer, size, list(donors.values()), self._rng, self._serve)
@@ -158,7 +158,10 @@ class FleetSimulation:
     # --- staying
 
     def _read(self, peer: SimulatedPeer) -> None:
-        """Refreshes a machine's sample of its next stage's servers, and schedules its next read."""
+        """Refreshes a machine's sample of its next stage's servers, and schedules its next read.
+
+        If the sample has changed, routes the microbatches that wait for a peer. Does nothing once the machine is down.
+        """
         if not peer.is_up:
             return
         if self._read_directory(peer):

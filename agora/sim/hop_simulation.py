@@ -32,10 +32,10 @@ SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)
 class RootListener(Protocol):
     """Interface: what an origin does when an attempt of one of its microbatches ends."""
 
-    def completed(self, visit: Visit) -> None:
+    def on_completed(self, visit: Visit) -> None:
         """Called when a microbatch has passed all stages and its origin has the answer."""
 
-    def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
+    def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
         """Called when an attempt ended without a result.
 
         retry_s: seconds to wait at least before the next one. is_failure: False if the origin itself had no free seat.
@@ -67,7 +67,10 @@ class HopSimulation:
     # --- a visit begins
 
     def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
-        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it at once."""
+        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it at once.
+
+        Reports it as unfinished if the hop refuses it now.
+        """
         peer = microbatch.origin
         kept = peer.answers.get((microbatch.id, 0))
         if kept is not None:
@@ -77,7 +80,7 @@ class HopSimulation:
         visit = Visit(microbatch, peer, 0, deadline)
         visit.is_root = True
         if (retry_s := self._refusal_s(peer)) is not None:
-            self._root().unfinished(visit, retry_s, False)
+            self._root().on_unfinished(visit, retry_s, False)
         else:
             self._begin(visit)
 
@@ -96,7 +99,7 @@ class HopSimulation:
             return
         visit = peer.visits.get(key)
         if visit is None:
-            if peer.takes_work and (peer.span is None or stage not in peer.span):
+            if peer.has_room and (peer.span is None or stage not in peer.span):
                 self._reply(call, self._failed, call, MAX_FAILURES)
                 return
             if (retry_s := self._refusal_s(peer)) is not None:
@@ -191,7 +194,7 @@ class HopSimulation:
         until: simulated time at which the attempt is left.
         """
         now, peer = self._events.now, visit.peer
-        attempt = peer.table.sent(now, visit.last + 1, callee.id, payload, until)
+        attempt = peer.table.record_sent(now, visit.last + 1, callee.id, payload, until)
         call = Call(visit, callee, attempt)
         visit.call, visit.state = call, "below"
         self._deadlines.add(call, attempt.until)
@@ -218,7 +221,7 @@ class HopSimulation:
             return
         caller = call.caller.peer
         ping_s = caller.equipment.link.round_trip_to(call.callee.equipment.link)
-        caller.table.accepted(self._events.now, call.attempt, queue, ping_s)
+        caller.table.record_accepted(self._events.now, call.attempt, queue, ping_s)
         self._measurements.messages += sum(
             1 for entry in call.caller.microbatch.path.peers if entry < call.caller.entry
         )
@@ -226,7 +229,7 @@ class HopSimulation:
     def _busy(self, call: Call, retry_s: float) -> None:
         """Called when the caller receives BUSY: routes the visit to another peer."""
         if self._end(call):
-            call.caller.peer.table.busy(self._events.now, call.attempt, retry_s)
+            call.caller.peer.table.record_busy(self._events.now, call.attempt, retry_s)
             self._reroute(call)
 
     def _failed(self, call: Call, max_failures: int) -> None:
@@ -234,7 +237,7 @@ class HopSimulation:
         if self._end(call):
             now, attempt = self._events.now, call.attempt
             wasted_s = 0.0 if max_failures == UNAVAILABLE_FAILURES else now - attempt.started
-            call.caller.peer.table.failed(now, attempt, wasted_s, max_failures)
+            call.caller.peer.table.record_failed(now, attempt, wasted_s, max_failures)
             path = call.caller.microbatch.path.peers
             if path.get(attempt.stage) == call.callee.id:
                 del path[attempt.stage]
@@ -266,16 +269,21 @@ class HopSimulation:
         self.route_waiting(visit.peer)
 
     def _answered(self, call: Call) -> None:
-        """Called when the gradient reaches the caller: records the times and queues its backward."""
+        """Called when the gradient reaches the caller: records the times, queues its backward, and routes what waits.
+
+        Does nothing if the caller no longer waits for it.
+        """
         if not self._end(call):
             return
         now, visit, below, peer = self._events.now, call.caller, call.visit, call.caller.peer
         assert below is not None, "an answer comes from a visit"
         service_s = self._workload.seconds(below.entry, below.last, below.peer.equipment.speed)
-        peer.pace = peer.pace.completed(now)
+        peer.pace = peer.pace.after_completion(now)
         period_s = peer.pace.period_s.value or math.inf
         service_s *= below.peer.device.slowdown
-        crossing_s = peer.table.answered(now, call.attempt, service_s, int(self._workload.gradient_bytes), period_s)
+        crossing_s = peer.table.record_answered(
+            now, call.attempt, service_s, int(self._workload.gradient_bytes), period_s
+        )
         visit.below_path_s = min(below.path_s + crossing_s, now - call.attempt.started)
         visit.state, visit.committed, visit.queued_at = "backward", True, now
         seconds = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed)
@@ -286,7 +294,7 @@ class HopSimulation:
 
     def _backward_done(self, visit: Visit) -> None:
         """Called at the end of a visit's backward: records how long it took, and finishes the visit."""
-        visit.peer.backward_s = visit.peer.backward_s.updated(self._events.now - visit.queued_at)
+        visit.peer.backward_s = visit.peer.backward_s.with_sample(self._events.now - visit.queued_at)
         self._finished(visit)
 
     def _finished(self, visit: Visit) -> None:
@@ -296,9 +304,9 @@ class HopSimulation:
         peer, now = visit.peer, self._events.now
         own_s = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed) * peer.device.slowdown
         visit.path_s, visit.state = own_s + visit.below_path_s, "answered"
-        peer.busy_s = peer.busy_s.updated(own_s)
+        peer.busy_s = peer.busy_s.with_sample(own_s)
         peer.paths_s.append(visit.path_s)
-        peer.seat_s = peer.seat_s.updated(now - visit.started)
+        peer.seat_s = peer.seat_s.with_sample(now - visit.started)
         self._measurements.count(visit)
         peer.visits.pop(visit.key, None)
         self._keep_answer(visit)
@@ -332,7 +340,7 @@ class HopSimulation:
         for call in callers:
             self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
         if visit.is_root:
-            self._root().unfinished(visit, 0.0, True)
+            self._root().on_unfinished(visit, 0.0, True)
 
     def _cancel(self, visit: Visit) -> None:
         """Ends a visit without an answer, and with it the work at later stages for which nothing else waits."""
@@ -346,7 +354,7 @@ class HopSimulation:
             self._deadlines.remove(call)
             call.callee.calls_in.pop(call, None)
             if visit.peer.is_up:
-                visit.peer.table.abandoned(call.attempt)
+                visit.peer.table.record_abandoned(call.attempt)
             self._forget_caller(call.visit, call)
 
     def _forget_caller(self, visit: Visit | None, call: Call) -> None:
@@ -365,7 +373,7 @@ class HopSimulation:
             for call in callers:
                 self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
             if was_root:
-                self._root().unfinished(visit, 0.0, True)
+                self._root().on_unfinished(visit, 0.0, True)
         peer.waiting.clear()
 
     def break_connections(self, peer: SimulatedPeer) -> None:
@@ -379,7 +387,7 @@ class HopSimulation:
 
     def _report_completed(self, visit: Visit) -> None:
         """Reports to the origin that a microbatch has come back."""
-        self._root().completed(visit)
+        self._root().on_completed(visit)
 
     def _root(self) -> RootListener:
         """Returns the origin's side, which is set right after this object is made."""

@@ -94,7 +94,7 @@ class MemoryPeer:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """Calls a peer, as agora.calls.Caller has it."""
+        """Calls a peer, as agora.calls.Caller has it. While this peer is frozen, neither sends nor returns."""
         await self.gate()
         try:
             reply = await self.network.carry(self, peer, request, tensors, deadline, on_progress)
@@ -181,7 +181,10 @@ class MemoryNetwork:
         deadline: float,
         on_progress: OnProgress | None,
     ) -> asyncio.Task[Reply]:
-        """Starts the target's handler on a request and returns its task."""
+        """Starts the target's handler on a request and returns its task.
+
+        The task raises DeadlinePassed if the target's handler runs out of time; it never ends at a silent target.
+        """
 
         def progress(news: Advance) -> None:
             """Passes a progress message to the caller; over an uplink after the link's delay, without one at once."""
@@ -209,10 +212,10 @@ class MemoryNetwork:
 
         task = asyncio.get_running_loop().create_task(handle())
         self.tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_ended)
         return task
 
-    def _ended(self, task: asyncio.Task[Reply]) -> None:
+    def _on_task_ended(self, task: asyncio.Task[Reply]) -> None:
         """Forgets an ended task; retrieves its error, so that asyncio does not log it."""
         self.tasks.discard(task)
         if not task.cancelled():
@@ -221,7 +224,11 @@ class MemoryNetwork:
     async def _reply(
         self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply], deadline: float
     ) -> Reply:
-        """Waits for the answer, a fault or the deadline; returns the answer once it has arrived."""
+        """Waits for the answer, a fault or the deadline; returns the answer once it has arrived.
+
+        Raises ConnectionBroken when the target dies, and at random as `faults` says; DeadlinePassed, after cancelling
+        the handler, when there is no answer in time.
+        """
         will_break = self.rng.random() < self.faults.break_call
         until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if will_break else deadline
         try:

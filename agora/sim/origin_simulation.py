@@ -63,7 +63,7 @@ class OriginSimulation:
             self._open(peer)
 
     def _open(self, peer: SimulatedPeer) -> None:
-        """Opens microbatches at a peer until next_opening decides otherwise."""
+        """Opens microbatches at a peer until next_opening decides otherwise, or the peer does not serve."""
         state = peer.origin
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
@@ -111,7 +111,7 @@ class OriginSimulation:
         microbatch.attempts += 1
         self._hops.enter(microbatch, self._events.now + min(MAX_PATIENCE_S, first * doubled))
 
-    def completed(self, visit: Visit) -> None:
+    def on_completed(self, visit: Visit) -> None:
         """Records an answered microbatch, and opens further ones at its origin."""
         peer, now = visit.peer, self._events.now
         state = peer.origin
@@ -119,12 +119,12 @@ class OriginSimulation:
         if state is None:
             return
         state.open_count -= 1
-        state.attempt_s = state.attempt_s.updated(now - visit.started)
-        state.pace = state.pace.completed(now)
+        state.attempt_s = state.attempt_s.with_sample(now - visit.started)
+        state.pace = state.pace.after_completion(now)
         state.credit_ceiling = min(state.credit_ceiling + 1, 2 * state.credit.limit)
         self._open(peer)
 
-    def unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
+    def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
         """Schedules another attempt of the microbatch, or drops it if its origin no longer serves."""
         peer, microbatch = visit.peer, visit.microbatch
         state = peer.origin
@@ -132,7 +132,7 @@ class OriginSimulation:
             self._measurements.dropped += 1
             return
         if is_failure:
-            state.pace = state.pace.interrupted()
+            state.pace = state.pace.after_interruption()
             self._measurements.rerouted += 1
         rest_s = max(retry_s, RETRY_S * 2.0 ** min(microbatch.attempts - 1, 16))
         self._events.after(min(rest_s, MAX_RETRY_S), self._attempt, microbatch)

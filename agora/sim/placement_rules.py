@@ -52,6 +52,7 @@ class DaemonPlacement:
     def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
         """Returns the span to which a serving peer should move; None: it stays. view: returns the peer's view.
 
+        Remembers for JUDGED_S whether peers of this span and kind of machine may move at all.
         now: simulated seconds.
         """
         if not self._rebalancing or peer.span is None:

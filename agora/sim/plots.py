@@ -29,7 +29,7 @@ class Plot:
 
 
 def plots_of(samples: Sequence[Sample]) -> dict[str, Plot]:
-    """Returns the pictures of a simulation by the names of their files."""
+    """Returns the pictures of a simulation by the names of their files: throughput, machines, messages over time."""
     times = [sample.time for sample in samples]
     throughput = {
         "best placement": [sample.best for sample in samples],
@@ -49,7 +49,7 @@ def plots_of(samples: Sequence[Sample]) -> dict[str, Plot]:
 
 
 def to_svg(plot: Plot) -> str:
-    """Returns a picture as the text of an SVG file."""
+    """Returns a picture as the text of an SVG file: title, axes, and one line with its name for each of the series."""
     end = max(plot.times, default=0.0) or 1.0
     top = 1.05 * max((max(values, default=0.0) for values in plot.lines.values()), default=0.0) or 1.0
     parts = [

@@ -108,7 +108,11 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
-    """Returns the scenario that a TOML document describes. Raises ScenarioError."""
+    """Returns the scenario that a TOML document describes; what is missing gets its default.
+
+    Raises ScenarioError for unknown keys, values out of range, and a scenario without peers, with more than MAX_PEERS,
+    or with a warm-up as long as itself.
+    """
     top = SettingsTable(raw, "the scenario", ScenarioError)
     model = _model(top.table("model"))
     groups = tuple(_machines(table, model.stages) for table in top.tables("machines"))
@@ -136,7 +140,7 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
 
 
 def _model(table: SettingsTable) -> SimulatedModel:
-    """Reads the section [model]."""
+    """Returns the model that the section [model] describes. Raises ScenarioError for unknown keys and wrong values."""
     stages = table.integer("stages", least=1, most=MAX_STAGES)
     model = SimulatedModel(
         work=table.numbers("work", stages, 1.0, above=0.0, most=1e6),
@@ -154,7 +158,10 @@ def _model(table: SettingsTable) -> SimulatedModel:
 
 
 def _machines(table: SettingsTable, stages: int) -> MachineGroup:
-    """Reads one table [[machines]]."""
+    """Returns the group of equal machines that one table [[machines]] describes.
+
+    Raises ScenarioError for unknown keys, values out of range, and stages beyond the last one.
+    """
     span = table.text("stages", "")
     link = table.text("link", DEFAULT_LINK)
     group = MachineGroup(
@@ -172,7 +179,10 @@ def _machines(table: SettingsTable, stages: int) -> MachineGroup:
 
 
 def _churn(table: SettingsTable) -> Churn:
-    """Reads the section [churn]: a shape, and settings that replace the shape's."""
+    """Returns the churn that the section [churn] describes: that of its shape, but for the settings that are given.
+
+    Raises ScenarioError for unknown keys and wrong values.
+    """
     shape = table.choice("shape", "none", tuple(SHAPES))
     base = SHAPES[shape]
     churn = Churn(

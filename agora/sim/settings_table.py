@@ -35,28 +35,28 @@ class SettingsTable:
                 raise self._error(f"{self._where} has no setting {name[:64]!r}; {hint}")
 
     def table(self, name: str, optional: bool = False) -> SettingsTable:
-        """Returns the table [name] inside this one; an empty one if it is missing and `optional`."""
+        """Returns the table [name] inside this one; an empty one if it is missing and `optional`, else raises."""
         value = self._value(name, {} if optional else None)
         if not isinstance(value, dict):
             raise self._error(f"{name} of {self._where} is no table; write [{name}]")
         return SettingsTable(value, f"[{name}]", self._error)
 
     def tables(self, name: str) -> list[SettingsTable]:
-        """Returns the list of tables [[name]]; [] if there is none."""
+        """Returns the list of tables [[name]]; [] if there is none. Raises if [name] is something else."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
             raise self._error(f"{name} of {self._where} is no list of tables; write [[{name}]]")
         return [SettingsTable(entry, f"[[{name}]] number {n}", self._error) for n, entry in enumerate(value, 1)]
 
     def text(self, name: str, default: str) -> str:
-        """Returns the setting `name`, a text of at most 200 characters."""
+        """Returns the setting `name`; raises unless it is a text of at most 200 characters."""
         value = self._value(name, default)
         if not isinstance(value, str) or len(value) > 200:
             raise self._error(f"{name} of {self._where} is no text of at most 200 characters; write it in quotes")
         return value
 
     def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
-        """Returns the setting `name`, which must be one of `choices`."""
+        """Returns the setting `name`; raises unless it is one of `choices`."""
         value = self.text(name, default)
         if value not in choices:
             close = difflib.get_close_matches(value, choices, n=1)
@@ -65,14 +65,17 @@ class SettingsTable:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns the setting `name`, which must be true or false."""
+        """Returns the setting `name`; raises unless it is true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self._error(f"{name} of {self._where} is neither true nor false")
         return value
 
     def integer(self, name: str, default: int | None = None, *, least: int, most: int) -> int:
-        """Returns the setting `name`, a whole number from `least` to `most`; without a default it must be there."""
+        """Returns the setting `name`; raises unless it is a whole number from `least` to `most`.
+
+        default: for a missing setting; None: it must be there.
+        """
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self._error(f"{name} of {self._where} is {value!r}; write a whole number from {least} to {most}")
@@ -82,7 +85,7 @@ class SettingsTable:
         self, name: str, default: float, *, least: float = 0.0, above: float | None = None, most: float = math.inf
     ) -> float:
         """Returns the setting `name`, a number from `least` to `most`; if `above` is given, one greater than that."""
-        return self._checked(name, self._value(name, default), least, above, most)
+        return self._check_limits(name, self._value(name, default), least, above, most)
 
     def numbers(
         self,
@@ -94,14 +97,18 @@ class SettingsTable:
         above: float | None = None,
         most: float = math.inf,
     ) -> tuple[float, ...]:
-        """Returns the setting `name` as `count` numbers within limits; the file has one number for all, or a list."""
+        """Returns the setting `name` as `count` numbers; the file has one number for all, or a list of `count`.
+
+        Raises for another length, and for a number outside of the limits: at least `least`, above `above`, at most
+        `most`.
+        """
         value = self._value(name, default)
         values = value if isinstance(value, list) else [value] * count
         if len(values) != count:
             raise self._error(f"{name} of {self._where} has {len(values)} numbers; write {count}, or one for all")
-        return tuple(self._checked(name, entry, least, above, most) for entry in values)
+        return tuple(self._check_limits(name, entry, least, above, most) for entry in values)
 
-    def _checked(self, name: str, value: Any, least: float, above: float | None, most: float) -> float:
+    def _check_limits(self, name: str, value: Any, least: float, above: float | None, most: float) -> float:
         """Returns `value`, which was read as setting `name`, as a float; raises unless it is within the limits."""
         low = least if above is None else above
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -98,7 +98,7 @@ class SimulatedPeer:
         return self.presence not in (Presence.GONE, Presence.HUNG)
 
     @property
-    def takes_work(self) -> bool:
+    def has_room(self) -> bool:
         """Whether it answers calls for microbatches of its span."""
         return self.presence in (Presence.SERVING, Presence.LEAVING)
 

@@ -85,7 +85,10 @@ class SimulatedReader:
         return (CALM_READ_S if self._plan.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     def records_stored_per_s(self, span: Span | None) -> float:
-        """Returns the records per second that the peer stores: its claim and its progress, in each of its shards."""
+        """Returns the records per second that the peer stores: its claim and its progress, in each of its shards.
+
+        0 without a span.
+        """
         if span is None:
             return 0.0
         shards = len(shards_to_publish(self._readings, span, self._reader_hash))

@@ -149,7 +149,10 @@ class Simulation:
         self._last = (now, measured.completed, measured.messages, *counted)
 
     def _count_empty(self, now: float, seconds: float) -> int:
-        """Adds the seconds since the last sample to every stage that no machine serves; returns how many there are."""
+        """Adds the seconds since the last sample to every stage that no machine serves; returns how many there are.
+
+        Updates the longest time for which a stage was empty.
+        """
         held = {
             stage
             for peer in self.fleet.peers.values()

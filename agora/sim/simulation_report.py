@@ -65,9 +65,9 @@ class SimulationReport:
             "peers": scenario.peers,
             "stages": scenario.model.stages,
             "seconds": scenario.seconds,
-            "microbatches_per_second": _rounded(self.rate),
-            "of_bound": _rounded(self.of_bound),
-            "of_best_placement": _rounded(self.of_best_placement),
+            "microbatches_per_second": _round_significant(self.rate),
+            "of_bound": _round_significant(self.of_bound),
+            "of_best_placement": _round_significant(self.of_best_placement),
             "microbatches": {
                 "completed": measured.completed,
                 "rerouted": measured.rerouted,
@@ -75,11 +75,11 @@ class SimulationReport:
                 "lost_with_origin": measured.lost,
                 "counted_twice": measured.twice,
             },
-            "messages_per_peer_per_second": _rounded(self.mean(lambda sample: sample.messages)),
+            "messages_per_peer_per_second": _round_significant(self.mean(lambda sample: sample.messages)),
             "directory": {
-                "records_stored_per_peer_per_second": _rounded(self.mean(lambda sample: sample.stored)),
-                "records_read_per_peer_per_second": _rounded(self.mean(lambda sample: sample.read)),
-                "keys_read_per_peer_per_second": _rounded(self.mean(lambda sample: sample.keys)),
+                "records_stored_per_peer_per_second": _round_significant(self.mean(lambda sample: sample.stored)),
+                "records_read_per_peer_per_second": _round_significant(self.mean(lambda sample: sample.read)),
+                "keys_read_per_peer_per_second": _round_significant(self.mean(lambda sample: sample.keys)),
             },
             "fleet": {
                 "joins": measured.joins,
@@ -88,8 +88,8 @@ class SimulationReport:
                 "hangs": measured.hangs,
                 "moves": measured.moves,
             },
-            "empty_stage_seconds": _rounded(sum(measured.empty_s.values())),
-            "longest_empty_stage_seconds": _rounded(measured.longest_empty_s),
+            "empty_stage_seconds": _round_significant(sum(measured.empty_s.values())),
+            "longest_empty_stage_seconds": _round_significant(measured.longest_empty_s),
             "timeline": [_timeline_entry(sample) for sample in measured.samples],
         }
 
@@ -122,9 +122,9 @@ def _timeline_entry(sample: Sample) -> dict[str, Any]:
         "time": sample.time,
         "peers": sample.peers,
         "serving": sample.serving,
-        "microbatches_per_second": _rounded(sample.rate),
-        "bound": _rounded(sample.bound),
-        "best_placement": _rounded(sample.best),
+        "microbatches_per_second": _round_significant(sample.rate),
+        "bound": _round_significant(sample.bound),
+        "best_placement": _round_significant(sample.best),
     }
 
 
@@ -133,6 +133,6 @@ def _ratio(value: float, by: float) -> float:
     return value / by if by > 0.0 else 0.0
 
 
-def _rounded(value: float) -> float | None:
+def _round_significant(value: float) -> float | None:
     """Returns a number rounded to 6 significant digits; None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

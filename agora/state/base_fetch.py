@@ -23,7 +23,7 @@ from agora_protocol.tensor_list import ListedTensor, TensorList, bits_to_held, c
 from agora.calls import Caller, Reply
 from agora.clock import loop_time
 from agora.state.base_giving import LIST
-from agora.state.base_tensors import malformed_list
+from agora.state.base_tensors import malformed_list_error
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.chunk_source import CHUNK_S, FAILURES, SLOW_S, SOURCES, TICK_S, ChunkSource, cancel_and_await
 from agora.state.offers import milliseconds_until
@@ -110,7 +110,7 @@ class BaseFetch:
         self._last_hope = 0.0  # loop time at which a piece last arrived or was being fetched, or a source was Busy
 
     async def fetch_list(self, known: TensorList | None) -> TensorList:
-        """Returns the tensor list: `known` if that is given, or the one fetched from a peer.
+        """Sets and returns the tensor list: `known` if that is given, or the one fetched from a peer.
 
         Raises BaseModelError when no peer gives it, or when it is malformed.
         """
@@ -132,7 +132,7 @@ class BaseFetch:
         for number in [number for number, pieces in missing.items() if not pieces]:
             self._finish(number)
         self.schedule = ChunkSchedule(len(self._pieces))
-        await self._run(lambda: self.schedule.complete and not self._missing)
+        await self._run(lambda: self.schedule.is_complete and not self._missing)
 
     async def _run(self, is_done: Callable[[], bool]) -> None:
         """Asks sources until `is_done()`; cancels its open calls before it returns or raises."""
@@ -144,7 +144,7 @@ class BaseFetch:
         finally:
             await cancel_and_await([task for source in self._sources.values() for task, _ in source.calls.values()])
             await asyncio.gather(*self._finishing.values(), return_exceptions=True)
-            self._take_ended()
+            self._collect_ended()
 
     async def _advance(self) -> None:
         """Starts due calls and waits up to TICK_S until one ends.
@@ -166,9 +166,9 @@ class BaseFetch:
             await asyncio.wait(calls, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
         else:
             await asyncio.sleep(TICK_S)
-        self._take_ended()
+        self._collect_ended()
 
-    def _take_ended(self) -> None:
+    def _collect_ended(self) -> None:
         """Removes the calls and the finishing tensors that have ended, and re-raises the exception of any of them.
 
         A piece whose call ended without it is missing again. on_tensor is called for each finished tensor.
@@ -286,12 +286,13 @@ class BaseFetch:
         try:
             return await asyncio.to_thread(TensorList.from_bytes, bytes(data))
         except ProtocolError as error:
-            raise malformed_list(error) from error
+            raise malformed_list_error(error) from error
 
     async def _fetch_piece(self, source: _BaseSource, chunk: int) -> None:
         """Asks a source for a piece, checks its hash and writes it to the store; the last piece completes its tensor.
 
-        chunk: the piece's index in `schedule`. A failed call is handled by _handle_failure; DiskError is raised.
+        chunk: the piece's index in `schedule`. Calls of other sources for the same piece are cancelled. A failed call
+        is handled by _handle_failure; DiskError is raised.
         """
         key, started_at = self._pieces[chunk], loop_time()
         listed = self._listed[key.number]

@@ -99,7 +99,7 @@ class BaseGiver:
             _require_piece(request, len(data))
             begin = request.piece * STATE_CHUNK_BYTES
             return _piece_reply(data[begin : begin + STATE_CHUNK_BYTES])
-        listed = self._base.listed(request.tensor)
+        listed = self._base.find_listed(request.tensor)
         if listed is None:
             raise ProtocolError("bad-message", f"The list has {len(tensors.tensors)} tensors; ask for one of them.")
         _require_piece(request, listed.nbytes)

@@ -40,7 +40,7 @@ class BaseTensors:
         self._owned: dict[str, TensorBytes] | None = None
         self._held: dict[int, TensorBytes] = {}
 
-    def owned(self) -> dict[str, TensorBytes]:
+    def places_in_folder(self) -> dict[str, TensorBytes]:
         """Returns by name where each listable tensor in the owner's folder lies. Reads the headers once. Blocks.
 
         Raises BaseModelError for a file that is no safetensors file.
@@ -51,7 +51,7 @@ class BaseTensors:
         return self._owned
 
     def _owner_files(self) -> list[Path]:
-        """Returns the paths of those weights files of the manifest that exist in the owner's folder."""
+        """Returns the paths of those weights files of the manifest that exist in the owner's folder; [] without one."""
         if self.owner_folder is None:
             return []
         return [path for name in self.file_names if (path := self.owner_folder / name).is_file()]
@@ -74,7 +74,7 @@ class BaseTensors:
                 with contextlib.suppress(DiskError):
                     self.store.keep_list(tensors)
         except ProtocolError as error:
-            raise malformed_list(error) from error
+            raise malformed_list_error(error) from error
         if tensors is not None:
             self.adopt_list(tensors)
         return tensors
@@ -87,7 +87,7 @@ class BaseTensors:
         with self._adopting:
             if self.tensor_list is not None:
                 return
-            owned, held = self.owned(), {}
+            owned, held = self.places_in_folder(), {}
             for number, listed in enumerate(tensors.tensors):
                 place = owned.get(listed.name)
                 if place is None or not place.is_like(listed):
@@ -113,12 +113,12 @@ class BaseTensors:
         """Returns where the tensor of this number lies on this machine, or None if it is not held."""
         return self._held.get(number)
 
-    def listed(self, number: int) -> ListedTensor | None:
+    def find_listed(self, number: int) -> ListedTensor | None:
         """Returns the list's entry of this number; None if it lies outside the list, or while no list is known."""
         tensors = self.tensor_list.tensors if self.tensor_list is not None else ()
         return tensors[number] if 0 <= number < len(tensors) else None
 
 
-def malformed_list(error: ProtocolError) -> BaseModelError:
+def malformed_list_error(error: ProtocolError) -> BaseModelError:
     """Returns the error to raise for a tensor list that is malformed although it has the manifest's hash."""
     return BaseModelError(f"The manifest names a tensor list that is malformed ({error}); {MALFORMED}.")

@@ -180,7 +180,7 @@ def _write_files(place: Path, run: str, state: StageState) -> Path:
     moments = {
         f"{moment.name}.{name}": tensor
         for moment in state.layout.moments
-        for name, tensor in state.layout.of_moment(moment).named(state.moments[moment.name]).items()
+        for name, tensor in state.layout.of_moment(moment).views(state.moments[moment.name]).items()
     }
     index = _CheckpointIndex(
         format=1,
@@ -192,7 +192,7 @@ def _write_files(place: Path, run: str, state: StageState) -> Path:
         agreed=state.agreed,
         lineage=state.lineage,
         files={
-            WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.named(state.weights), metadata),
+            WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.views(state.weights), metadata),
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),
         },
     )

@@ -36,7 +36,7 @@ class ChunkSchedule:
         self._durations: deque[float] = deque(maxlen=REMEMBERED_CHUNKS)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every chunk has arrived."""
         return len(self.arrived_chunks) == self.count
 

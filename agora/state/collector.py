@@ -133,7 +133,7 @@ class StageCollector:
         metadata = {"run": self._run, "stage": str(stage), "step": str(state.step)}
         path = folder / f"stage-{stage}.safetensors"
         weights = state.averaged_weights if average else state.weights
-        await run_in_thread(lambda: replace_tensors(path, layout.named(weights), metadata))
+        await run_in_thread(lambda: replace_tensors(path, layout.views(weights), metadata))
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:

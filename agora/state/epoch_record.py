@@ -50,7 +50,7 @@ class EpochRecord:
         """Writes the state at `step` to the file, with those of up to KEPT - 1 earlier steps.
 
         Called when a checkpoint of `step` was written. If the state of `step` is not remembered yet, it is written as
-        soon as `remember` gets it. Blocks.
+        soon as `remember` gets it. Blocks. A file that cannot be written is reported, not raised.
         """
         state = self._remembered.get(step)
         if state is None:

@@ -170,7 +170,10 @@ def fresh_path(place: Path) -> Path:
 
 
 def make_folder(folder: Path, need_bytes: int) -> None:
-    """Creates `folder` and its parents. Raises OSError if it exists; DiskError if fewer than `need_bytes` are free."""
+    """Creates `folder` and its parents. Raises OSError if it exists.
+
+    Raises DiskError if fewer than `need_bytes` are free.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < need_bytes:

@@ -125,7 +125,10 @@ class StateKeeper:
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Finds each stage's newest intact checkpoint on this disk; returns their steps in stage order, 0 for none."""
+        """Finds and remembers each stage's newest intact checkpoint on this disk; reports damaged ones.
+
+        Returns their steps in stage order, 0 for none.
+        """
 
         def find_newest(stage: int) -> Checkpoint | None:
             """Returns the newest intact checkpoint of the stage or None, and reports the damaged ones that it skips."""
@@ -148,9 +151,9 @@ class StateKeeper:
         return "; ".join(sources)
 
     async def _fill_stage(self, stage: int) -> str:
-        """Fills one stage as rules.choose_start decides; loads the own checkpoint if fetching fails.
+        """Fills one stage as rules.choose_start decides; if fetching fails, loads this peer's checkpoint.
 
-        Returns where its state is from, in words. Raises Unavailable as `fill_stages` does.
+        Reports that failure. Returns where its state is from, in words. Raises Unavailable as `fill_stages` does.
         """
         own = self._found_checkpoints.get(stage)
         decision = rules.choose_start(own.step if own else None, self._offers(stage), rules.LAG_LIMIT)
@@ -215,8 +218,9 @@ class StateKeeper:
     # --- fetching
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
-        """Fetches a stage's state from replicas of one lineage, and loads it. Returns a phrase about the transfer.
+        """Fetches a stage's state from replicas of one lineage, loads it, and reports StateFetched.
 
+        Returns a phrase about the transfer.
         at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
         lowest_step_to_fetch. Raises Unavailable when all sources fail, `patience_s` or more after the beginning.
         """
@@ -240,8 +244,9 @@ class StateKeeper:
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
     ) -> StageState:
-        """Runs `fetch` and returns the state. When all sources fail, waits RETRY_S and tries the peers known by then.
+        """Runs `fetch` and returns the state.
 
+        When all sources fail, reports it, waits RETRY_S and tries the peers known by then.
         Raises Unavailable when a run fails later than `patience_s` after the first began.
         """
         started_at = loop_time()

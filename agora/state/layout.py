@@ -159,17 +159,17 @@ class Layout:
         for slot, next_slot in pairwise([*self.slots, Slot("", self.numel, ())]):
             flat[slot.elements.stop : next_slot.offset] = 0.0
 
-    def named(self, flat: Flat) -> dict[str, NDArray[np.float32]]:
+    def views(self, flat: Flat) -> dict[str, NDArray[np.float32]]:
         """Returns the tensors inside `flat` [numel] by name, as views."""
         return {slot.name: flat[slot.elements].reshape(slot.shape) for slot in self.slots}
 
     def flat(self, tensors: Mapping[str, NDArray[np.float32]]) -> Flat:
-        """Returns a new flat array [numel] with the values of `tensors`: the inverse of `named`.
+        """Returns a new flat array [numel] with the values of `tensors`: the inverse of `views`.
 
         Raises ValueError if a tensor is missing, unknown, or of a wrong shape or dtype.
         """
         flat = np.zeros(self.numel, np.float32)
-        views = self.named(flat)
+        views = self.views(flat)
         if unmatched := sorted(views.keys() ^ tensors.keys()):
             problem = "missing" if unmatched[0] in views else "no tensor of this stage"
             raise ValueError(f"{unmatched[0]} is {problem}")

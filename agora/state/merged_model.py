@@ -138,7 +138,10 @@ class OpenStages:
         raise KeyError(source)
 
     def check(self, report: ReportBytes = lambda nbytes: None) -> None:
-        """Reads and checks every tensor. Raises ExportError for a wrong dtype or shape, for NaN and for infinity."""
+        """Reads and checks every tensor. Raises ExportError for a wrong dtype or shape, for NaN and for infinity.
+
+        report: is called with the bytes of each tensor that was checked.
+        """
         for tensor, file in self.sources.items():
             dtype, shape = file.header(tensor.source)
             expected = tensor.shape if tensor.source_shape is None else tensor.source_shape
@@ -149,15 +152,15 @@ class OpenStages:
                 raise ExportError(f"{place} has values that are not finite.")
             report(SOURCE_BYTES * tensor.numel)
 
-    def converted(self) -> list[TensorBlocks]:
+    def converted_tensors(self) -> list[TensorBlocks]:
         """Returns the exported tensors, to be written with the names, shapes and values that Hugging Face expects."""
         return [
-            TensorBlocks(t.name, t.shape, partial(_converted_blocks, t, file), file.place_of(t.source))
+            TensorBlocks(t.name, t.shape, partial(_convert_blocks, t, file), file.place_of(t.source))
             for t, file in self.sources.items()
         ]
 
 
-def _converted_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[NDArray[np.float32]]:
+def _convert_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[NDArray[np.float32]]:
     """Yields the values of an exported tensor, converted, as one block."""
     values = file.tensor(tensor.source)
     yield values if tensor.convert is None else tensor.convert(values)
@@ -225,7 +228,10 @@ def write_weights_file(path: Path, tensors: Sequence[TensorBlocks], dtype: Dtype
 
 
 def _file_pieces(tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a safetensors file: its header, then each tensor's values in pieces, converted to `dtype`."""
+    """Yields the bytes of a safetensors file: its header, then each tensor's values in pieces, converted to `dtype`.
+
+    report: is called after each tensor with the bytes that it has as float32.
+    """
     specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in tensors}
     yield safetensors_header(specs, {"format": "pt"})
     for tensor in tensors:

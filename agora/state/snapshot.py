@@ -100,6 +100,7 @@ class Snapshots:
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
         """Returns the stage's newest snapshot if it is fresh, otherwise makes one; None if there is nothing to give.
 
+        Drops snapshots that nobody has used for long, and further ones to make room.
         at_least: the step that the asking peer needs; a snapshot of an earlier step is fresh for a shorter time, see
         REMAKE_FACTOR. If there is no room for a new one, returns the newest although it is old; raises Busy without
         snapshot of the stage.

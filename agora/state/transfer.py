@@ -111,8 +111,8 @@ class StateFetch:
         self._first_offer_at = self._chosen = None
         self._drop_chunks_unless(lambda index: index.step >= at_least)
         try:
-            while not self.schedule.complete:
-                while not self.schedule.complete:
+            while not self.schedule.is_complete:
+                while not self.schedule.is_complete:
                     await self._advance()
                 await self._drop_false_chunks()
         finally:
@@ -124,7 +124,10 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
 
     async def _advance(self) -> None:
-        """Starts due calls and waits up to TICK_S until one ends. Raises Unavailable as `run` does."""
+        """Chooses snapshots and starts due calls, then waits up to TICK_S until one ends; drops the ended ones.
+
+        Raises Unavailable at the deadline, and when no call is open and every source was given up.
+        """
         now = loop_time()
         is_late = now >= self._deadline
         if not is_late:
@@ -271,7 +274,10 @@ class StateFetch:
             self._first_offer_at = self._first_offer_at or loop_time()
 
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
-        """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk."""
+        """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk.
+
+        Throws the chunk away if another mixing key has been chosen meanwhile; passes errors to _handle_failure.
+        """
         started_at = loop_time()
         call_deadline = min(self._deadline, started_at + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))

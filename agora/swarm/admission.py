@@ -76,14 +76,15 @@ class Revocations:
     founder: PeerId
     issuers: Mapping[PeerId, frozenset[PeerId]] = field(default_factory=dict)
 
-    def bans(self, subject: PeerId, *, by_founder: bool = False) -> bool:
+    def is_banned(self, subject: PeerId, *, by_founder: bool = False) -> bool:
         """Returns whether `subject` is banned: by the founder, or by a delegate that the founder has not banned.
 
         by_founder: count the founder's revocations only; delegates can be banned by nobody else.
         """
         issuers = self.issuers.get(subject, frozenset())
         return any(
-            issuer == self.founder or (not by_founder and not self.bans(issuer, by_founder=True)) for issuer in issuers
+            issuer == self.founder or (not by_founder and not self.is_banned(issuer, by_founder=True))
+            for issuer in issuers
         )
 
     def with_new(self, subject: PeerId, issuer: PeerId) -> Revocations:
@@ -102,7 +103,7 @@ class Revocations:
         return sum(map(len, self.issuers.values()))
 
 
-def admits(
+def judge_admission(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, policy: AdmissionPolicy, revocations: Revocations
 ) -> Admission | NoAdmission:
     """Returns how `peer` is admitted (as MEMBER or READER), or why it is not: both are true as conditions.
@@ -116,7 +117,7 @@ def admits(
         return Admission(MEMBER, math.inf, "it is the founder")
     shown = judge_proof(proof, peer, now_unix, revocations)
     is_delegate = isinstance(shown, Admission) and shown.role == DELEGATE
-    if revocations.bans(peer, by_founder=is_delegate):
+    if revocations.is_banned(peer, by_founder=is_delegate):
         return NoAdmission("the run's founder, or a delegate, has banned this peer; ask them")
     allowed = _ADMITTED_BY_MODE[policy.mode](peer, policy, shown)
     if isinstance(allowed, Admission):
@@ -161,7 +162,7 @@ def judge_proof(
     """Judges a chain of tickets whose signatures the caller has verified: returns the role that it gives to `peer`.
 
     The role may be DELEGATE. Returns NoAdmission with the reason if the chain is empty, broken, expired or revoked, or
-    is for another peer. Bans of `peer` itself are judged by `admits`, except those of a holder in the chain.
+    is for another peer. Bans of `peer` itself are judged by `judge_admission`, except those of a holder in the chain.
     """
     if not proof:
         return NoAdmission("it shows no ticket")
@@ -171,7 +172,7 @@ def judge_proof(
             return NoAdmission(problem)
         if ticket.not_after + CLOCK_TOLERANCE_S < now_unix:
             return NoAdmission("its ticket has expired")
-        if revocations.bans(ticket.holder, by_founder=ticket.role == DELEGATE):
+        if revocations.is_banned(ticket.holder, by_founder=ticket.role == DELEGATE):
             return NoAdmission("its ticket was revoked")
         giver = ticket
     last = proof[-1]

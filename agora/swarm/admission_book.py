@@ -21,7 +21,7 @@ from agora.swarm.admission import (
     AdmissionPolicy,
     NoAdmission,
     Revocations,
-    admits,
+    judge_admission,
     judge_revocation,
 )
 
@@ -55,7 +55,7 @@ class AdmissionBook:
         tickets = self._open(proof)
         if peer in self.banned_here:
             raise NotAdmitted("this machine's owner has banned that peer")
-        found = admits(tickets, peer, now_unix, self.policy, self._revocations)
+        found = judge_admission(tickets, peer, now_unix, self.policy, self._revocations)
         if isinstance(found, NoAdmission):
             raise NotAdmitted(found.reason)
         if proof and found.is_member:
@@ -82,7 +82,7 @@ class AdmissionBook:
         except (NotAdmitted, ProtocolError):
             return False
 
-    def why_not_called(self, peer: PeerId, now_unix: float) -> str:
+    def why_not_to_call(self, peer: PeerId, now_unix: float) -> str:
         """Returns why this peer must not even connect to `peer`, "" if it may.
 
         Judged by the proof that `peer` has shown before. In mode ticket a peer that has shown none yet may be called,
@@ -91,10 +91,10 @@ class AdmissionBook:
         if peer in self.banned_here:
             return "this machine's owner has banned it"
         known = self._proofs.get(peer, b"")
-        found = admits(self._open(known), peer, now_unix, self.policy, self._revocations)
+        found = judge_admission(self._open(known), peer, now_unix, self.policy, self._revocations)
         if isinstance(found, Admission) and found.is_member:
             return ""
-        if self.policy.mode == "ticket" and not known and not self._revocations.bans(peer):
+        if self.policy.mode == "ticket" and not known and not self._revocations.is_banned(peer):
             return ""
         return found.reason if isinstance(found, NoAdmission) else "it may only read the status"
 
@@ -129,7 +129,7 @@ class AdmissionBook:
         self._revocations = self._revocations.without(*key)
 
     def _open(self, proof: bytes) -> tuple[Ticket, ...]:
-        """Returns the tickets in a proof, after checking its signatures, unless they were checked before.
+        """Returns the tickets in a proof, after checking its signatures, unless they were checked before; () for b"".
 
         Raises ProtocolError for a malformed proof or a wrong signature.
         """

@@ -108,7 +108,7 @@ class DirectoryReader:
         self._readings = add_readings(self._readings, readings)
         self._plan = self._next_plan(span)
         records = [record for by_shard in (claims, progress) for read in by_shard.values() for record in read]
-        return self._sorted_by_linger([record for record in records if record.peer != self._me], span)
+        return self._split_by_linger([record for record in records if record.peer != self._me], span)
 
     def forget(self) -> None:
         """Forgets the estimates, so that the next read takes the run for a small one and counts anew."""
@@ -155,7 +155,7 @@ class DirectoryReader:
             samples[stage] = StageSample(estimate_peers(self._readings, stage), self._linger_s(reads))
         return samples
 
-    def _sorted_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
+    def _split_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
         """Returns the records in two groups: first of other stages, then of the own stages and the next one.
 
         The latter are read again sooner, so their peers stay in the view for a shorter time.

@@ -31,7 +31,7 @@ from agora.swarm.placement import (
     choose_placement,
     judge_collision,
     next_settling_step,
-    pinned_span,
+    place_as_pinned,
 )
 from agora.swarm.reachability import Announcement
 from agora.swarm.stage_supply import equal_demands
@@ -134,7 +134,7 @@ class Membership:
         self._demands = demands
         others, count = self.view.without(self._me), self._config.stage_count
         if pinned is not None:
-            return await self._settle(Settling(pinned_span(others, count, pinned), settled=True))
+            return await self._settle(Settling(place_as_pinned(others, count, pinned), settled=True))
         placement = choose_placement(others, demands, ability, self._rng)
         return placement if placement.span is None else await self._settle(Settling(placement))
 
@@ -172,7 +172,7 @@ class Membership:
     async def announce(self, state: str) -> None:
         """Sets the claim's state ("serving", "leaving") and publishes it now; does nothing without a claim."""
         if self.claim is not None:
-            await self._publish_changed(replace(self.claim, state=state))
+            await self._change_and_publish(replace(self.claim, state=state))
 
     def update_ability(self, capacity: float, bandwidth: float) -> None:
         """Sets the claim's capacity and bandwidth from its next publication on; does nothing without a claim.
@@ -189,7 +189,7 @@ class Membership:
             return
         self._announcement = announcement
         if self.claim is not None:
-            await self._publish_changed(replace(self.claim, **asdict(announcement)))
+            await self._change_and_publish(replace(self.claim, **asdict(announcement)))
 
     async def _publish_new_claim(self, placement: Placement) -> None:
         """Claims a span as joining, under the next incarnation: readers prefer it to this peer's older claims."""
@@ -198,9 +198,9 @@ class Membership:
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
         told = self._announcement
         claim = Claim(self._me, span, incarnation, told.addresses, "joining", 0.0, proof=self._config.proof)
-        await self._publish_changed(replace(claim, reachability=told.reachability, relays_for=told.relays_for))
+        await self._change_and_publish(replace(claim, reachability=told.reachability, relays_for=told.relays_for))
 
-    async def _publish_changed(self, claim: Claim) -> None:
+    async def _change_and_publish(self, claim: Claim) -> None:
         """Sets this peer's claim, merges it into its view, and publishes it; errors are reported, not raised."""
         self.claim = claim
         self._merge([])
@@ -242,7 +242,7 @@ class Membership:
     async def _repeat(self, every_s: float, publish: Callable[[], Awaitable[None]]) -> None:
         """Waits `every_s` seconds, jittered, then calls `publish`, again and again until cancelled."""
         while True:
-            await asyncio.sleep(self._jittered(every_s))
+            await asyncio.sleep(self._jitter(every_s))
             await publish()
 
     async def _keep_reading(self) -> None:
@@ -251,7 +251,7 @@ class Membership:
             await self.refresh()
             is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
             is_calm = is_complete and loop_time() - self._changed_at > CALM_AFTER_S
-            await asyncio.sleep(self._jittered(self._reader.interval_s(is_calm)))
+            await asyncio.sleep(self._jitter(self._reader.interval_s(is_calm)))
 
     async def refresh(self) -> None:
         """Reads the claims and progress that are due, merges them into the view, and dials strangers that are due.
@@ -292,7 +292,7 @@ class Membership:
         """Removes the peers from the view that `lost_peers` counts as lost by now."""
         self._merge([])
 
-    def _jittered(self, seconds: float) -> float:
+    def _jitter(self, seconds: float) -> float:
         """Returns `seconds` made longer or shorter at random, by a fifth at most, so that peers do not act in step."""
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 

@@ -27,7 +27,7 @@ __all__ = [
     "holders_by_stage",
     "judge_collision",
     "next_settling_step",
-    "pinned_span",
+    "place_as_pinned",
 ]
 
 MAX_SETTLING_ROUNDS = 12
@@ -102,7 +102,7 @@ def choose_placement(view: View, demands: StageDemands, ability: Ability, rng: r
     return Placement(span, describe_thinnest(supply.holders, span))
 
 
-def pinned_span(view: View, stage_count: int, span: Span) -> Placement:
+def place_as_pinned(view: View, stage_count: int, span: Span) -> Placement:
     """Returns a placement on `span`, as its owner asked; its reason says how many hold the span's thinnest stage."""
     return Placement(span, "as asked for; " + describe_thinnest(holders_by_stage(view, stage_count), span))
 

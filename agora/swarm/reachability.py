@@ -79,7 +79,7 @@ class RelayRefusals:
 
     since: dict[PeerId, float] = field(default_factory=dict)
 
-    def refused(self, now: float) -> set[PeerId]:
+    def refusing_relays(self, now: float) -> set[PeerId]:
         """Returns the relays that failed less than REFUSED_S ago and are not to be asked now; forgets the others."""
         self.since = {peer: at for peer, at in self.since.items() if now - at < REFUSED_S}
         return set(self.since)

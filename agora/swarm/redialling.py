@@ -86,6 +86,6 @@ class Redialling:
         known = self._known.get(peer)
         return known.addresses if known is not None else ()
 
-    def remembered(self) -> list[PeerId]:
+    def remembered_peers(self) -> list[PeerId]:
         """Returns the peers that are remembered, the most recently seen first."""
         return sorted(self._known, key=lambda peer: (-self._known[peer].seen_at, peer))

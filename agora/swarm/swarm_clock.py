@@ -92,7 +92,7 @@ class SwarmClock:
         """Returns unix seconds in swarm time."""
         return self._boot_unix + self._boot_s() + self.correction.seconds
 
-    def told_unix(self) -> float:
+    def time_for_others_unix(self) -> float:
         """Returns the time that this peer tells others: unix seconds in swarm time if it is settled, 0.0 before."""
         return self.unix() if self.correction.is_settled else 0.0
 

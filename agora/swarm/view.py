@@ -98,11 +98,11 @@ class View:
 
     def replica_count(self, stage: int) -> int:
         """Returns how many peers serve `stage`: those in the view, or the estimate if that is more."""
-        return self._scaled(stage, len(self.replicas(stage)))
+        return self._scale_to_stage(stage, len(self.replicas(stage)))
 
     def claimant_count(self, stage: int) -> int:
         """Returns how many peers serve `stage` or are joining: those in the view, or the estimate if that is more."""
-        return self._scaled(stage, len(self.claimants(stage)))
+        return self._scale_to_stage(stage, len(self.claimants(stage)))
 
     def period_s(self, stage: int) -> float:
         """Returns the seconds within which each peer of a sampled stage is read again; 0 where all peers are read."""
@@ -123,7 +123,7 @@ class View:
         strangers = {peer: seen for peer, seen in everybody.items() if peer not in peers}
         return View(peers, self.samples, strangers)
 
-    def _scaled(self, stage: int, count: int) -> int:
+    def _scale_to_stage(self, stage: int, count: int) -> int:
         """Scales `count`, of the stage's peers in the view, to its estimated size; `count` if that is no larger.
 
         The estimate counts strangers and leaving peers too, so it is divided by their number in the view.
@@ -173,7 +173,10 @@ _STATES = ("joining", "serving", "leaving")
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
-    """Puts a claim into `peers` for `linger_s`, unless a later one is known; a new incarnation drops the progress."""
+    """Puts a claim into `peers` for `linger_s`, unless a later one is known.
+
+    A new incarnation, or another span, drops the progress.
+    """
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
@@ -195,7 +198,10 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
-    """Puts progress into `peers`, unless the known claim is of another incarnation or span, or any step would fall."""
+    """Puts progress into `peers`, and adds the mean seconds of a step since the last one to `mean_step_s`.
+
+    Ignores progress of a peer without a claim of the same incarnation and span, and if any step would fall.
+    """
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return
@@ -204,7 +210,7 @@ def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix:
     grown = sum(progress.steps) - sum(known.steps)
     mean_step_s = known.mean_step_s
     if grown and known.steps and known.stepped_unix is not None:
-        mean_step_s = mean_step_s.updated((now_unix - known.stepped_unix) * len(progress.span) / grown)
+        mean_step_s = mean_step_s.with_sample((now_unix - known.stepped_unix) * len(progress.span) / grown)
     peers[progress.peer] = replace(
         known,
         steps=progress.steps,

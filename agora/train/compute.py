@@ -19,7 +19,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.codec import BoundaryCodec, all_finite, decode_tokens, gradient_dither_key
+from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_all_finite
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.stepping import SpanResult, StepEvent, StepPolicy
@@ -77,7 +77,7 @@ class Compute:
         self._boundary_shape = manifest.boundary_shape()
         self._tokens_shape, self._has_marks = manifest.tokens_shape(), manifest.has_marks
         self._vocabulary = manifest.model.vocabulary
-        self._holds_last_stage = self.span.last == manifest.stage_count - 1
+        self._has_last_stage = self.span.last == manifest.stage_count - 1
 
     @classmethod
     async def create(
@@ -139,8 +139,11 @@ class Compute:
 
         @_device_errors()
         def job() -> tuple[WireTensor, StashedForward | None]:
-            """On the device thread: decodes the tensors, runs the stages forward, and encodes their output."""
-            if first not in self.span or self._holds_last_stage:
+            """On the device thread: decodes the tensors, runs the stages forward, and encodes their output.
+
+            Raises NotMyStage if `first` is not in the span, or the span has the last stage.
+            """
+            if first not in self.span or self._has_last_stage:
                 raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here, only {self.span}")
             begun = self._queue.begin_work()
             entry, batch = self._decode(microbatch, first, boundary, tokens)
@@ -175,8 +178,11 @@ class Compute:
         """
 
         def job() -> SpanResult:
-            """On the device thread: decodes the tensors, runs the stages, and encodes the gradient."""
-            if first not in self.span or not self._holds_last_stage:
+            """On the device thread: decodes the tensors, runs the stages, and encodes the gradient.
+
+            Raises NotMyStage if `first` is not in the span, or the span lacks the last stage.
+            """
+            if first not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
             begun = self._queue.begin_work()
             entry, batch = self._decode(microbatch, first, boundary, tokens)
@@ -215,7 +221,7 @@ class Compute:
         Remembers the gradient's size for later ones, and counts the microbatch of an implausible one as refused.
         """
         size, limit = float(gradient.norm()) / math.sqrt(max(1, gradient.numel())), self._gradient_norms.limit
-        if not self._gradient_norms.accepts(size):
+        if not self._gradient_norms.record_and_judge(size):
             why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
             self.trainer.stage(self.span.last).count_refused(microbatch.hex(), why)
             raise ProtocolError("bad-tensor", why)
@@ -356,6 +362,6 @@ class Compute:
 
         what: "boundary" or "gradient", for the texts.
         """
-        if not all_finite(tensor):
+        if not is_all_finite(tensor):
             self.trainer.stage(stage).count_refused(microbatch.hex(), f"the {what} received is not finite")
             raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")

@@ -192,8 +192,8 @@ class DeviceQueue:
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
             self._fault("device.job")
-            job.future.set_result(self._slowed(job.call))
-            self._slowed(job.then)
+            job.future.set_result(self._call_slowed(job.call))
+            self._call_slowed(job.then)
             failure = None
         except Exception as error:  # a job ends here, and its caller's future fails
             failure = error
@@ -207,7 +207,7 @@ class DeviceQueue:
             elif failure is not None:
                 job.future.set_exception(failure)
 
-    def _slowed(self, call: Callable[[], T]) -> T:
+    def _call_slowed(self, call: Callable[[], T]) -> T:
         """Calls `call` and returns its result, after `slowdown` times the time that the call took."""
         started = self._work_clock()
         result = call()

@@ -32,7 +32,7 @@ class GradientNormBound:
         """The largest root mean square that is accepted now."""
         return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
 
-    def accepts(self, size: float) -> bool:
+    def record_and_judge(self, size: float) -> bool:
         """Records a gradient of root mean square `size`, and returns whether it may be used; one of 0 always may."""
         limit = self.limit
         if size > 0:

@@ -189,12 +189,12 @@ def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
     They are the mean; the square, without Muon's matrices; and the weights' average, if the section keeps one.
     """
     everything = [slice(0, layout.numel)]
-    square = MomentSpec(SQUARE, layout.ranges(lambda slot: not uses_muon(section, slot)), is_square=True)
+    square = MomentSpec(SQUARE, layout.ranges(lambda slot: not is_updated_by_muon(section, slot)), is_square=True)
     average = (MomentSpec(AVERAGE, everything),) if section.average_decay else ()
     return replace(layout, moments=(MomentSpec(MEAN, everything), square, *average))
 
 
-def uses_muon(section: OptimizerSection, slot: Slot) -> bool:
+def is_updated_by_muon(section: OptimizerSection, slot: Slot) -> bool:
     """Returns whether Muon updates this tensor: whether the optimizer is muon and the tensor a hidden matrix."""
     return section.name == "muon" and slot.is_hidden_matrix
 
@@ -224,7 +224,7 @@ def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
     if section.name == "adamw8bit":
         return [(part, 0.0) for part in vectors]
-    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not uses_muon(section, slot))
+    matrices = layout.ranges(lambda slot: len(slot.shape) > 1 and not is_updated_by_muon(section, slot))
     return [*((part, section.weight_decay) for part in matrices), *((part, 0.0) for part in vectors)]
 
 

@@ -264,7 +264,7 @@ class SpanTrainer:
         if self._activations == "auto" and first not in self.activation_bytes:
             return self._measure_graph(microbatch, first, entry, batch), ()
         versions = self._versions_from(first)
-        keeps_graph = self._keeps_graph(first)
+        keeps_graph = self._must_keep_graph(first)
         with torch.set_grad_enabled(keeps_graph):
             return self._run(microbatch, first, entry, batch, "train"), versions if keeps_graph else ()
 
@@ -296,7 +296,7 @@ class SpanTrainer:
             fits = self._activations == "keep"
         return keep_graph if fits else repeat_in_backward
 
-    def _keeps_graph(self, first: int) -> bool:
+    def _must_keep_graph(self, first: int) -> bool:
         """Returns whether to keep the graph of a forward that enters at `first`: with "keep", or "auto" if all fit."""
         if self._activations != "auto":
             return self._activations == "keep"
@@ -321,7 +321,7 @@ class SpanTrainer:
         gradient: Tensor | None,
         loss_sum: float = 0.0,
     ) -> Tensor | None:
-        """Computes a microbatch's gradients, adds them to the sums, and counts the microbatch in its stages.
+        """Computes a microbatch's gradients, adds them to the sums, counts the microbatch in its stages and reports it.
 
         output: the output of the graph. gradient: of the loss sum with respect to `output`; None if `output` is the
         loss sum. Returns the gradient with respect to the entry, None at stage 0. Raises NonFinite, and adds nothing

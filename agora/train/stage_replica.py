@@ -93,10 +93,10 @@ class StageReplica(TrainedStage):
         a negative square.
         """
         layout = self.layout
-        weights = self._checked_array("weights", state.weights, layout)
+        weights = self._copy_checked("weights", state.weights, layout)
         moments = {}
         for moment in layout.moments:
-            values = self._checked_array(moment.name, state.moments.get(moment.name), layout.of_moment(moment))
+            values = self._copy_checked(moment.name, state.moments.get(moment.name), layout.of_moment(moment))
             if moment.is_square and bool((values < 0).any()):
                 raise ProtocolError("bad-tensor", f"a value of {moment.name} of stage {self.number} is negative")
             moments[moment.name] = values
@@ -106,7 +106,7 @@ class StageReplica(TrainedStage):
             values.copy_(moments[name])
         self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage)
 
-    def _checked_array(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
+    def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
         """Returns a copy of a state's array on the device, with its padding set to zero.
 
         name: for the error. Raises ProtocolError unless the array is there, fits `layout` and is finite.

@@ -183,7 +183,7 @@ class TrainedStage:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        """Replaces `progress` by a new copy of the counts."""
+        """Replaces `progress`, which other threads read, by a new immutable copy of the stage's counts."""
         summed = self.sum.contents.tokens
         waiting = sum(share.contents.tokens for share in self._closed_shares) + summed
         self.progress = StageProgress(
@@ -259,9 +259,9 @@ class TrainedStage:
         tokens, open_step = self.sum.contents.tokens, self._open_step
         if not 0 < tokens >= self.policy.tokens_needed(open_step):
             return
-        if not self._closed_shares and not self.policy.steps_along_mean(open_step):
+        if not self._closed_shares and not self.policy.is_along_mean(open_step):
             self._step_along_sum()
-        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.closes(open_step):
+        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.must_close(open_step):
             self._close_share()
 
     def catch_up(self, step: int) -> None:

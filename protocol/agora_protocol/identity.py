@@ -101,7 +101,7 @@ def peer_id_bytes(peer: PeerId) -> bytes:
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """Returns the raw 32-byte public key inside a peer id. ProtocolError("wrong-key") if it is no Ed25519 peer id."""
+    """Returns the raw 32-byte public key inside a peer id. Raises ProtocolError("wrong-key") for any other text."""
     key = key_in_peer_id(peer)
     if key is None:
         raise ProtocolError("wrong-key", f"{peer[:64]!r} is not the peer id of an Ed25519 key.")

@@ -85,7 +85,7 @@ def is_run_id(text: str) -> bool:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """Returns the libp2p peer id of a raw 32-byte Ed25519 public key."""
+    """Returns the libp2p peer id of a raw 32-byte Ed25519 public key. Raises ValueError for another length."""
     if len(public_key) != 32:
         raise ValueError("an Ed25519 public key has 32 bytes")
     return PeerId(base58.encode(PEER_ID_PREFIX + public_key))

@@ -102,7 +102,7 @@ class Manifest(Section):
 
         Also with -0.0 as 0.0, so that equal manifests have equal canonical bytes.
         """
-        return _normalised(values)
+        return _normalise(values)
 
     @field_validator("model", mode="before")
     @classmethod
@@ -138,7 +138,7 @@ class Manifest(Section):
         """Returns the manifest as the text of a commented TOML file; from_toml of it gives an equal manifest."""
         return manifest_toml.manifest_text(self)
 
-    def replaced(self, **overrides: Any) -> Manifest:
+    def with_values(self, **overrides: Any) -> Manifest:
         """Returns a checked copy with values changed, tables key by key: replaced(seed=1, stages={"count": 4})."""
         return Manifest.from_values(_with_changes(self.model_dump(), overrides), "manifest")
 
@@ -210,7 +210,7 @@ class Manifest(Section):
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
         return max(STATE_CHUNK_BYTES, boundary + 4 * math.prod(self.tokens_shape()))
 
-    def admits(self, peer: PeerId) -> bool:
+    def admits_without_ticket(self, peer: PeerId) -> bool:
         """Returns whether `peer` may take part without a ticket: all in mode open, otherwise founder and listed peers.
 
         Ignores revocations; who is really admitted is decided in agora/swarm/admission.py.
@@ -324,12 +324,12 @@ def _source_of(info: ValidationInfo) -> str:
     return str((info.context or {}).get("source", "manifest"))
 
 
-def _normalised(values: Any) -> Any:
+def _normalise(values: Any) -> Any:
     """Returns a copy of plain values with, at any depth, lists as tuples and -0.0 as 0.0."""
     if isinstance(values, dict):
-        return {key: _normalised(value) for key, value in values.items()}
+        return {key: _normalise(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return tuple(_normalised(value) for value in values)
+        return tuple(_normalise(value) for value in values)
     return values + 0.0 if isinstance(values, float) else values
 
 

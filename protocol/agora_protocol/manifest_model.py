@@ -103,7 +103,7 @@ class SubspaceSection(ModelSection):
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="added to the mean square in RMSNorm")
 
     @property
-    def embedding_is_fixed(self) -> bool:
+    def is_embedding_fixed(self) -> bool:
         """Whether every token has a fixed embedding row in addition to its learnt one.
 
         True if `embedding` is "fixed", or if it is "auto" and subspace < width.
@@ -139,7 +139,10 @@ class SubspaceSection(ModelSection):
         return changed
 
     def _check_heads(self) -> str | None:
-        """Returns an error sentence unless heads divide width into even sizes, and key_value_heads divide heads."""
+        """Returns an error sentence unless heads divide width into even sizes, and key_value_heads divide heads.
+
+        Returns None if the rule holds.
+        """
         if self.width % self.heads:
             return (
                 f"[model] width {self.width} is not divisible by heads {self.heads}; "
@@ -160,10 +163,13 @@ class SubspaceSection(ModelSection):
         return None
 
     def _check_subspace(self) -> str | None:
-        """Returns an error sentence if `subspace` exceeds `width`, or is less while the embedding is learnt."""
+        """Returns an error sentence if `subspace` exceeds `width`, or is less while the embedding is learnt.
+
+        Returns None if the rule holds.
+        """
         if self.subspace > self.width:
             return f"[model] subspace {self.subspace} is more than width {self.width}; remove it, or set it to less."
-        if self.subspace < self.width and not self.embedding_is_fixed:
+        if self.subspace < self.width and not self.is_embedding_fixed:
             return (
                 f"[model] embedding learnt leaves tokens only a subspace of {self.subspace} in width {self.width}; "
                 f'use embedding = "fixed".'
@@ -237,11 +243,17 @@ class HfSection(ModelSection):
         return {**known, **values, "config": canonical_config(config)}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence if config or weights are missing or malformed, or do not fit the sizes."""
+        """Returns an error sentence if config or weights are missing or malformed, or do not fit the sizes.
+
+        Returns None if the rule holds.
+        """
         return self._check_config() or self._check_weights()
 
     def _check_config(self) -> str | None:
-        """Returns an error sentence unless `config` is of a known model of these sizes, with `context` positions."""
+        """Returns an error sentence unless `config` is of a known model of these sizes, with `context` positions.
+
+        Returns None if the rule holds.
+        """
         if not self.config:
             return f"[model] has no config, so there is no base model; {WRITE_ANEW}."
         try:

@@ -34,7 +34,7 @@ def nearest_multiple(value: int, of: int) -> int:
 
 
 def _check_model(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless the values of [model] fit together by its family's rules."""
+    """Returns an error sentence unless the values of [model] fit together by its family's rules; None otherwise."""
     return manifest.model.check_values()
 
 
@@ -62,7 +62,7 @@ def _check_stages(manifest: Manifest) -> str | None:
 
 
 def _check_step_tokens(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless target_tokens is a multiple of quota_tokens."""
+    """Returns an error sentence unless target_tokens is a multiple of quota_tokens; None otherwise."""
     each, target = manifest.quota_tokens, manifest.optimizer.target_tokens
     if target % each:
         return (
@@ -74,7 +74,7 @@ def _check_step_tokens(manifest: Manifest) -> str | None:
 
 
 def _check_warmup(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless warmup_steps < total_steps."""
+    """Returns an error sentence unless warmup_steps < total_steps; None otherwise."""
     if manifest.optimizer.warmup_steps >= manifest.optimizer.total_steps:
         return (
             f"[optimizer] warmup_steps {manifest.optimizer.warmup_steps} leaves nothing of total_steps "
@@ -84,7 +84,10 @@ def _check_warmup(manifest: Manifest) -> str | None:
 
 
 def _check_codec(manifest: Manifest) -> str | None:
-    """Returns an error sentence for an unknown codec, and for topN: with at least as many columns as a boundary has."""
+    """Returns an error sentence for an unknown codec, and for topN: with at least as many columns as a boundary has.
+
+    Returns None if the rule holds.
+    """
     try:
         codec = parse_codec(manifest.boundary.codec)
     except ManifestError as unknown:
@@ -98,7 +101,10 @@ def _check_codec(manifest: Manifest) -> str | None:
 
 
 def _check_payload(manifest: Manifest) -> str | None:
-    """Returns an error sentence when a boundary with its tokens exceeds MAX_PAYLOAD_BYTES, the payload of a frame."""
+    """Returns an error sentence when a boundary with its tokens exceeds MAX_PAYLOAD_BYTES, the payload of a frame.
+
+    Returns None if the rule holds.
+    """
     needed = manifest.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
         model = manifest.model
@@ -111,7 +117,10 @@ def _check_payload(manifest: Manifest) -> str | None:
 
 
 def _check_size(manifest: Manifest) -> str | None:
-    """Returns an error sentence for text that is not Unicode, and for more than MAX_MANIFEST_BYTES once signed."""
+    """Returns an error sentence for text that is not Unicode, and for more than MAX_MANIFEST_BYTES once signed.
+
+    Returns None if the rule holds.
+    """
     try:
         size = len(manifest.canonical()) + SIGNING_BYTES
     except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
@@ -125,7 +134,10 @@ def _check_size(manifest: Manifest) -> str | None:
 
 
 def _check_tokenizer(manifest: Manifest) -> str | None:
-    """Returns an error sentence when the bytes tokenizer is used with a vocabulary of fewer than its 256 ids."""
+    """Returns an error sentence when the bytes tokenizer is used with a vocabulary of fewer than its 256 ids.
+
+    Returns None if the rule holds.
+    """
     if manifest.data.tokenizer == "bytes" and manifest.model.vocabulary < 256:
         return (
             f"[model] vocabulary {manifest.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 "
@@ -135,7 +147,10 @@ def _check_tokenizer(manifest: Manifest) -> str | None:
 
 
 def _check_objective(manifest: Manifest) -> str | None:
-    """Returns an error sentence when the objective lacks samples, a base model, or for dpo a reference and pairs."""
+    """Returns an error sentence when the objective lacks samples, a base model, or for dpo a reference and pairs.
+
+    Returns None if the rule holds.
+    """
     kind, microbatch = manifest.objective.kind, manifest.schedule.microbatch
     if kind == "lm":
         if manifest.data.samples:
@@ -159,14 +174,17 @@ def _check_objective(manifest: Manifest) -> str | None:
 
 
 def _check_founder(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless the founder is a peer id, or empty."""
+    """Returns an error sentence unless the founder is a peer id, or empty; None otherwise."""
     if manifest.founder and not is_peer_id(manifest.founder):
         return "founder is not a peer id; remove it, joining signs the manifest and sets it."
     return None
 
 
 def _check_admission(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless `peers` are distinct peer ids, some in mode listed and none in other modes."""
+    """Returns an error sentence unless `peers` are distinct peer ids, some in mode listed and none in other modes.
+
+    Returns None if the rule holds.
+    """
     mode, peers = manifest.admission.mode, manifest.admission.peers
     for peer in peers:
         if not is_peer_id(peer):

@@ -37,7 +37,10 @@ class Message(Structure):
     def __init_subclass__(
         cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
     ) -> None:
-        """Registers the subclass in KINDS under number `kind`; sets FRAMES and TENSORS. TypeError for a taken kind."""
+        """Registers the subclass in KINDS under number `kind`; sets FRAMES and TENSORS.
+
+        Raises TypeError for a taken kind.
+        """
         super().__init_subclass__(**rest)
         if kind in KINDS:
             raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")

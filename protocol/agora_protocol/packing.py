@@ -144,7 +144,7 @@ def _token_sizes() -> tuple[tuple[int, int, int], ...]:
 _TOKENS: Final = _token_sizes()
 
 
-def _items_opened(data: bytes, at: int) -> int:
+def _item_count(data: bytes, at: int) -> int:
     """Returns how many items (a map's keys and values both count) the container at `at` holds; -1 for no container."""
     byte = data[at]
     if 0x90 <= byte < 0xA0:
@@ -163,7 +163,7 @@ def _find_structure_problem(data: bytes, max_values: int) -> str | None:
     open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:
         open_items[-1] -= 1
-        items = _items_opened(data, at)
+        items = _item_count(data, at)
         skip, length, unit = _TOKENS[data[at]]
         at += skip if unit or not length else skip + int.from_bytes(data[at + 1 : at + 1 + length], "big")
         seen += 1

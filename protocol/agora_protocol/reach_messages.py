@@ -17,7 +17,7 @@ _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
 _NOT_AN_ADDRESS: Final = "must be empty, or like /ip4/ADDRESS/tcp/PORT"
 
 
-def _seen_problem(address: str) -> str | None:
+def _find_address_problem(address: str) -> str | None:
     """Returns why a text is neither empty nor a direct TCP address of a peer; None if it is."""
     if not address:
         return None
@@ -51,7 +51,7 @@ class DialedBack(Message, kind=41, frames=(FrameType.ANSWER,)):
 
     def find_problem(self) -> str | None:
         """Returns a complaint when `seen` is no address, else None."""
-        return _seen_problem(self.seen)
+        return _find_address_problem(self.seen)
 
 
 class Introduce(Message, kind=42, frames=(FrameType.REQUEST,)):
@@ -70,7 +70,7 @@ class Meet(Message, kind=43, frames=(FrameType.REQUEST,)):
 
     def find_problem(self) -> str | None:
         """Returns a complaint when `seen` is no address, else None."""
-        return _seen_problem(self.seen)
+        return _find_address_problem(self.seen)
 
 
 class Meeting(Message, kind=44, frames=(FrameType.ANSWER,)):
@@ -82,4 +82,4 @@ class Meeting(Message, kind=44, frames=(FrameType.ANSWER,)):
 
     def find_problem(self) -> str | None:
         """Returns a complaint when `seen` is no address, else None."""
-        return _seen_problem(self.seen)
+        return _find_address_problem(self.seen)

@@ -242,7 +242,7 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
         )
     if record.peer != subkey_peer:
         raise ProtocolError("wrong-key", "The record is about another peer than its subkey names.")
-    if not shard.holds(shard_hash(run, record.peer)):
+    if not shard.contains(shard_hash(run, record.peer)):
         raise ProtocolError("bad-record", "The record is of a peer of another shard than its key names.")
     if expires_unix <= now_unix:
         raise ProtocolError("expired", f"The record expired {now_unix - expires_unix:.1f} s ago.")

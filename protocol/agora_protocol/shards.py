@@ -35,7 +35,7 @@ class Shard(NamedTuple):
         """The smallest hash that belongs to the shard."""
         return int(self.bits or "0", 2) << (HASH_BITS - self.depth)
 
-    def holds(self, peer_hash: int) -> bool:
+    def contains(self, peer_hash: int) -> bool:
         """Returns whether the peer with this hash belongs to the shard."""
         return shard_bits(peer_hash, self.depth) == self.bits
 

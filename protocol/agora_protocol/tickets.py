@@ -177,7 +177,7 @@ def _pair(value: object) -> tuple[bytes, bytes]:
 
 
 def _tickets_in(proof: bytes) -> tuple[bytes, ...]:
-    """Returns the sealed tickets in a proof, unread. Raises ProtocolError "too-large" or "bad-ticket"."""
+    """Returns the sealed tickets in a proof, unread; () for b"". Raises ProtocolError "too-large" or "bad-ticket"."""
     if not proof:
         return ()
     parts = unpack(proof, MAX_PROOF_BYTES, "bad-ticket")

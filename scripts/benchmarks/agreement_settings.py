@@ -69,7 +69,7 @@ class Setting:
 
     def manifest(self, plain: Manifest, seed: int) -> Manifest:
         """Returns the benchmark's manifest with this setting's optimizer, its learning rate, and a seed."""
-        return plain.replaced(
+        return plain.with_values(
             seed=seed,
             optimizer={"name": self.optimizer, "learning_rate": RATES[self.optimizer]},
             averaging={

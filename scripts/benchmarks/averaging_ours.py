@@ -80,7 +80,7 @@ class Member:
         """See ReducerView."""
         return self._round_s
 
-    def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         """See ReducerView: nobody is."""
         return set()
 

@@ -56,7 +56,7 @@ def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
     prepare_corpus(folder, manifest)
     kinds = {ON: {"exact_steps": 0}, EXACT: {"exact_steps": NEVER}, OFF: {"exact_steps": 0, "every": NEVER}}
     with Nursery(folder) as nursery:
-        swarms = [AveragingSwarm(name, manifest.replaced(averaging=kinds[name]), nursery, folder) for name in kinds]
+        swarms = [AveragingSwarm(name, manifest.with_values(averaging=kinds[name]), nursery, folder) for name in kinds]
         start(swarms)
         found = take_turns(swarms, windows, window_s)
     return summary(swarms, found, manifest)
@@ -65,7 +65,7 @@ def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
 def training_manifest() -> Manifest:
     """Returns the manifest: the pipeline benchmark's model in STAGES stages, small steps, averaging by the defaults."""
     manifest = manifest_for(STAGES)
-    return manifest.replaced(optimizer={"target_tokens": MICROBATCHES * manifest.tokens_per_microbatch})
+    return manifest.with_values(optimizer={"target_tokens": MICROBATCHES * manifest.tokens_per_microbatch})
 
 
 def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: Manifest) -> Slowdown:

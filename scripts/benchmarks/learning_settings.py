@@ -85,8 +85,8 @@ class Effort:
         """Returns the manifest of a run: that of `swarm demo` with as many steps. The plain loop has one stage."""
         name = "".join(letter if letter.isalnum() else "-" for letter in f"{job.name} {job.steps} {job.seed}")
         plan = DemoPlan(stages=STAGES, steps=job.steps, seed=job.seed)
-        manifest = plan.manifest().replaced(name=name, **self.overrides)
-        return manifest if job.setting else manifest.replaced(stages={"count": 1, "first_layers": ()})
+        manifest = plan.manifest().with_values(name=name, **self.overrides)
+        return manifest if job.setting else manifest.with_values(stages={"count": 1, "first_layers": ()})
 
 
 QUICK: Final = Effort((40,), (0,))

@@ -84,7 +84,7 @@ class LearningSwarm:
             self._start_one()
             snapshots = list(self._until_trained())
             self._drain()
-            tokens, seconds = self._totals.trained()
+            tokens, seconds = self._totals.trained_tokens()
             models = self._save_weights("end", of_all=True)
             if not models:
                 raise BenchFailed(f"{self._setting.name}: a stage has no daemon at the end that gives its weights")

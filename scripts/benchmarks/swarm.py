@@ -56,7 +56,7 @@ class SwarmContender:
         """Tokens of the microbatches that have come home since the start."""
         self._replicas, self._stages = replicas, manifest.stage_count
         self._flags = ["--allow-files", *(["--link", link] if link else [])]
-        self._manifest, self._nursery, self._folder = manifest.replaced(name=self.name), nursery, folder
+        self._manifest, self._nursery, self._folder = manifest.with_values(name=self.name), nursery, folder
         self._swarm: LocalSwarm | None = None
         self._serving: set[str] = set()
         self._spans: dict[str, tuple[int, int]] = {}

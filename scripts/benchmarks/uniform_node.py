@@ -34,15 +34,15 @@ class EvenTable(RoutingTable):
             return Choice(None, f"the peer whose turn it is is {turn.obstacle}", turn.ready_at)
         return Choice(turn.peer, "its turn")
 
-    def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
+    def record_sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
         """Charges `peer` for one microbatch, and counts it as asked."""
         self._asked[stage][peer] += 1
-        return super().sent(now, stage, peer, payload_bytes, deadline)
+        return super().record_sent(now, stage, peer, payload_bytes, deadline)
 
-    def abandoned(self, attempt: Attempt) -> None:
+    def record_abandoned(self, attempt: Attempt) -> None:
         """Takes back the charge and the count of an attempt that ended without work."""
         self._asked[attempt.stage][attempt.peer] -= 1
-        super().abandoned(attempt)
+        super().record_abandoned(attempt)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,6 @@ class Length:
     least: int = 0
     enough: float | None = None
 
-    def ends(self, curve: Curve) -> bool:
+    def must_end(self, curve: Curve) -> bool:
         """Returns whether a run with this curve ends now."""
         return self.enough is not None and curve[-1][0] >= self.least and final(curve) <= self.enough

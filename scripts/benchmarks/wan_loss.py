@@ -30,7 +30,7 @@ def train(manifest: Manifest, cache: Path, length: Length, heldout: int) -> list
             stages.learn(step)
             if (step + 1) % length.every == 0:
                 curve.append((step + 1, stages.loss(heldout)))
-                if length.ends(curve):
+                if length.must_end(curve):
                     break
     except NonFinite:
         pass

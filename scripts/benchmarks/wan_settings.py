@@ -139,7 +139,7 @@ class Effort:
     def swarm_manifest(self, setting: Setting, width: int) -> Manifest:
         """Returns the manifest of a swarm whose speed is measured, with Muon."""
         target = SWARM_MICROBATCHES * SWARM_SEQUENCES * self.context
-        return self.manifest(Job(Recipe(setting, "muon"), width, 0)).replaced(
+        return self.manifest(Job(Recipe(setting, "muon"), width, 0)).with_values(
             schedule={"microbatch": SWARM_SEQUENCES, "staleness": UNBOUNDED_STALENESS},
             optimizer={"target_tokens": target},
         )

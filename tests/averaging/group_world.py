@@ -97,9 +97,9 @@ class FakeStage:
         """As train.TrainedStage.step_if_due."""
         if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
             return
-        if not self.policy.steps_along_mean(self.step):
+        if not self.policy.is_along_mean(self.step):
             self._step_alone()
-        elif self.policy.closes(self.step):
+        elif self.policy.must_close(self.step):
             self._close()
 
     def _step_alone(self) -> None:
@@ -204,7 +204,7 @@ class GroupPeer:
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def listed(self, stage: int) -> dict[PeerId, float]:
+    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
         return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
 
     def uplink(self) -> float | None:

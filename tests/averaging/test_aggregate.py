@@ -186,37 +186,42 @@ def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() ->
 
 
 def test_a_mean_may_be_eight_times_as_large_as_the_usual_or_as_the_own() -> None:
-    bound = MagnitudeBound().updated(0.01, 0.02)
+    bound = MagnitudeBound().after_accepted_mean(0.01, 0.02)
     assert not bound.why_implausible(0.99 * MAX_RATIO * 0.01, 0.0)
     assert "the mean is 0.0808 large" in bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.0)
     assert not bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.02)
 
 
 def test_what_is_not_a_number_is_rejected() -> None:
-    for bound in (MagnitudeBound(), MagnitudeBound().updated(0.01, 0.02)):
+    for bound in (MagnitudeBound(), MagnitudeBound().after_accepted_mean(0.01, 0.02)):
         assert bound.why_implausible(math.nan, 1.0) and bound.why_implausible(math.inf, 1.0)
         assert bound.why_implausible(math.inf, 0.0), "even with nothing to judge it by"
 
 
 def test_the_usual_size_follows_slowly() -> None:
-    bound = MagnitudeBound().updated(0.01, 0.02)
+    bound = MagnitudeBound().after_accepted_mean(0.01, 0.02)
     for _ in range(3):
         assert bound.average is not None
         before = bound.average
-        bound = bound.updated(MAX_RATIO * before, 0.0)
+        bound = bound.after_accepted_mean(MAX_RATIO * before, 0.0)
         assert bound.average is not None and bound.average < 3.2 * before, "even at the edge of what is accepted"
     for _ in range(30):
-        bound = bound.updated(0.02, 0.0)
+        bound = bound.after_accepted_mean(0.02, 0.0)
     assert bound.average == pytest.approx(0.02, rel=0.01)
 
 
 def test_a_replica_whose_own_values_grow_accepts_means_as_much_larger() -> None:
     """Differences to the anchor grow with each round that fails."""
-    bound = MagnitudeBound().updated(0.01, 0.01)
+    bound = MagnitudeBound().after_accepted_mean(0.01, 0.01)
     assert bound.why_implausible(1.0, 0.1) and not bound.why_implausible(1.0, 0.2)
 
 
 def test_a_mean_with_nothing_to_judge_it_by_is_used_and_not_remembered() -> None:
-    assert not MagnitudeBound().why_implausible(1e38, 0.0) and MagnitudeBound().updated(1e38, 0.0) == MagnitudeBound()
+    assert (
+        not MagnitudeBound().why_implausible(1e38, 0.0)
+        and MagnitudeBound().after_accepted_mean(1e38, 0.0) == MagnitudeBound()
+    )
     assert MagnitudeBound().why_implausible(0.81, 0.1) and not MagnitudeBound().why_implausible(0.79, 0.1)
-    assert MagnitudeBound().updated(0.79, 0.1).average == 0.1, "a first is judged by the own, and so remembered"
+    assert MagnitudeBound().after_accepted_mean(0.79, 0.1).average == 0.1, (
+        "a first is judged by the own, and so remembered"
+    )

@@ -58,7 +58,7 @@ class Replica:
         )
         self.tasks: list[asyncio.Task[None]] = []
 
-    def listed(self, stage: int) -> list[PeerId]:
+    def replicas_in_view(self, stage: int) -> list[PeerId]:
         return self.sees if self.sees is not None else list(self.world.replicas)
 
     def is_connected(self) -> bool:
@@ -79,7 +79,7 @@ class Replica:
 
     @property
     def others(self) -> OtherReplicas:
-        return OtherReplicas(self.gossip.known(STAGE), self.gossip.listed_others(STAGE))
+        return OtherReplicas(self.gossip.known_progress(STAGE), self.gossip.others_in_view(STAGE))
 
     @property
     def heard(self) -> set[PeerId]:
@@ -232,7 +232,7 @@ def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: st
             assert silent.peer not in replica.heard
             assert silent.peer not in replica.present
             assert replica.present == {it.peer for it in world.all[:2]}
-            assert replica.gossip.listed_others(STAGE) == {it.peer for it in world.all} - {replica.peer}, (
+            assert replica.gossip.others_in_view(STAGE) == {it.peer for it in world.all} - {replica.peer}, (
                 "in the view it still is"
             )
         before, world.spent = world.all[0].step, Counter()
@@ -303,13 +303,13 @@ def test_one_that_is_alone_calls_nobody_and_steps_by_its_own_tokens() -> None:
     async def work(world: World) -> None:
         only = world.all[0]
         only.start()
-        assert not only.gossip.listed_others(STAGE)
+        assert not only.gossip.others_in_view(STAGE)
         await asyncio.sleep(10.2)
         assert only.step == 4 and not world.calls
         only.sees = []
-        assert not only.gossip.listed_others(STAGE), "also before the view has itself in it"
+        assert not only.gossip.others_in_view(STAGE), "also before the view has itself in it"
         only.sees = [only.peer, identities(2)[1]]
-        assert only.gossip.listed_others(STAGE)
+        assert only.gossip.others_in_view(STAGE)
         only.sees = None
 
     in_world([400.0], work)
@@ -444,7 +444,7 @@ def test_strangers_move_nobody_and_are_not_remembered() -> None:
         assert set(first.heard) == {second.peer}
         await asyncio.sleep(SILENT_S + 1.0)
         first.gossip.answer(second.peer, told(0, 110, *(entry(it, 7, 7) for it in strangers[:40]), by=second.peer))
-        assert set(first.gossip.known(STAGE)) == {second.peer}
+        assert set(first.gossip.known_progress(STAGE)) == {second.peer}
 
     in_world([0.0] * 2, work)
 

@@ -72,7 +72,7 @@ class Listing:
 
     replicas: dict[PeerId, float]
 
-    def listed(self, stage: int) -> dict[PeerId, float]:
+    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
         return self.replicas
 
     def is_connected(self) -> bool:

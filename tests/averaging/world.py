@@ -101,7 +101,7 @@ class Member:
     def round_s(self, stage: int) -> float:
         return self.world.round_s
 
-    def not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         return self.suspects & set(peers)
 
     def numel_of(self, part: Part) -> int:

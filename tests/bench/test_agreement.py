@@ -48,7 +48,7 @@ PLAIN_MEAN: Any = {"outer_rate": 1.0, "outer_momentum": 0.0}
 def manifest(tmp_path: Path) -> Manifest:
     text = tmp_path / "corpus.txt"
     text.write_text("def square(number):\n    return number * number\n\n" * 200)
-    return TINY.manifest().replaced(data={"corpus": (str(text),), "heldout": 0.1})
+    return TINY.manifest().with_values(data={"corpus": (str(text),), "heldout": 0.1})
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_agreeing_on_everything_at_once_makes_replicas_equal(manifest: Manifest,
 
 
 def test_rounds_under_way_are_taken_in_by_their_numbers(manifest: Manifest, sampler: Sampler) -> None:
-    manifest = manifest.replaced(averaging={"exact_steps": 0})
+    manifest = manifest.with_values(averaging={"exact_steps": 0})
     replicas = replicas_of(manifest, sampler)
     averaging = agree(Setting(every=1, delay=3, exact=0), replicas, 0)
     assert isinstance(averaging, Anchored)

@@ -191,8 +191,8 @@ def test_the_efforts_have_what_the_ratios_need() -> None:
 
 def test_a_swarm_trains_what_the_demo_trains_and_the_plain_loop_the_same_in_one_stage() -> None:
     swarm, plain = (FULL.manifest(Job(setting, 100, 2)) for setting in (EIGHT, None))
-    assert swarm == DemoPlan(peers=8, steps=100, seed=2).manifest().replaced(name=swarm.name)
-    assert plain == swarm.replaced(name=plain.name, stages={"count": 1})
+    assert swarm == DemoPlan(peers=8, steps=100, seed=2).manifest().with_values(name=swarm.name)
+    assert plain == swarm.with_values(name=plain.name, stages={"count": 1})
 
 
 def test_options_change_sizes_lengths_seeds_and_the_manifest() -> None:
@@ -233,7 +233,7 @@ def text(tmp_path: Path) -> str:
 
 @pytest.fixture
 def small(text: str, tmp_path: Path) -> Manifest:
-    manifest = FULL.manifest(Job(None, 40, 0)).replaced(**SMALL, data={"corpus": (text,), "heldout": 0.1})
+    manifest = FULL.manifest(Job(None, 40, 0)).with_values(**SMALL, data={"corpus": (text,), "heldout": 0.1})
     prepare_corpus(tmp_path, manifest)
     return manifest
 
@@ -248,7 +248,7 @@ def test_the_plain_loop_learns_and_a_chunk_changes_nothing(small: Manifest, tmp_
 
 def test_the_weights_of_a_swarms_stages_are_evaluated_as_the_loops_own(small: Manifest, tmp_path: Path) -> None:
     """Stages in files of their own, as daemons write them, are the model that the plain loop begins with."""
-    cut = small.replaced(stages={"count": 2})
+    cut = small.with_values(stages={"count": 2})
     files = []
     for stage in range(2):
         module = family_of(cut.model).build_stage(cut.layers_of(stage), cut.seed)

@@ -29,5 +29,5 @@ def test_ratios_divide_the_swarm_by_the_others() -> None:
 def test_every_cut_is_the_same_work(stages: int) -> None:
     manifest, whole = task.manifest_for(stages), task.manifest_for(1)
     assert manifest.stage_count == stages
-    assert manifest.replaced(stages={"count": 1}) == whole
+    assert manifest.with_values(stages={"count": 1}) == whole
     assert manifest.optimizer.target_tokens == task.MICROBATCHES_PER_STEP * manifest.tokens_per_microbatch

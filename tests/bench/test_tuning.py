@@ -110,7 +110,7 @@ def test_peft_and_the_stages_of_the_swarm_are_the_same_model_with_the_same_adapt
 
 
 def test_a_step_of_the_peft_loop_has_the_tokens_of_a_step_of_the_swarm(base: Path, text: Path, tmp_path: Path) -> None:
-    manifest = speed_manifest(base, "float32").replaced(
+    manifest = speed_manifest(base, "float32").with_values(
         data={"corpus": (str(text),), "heldout": 0.1}, optimizer={"target_tokens": 1024, "warmup_steps": 0}
     )
     section = manifest.model
@@ -254,7 +254,7 @@ def test_the_learning_rate_of_pretraining_rises_and_falls() -> None:
 @pytest.fixture
 def manifest(base: Path, text: Path) -> Manifest:
     made = loss_manifest(base, text, LossJob("ordinary", EXACT, 0), replace(QUICK, steps=20))
-    return made.replaced(schedule={"microbatch": 2}, optimizer={"target_tokens": 256})
+    return made.with_values(schedule={"microbatch": 2}, optimizer={"target_tokens": 256})
 
 
 def test_stages_of_lora_learn_and_begin_as_the_base_model(manifest: Manifest, base: Path, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_stages_of_lora_learn_and_begin_as_the_base_model(manifest: Manifest, ba
 def test_a_loss_run_tells_the_loss_with_its_codec_and_without(manifest: Manifest, base: Path, tmp_path: Path) -> None:
     untuned, exported = tune(manifest, base, tmp_path, 0, 2)
     assert untuned == exported
-    coarse = manifest.replaced(boundary={"codec": "int2"})
+    coarse = manifest.with_values(boundary={"codec": "int2"})
     loss, exported = tune(coarse, base, tmp_path, 0, 2)
     assert loss != exported == untuned
     loss, exported = tune(coarse, base, tmp_path, 20, 2)

@@ -43,16 +43,16 @@ def test_even_routing_asks_a_slow_peer_as_often_as_a_fast_one() -> None:
         chosen = table.choose(now, MicrobatchId(bytes([number]) * 16), 1, 100, PathHint())
         assert chosen.peer is not None
         asked[chosen.peer] += 1
-        attempt = table.sent(now, 1, chosen.peer, 100, now + 60.0)
-        table.accepted(now, attempt, 0, 0.0)
-        table.answered(now + 9.0, attempt, 0.1 if chosen.peer == "fast" else 8.0, 100, 1.0)
+        attempt = table.record_sent(now, 1, chosen.peer, 100, now + 60.0)
+        table.record_accepted(now, attempt, 0, 0.0)
+        table.record_answered(now + 9.0, attempt, 0.1 if chosen.peer == "fast" else 8.0, 100, 1.0)
     assert asked == {"fast": 10, "slow": 10}
 
 
 def test_a_busy_peer_is_waited_for_and_a_refused_microbatch_is_not_counted() -> None:
     table = EvenTable(PeerId("me"), 2)
     table.update(1, tuple(PeerView(PeerId(name), Span(1, 1), 1, state="serving") for name in ("a", "b")))
-    table.busy(0.0, table.sent(0.0, 1, PeerId("a"), 100, 60.0), 2.0)
+    table.record_busy(0.0, table.record_sent(0.0, 1, PeerId("a"), 100, 60.0), 2.0)
     waits = table.choose(1.0, MicrobatchId(bytes(16)), 1, 100, PathHint())
     assert waits.peer is None and waits.look_again_at == 2.0
     assert table.choose(2.0, MicrobatchId(bytes(16)), 1, 100, PathHint()).peer == "a"

@@ -153,7 +153,7 @@ def test_a_manifest_is_what_its_job_says(setting: Setting, optimizer: str, width
     manifest = FULL.manifest(Job(recipe, width, 3))
     assert manifest.boundary.codec == setting.codec and manifest.seed == 3
     assert manifest.model.subspace == round(width / setting.parts)
-    assert manifest.model.embedding_is_fixed == (setting.embedding == "fixed")
+    assert manifest.model.is_embedding_fixed == (setting.embedding == "fixed")
     assert manifest.stage_count == manifest.model.layers == 8
     assert manifest.optimizer.name == optimizer
     assert manifest.optimizer.target_tokens == manifest.tokens_per_microbatch == FULL.tokens_per_step
@@ -245,10 +245,12 @@ def test_all_but_the_published_recipe_may_end_below_the_targets(tmp_path: Path) 
 
 def test_a_run_ends_at_the_target_but_not_before_the_steps_that_all_have() -> None:
     length = Length(most=1000, every=10, least=300, enough=2.825)
-    ends = [step for step in range(10, 1000, 10) if length.ends(falling(step, 1e-3))]
-    assert ends[0] == 300 and not length.ends(falling(190, 1e-3))
-    assert Length(1000, 10, 0, 2.825).ends(falling(200, 1e-3))
-    assert not Length(1000, 10, 0, 2.825).ends(falling(190, 1e-3)) and not Length(10, 1).ends(falling(900, 1e-3))
+    ends = [step for step in range(10, 1000, 10) if length.must_end(falling(step, 1e-3))]
+    assert ends[0] == 300 and not length.must_end(falling(190, 1e-3))
+    assert Length(1000, 10, 0, 2.825).must_end(falling(200, 1e-3))
+    assert not Length(1000, 10, 0, 2.825).must_end(falling(190, 1e-3)) and not Length(10, 1).must_end(
+        falling(900, 1e-3)
+    )
 
 
 # --- results
@@ -342,7 +344,7 @@ def corpus(tmp_path: Path) -> tuple[str, ...]:
 
 
 def shrunk(manifest: Manifest, corpus: tuple[str, ...]) -> Manifest:
-    return manifest.replaced(data={"corpus": corpus, "heldout": 0.1})
+    return manifest.with_values(data={"corpus": corpus, "heldout": 0.1})
 
 
 def tiny_manifest(setting: Setting, corpus: tuple[str, ...]) -> Manifest:
@@ -358,7 +360,7 @@ def test_a_loss_run_learns_and_repeats_exactly(corpus: tuple[str, ...], tmp_path
 
 
 def test_a_run_whose_numbers_overflow_ends_early(corpus: tuple[str, ...], tmp_path: Path) -> None:
-    manifest = tiny_manifest(DENSE, corpus).replaced(
+    manifest = tiny_manifest(DENSE, corpus).with_values(
         optimizer={"name": "adamw", "learning_rate": 100.0, "warmup_steps": 0, "clip": 0.0, "weight_decay": 10.0}
     )
     assert len(train(manifest, tmp_path, Length(40, 1), 1)) < 40

@@ -25,7 +25,7 @@ def test_the_credit_is_read_from_what_a_daemon_says_of_it() -> None:
 
 def test_a_swarm_tells_the_steps_that_it_took_and_the_share_of_its_tokens_in_them(tmp_path: Path) -> None:
     target = Manifest().optimizer.target_tokens
-    made = SwarmContender(Manifest().replaced(stages={"count": 2}), Nursery(tmp_path), tmp_path, "swarm")
+    made = SwarmContender(Manifest().with_values(stages={"count": 2}), Nursery(tmp_path), tmp_path, "swarm")
     assert made.account_cells() == {"steps": "0/0", "counted_%": None, "step_fill": None}
     for stage, step in ((0, 1), (0, 2), (1, 1)):
         made.steps[stage].add(StepTaken(stage, step, target, None, 0.1, gradient_norm=1.0))

@@ -143,7 +143,7 @@ def test_move_asks_the_daemon_for_the_stages_and_prints_its_answer(
             raise control_client.DaemonRefused("local", "the run has stages 0 to 3")
         return {"text": "moved to stages 2-3"}
 
-    entry = paths.Entry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
+    entry = paths.DaemonEntry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
     monkeypatch.setattr(paths, "daemons", lambda: [entry])
     monkeypatch.setattr(control_client, "ask", ask)
     moved = CliRunner().invoke(main_node.app, ["move", "--stages", "2-3"])
@@ -231,7 +231,7 @@ def test_watch_and_one_json_object_exclude_each_other(run: Callable[..., Complet
 
 
 def test_a_daemon_of_the_run_is_asked_before_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    entry = paths.Entry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
+    entry = paths.DaemonEntry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
     monkeypatch.setattr(paths, "daemons", lambda: [entry])
     monkeypatch.setattr(control_client, "ask", lambda path, question: example("OK") | {"asked": [str(path), question]})
     found = status_command.fetch("ab" * 32, paths.Home(tmp_path))

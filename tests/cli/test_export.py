@@ -160,7 +160,7 @@ def test_without_the_average_the_weights_of_the_last_step_are_exported_and_the_c
 def test_a_run_that_keeps_no_average_exports_its_weights_unasked(
     home: paths.Home, stages: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    signed = SignedManifest.sign(MANIFEST.replaced(optimizer={"average_decay": 0.0}), Identity.generate())
+    signed = SignedManifest.sign(MANIFEST.with_values(optimizer={"average_decay": 0.0}), Identity.generate())
     runs.remember(home, signed)
     for stage in range(3):
         checkpoint(home, signed, stages, stage, 7)
@@ -176,7 +176,7 @@ def test_a_run_that_keeps_no_average_exports_its_weights_unasked(
 def test_a_narrow_subspace_becomes_a_plain_llama_with_the_same_logits(
     home: paths.Home, tmp_path: Path, subspace: int, embedding: str
 ) -> None:
-    narrow = MANIFEST.replaced(name="narrow", model={"subspace": subspace, "embedding": embedding})
+    narrow = MANIFEST.with_values(name="narrow", model={"subspace": subspace, "embedding": embedding})
     founded = SignedManifest.sign(narrow, Identity.generate())
     runs.remember(home, founded)
     built = disturbed([family_of(narrow.model).build_stage(narrow.layers_of(k), narrow.seed) for k in range(3)])
@@ -240,7 +240,7 @@ def test_the_card_of_a_run_with_sparse_boundaries_says_what_the_export_has_that_
     home: paths.Home, stages: list[Stage], tmp_path: Path
 ) -> None:
     founded = SignedManifest.sign(
-        MANIFEST.replaced(name="sparse", boundary={"codec": "top12:int8"}), Identity.generate()
+        MANIFEST.with_values(name="sparse", boundary={"codec": "top12:int8"}), Identity.generate()
     )
     runs.remember(home, founded)
     for stage in range(3):
@@ -313,7 +313,9 @@ def daemon(
     socket = ControlSocket(paths.socket_of(home), questions)
     try:
         asyncio.run_coroutine_threadsafe(socket.start(), loop).result(10)
-        entry = paths.Entry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), str(socket.path))
+        entry = paths.DaemonEntry(
+            signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), str(socket.path)
+        )
         paths.register(entry)
         yield
         asyncio.run_coroutine_threadsafe(socket.close(), loop).result(10)

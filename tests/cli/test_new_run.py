@@ -44,7 +44,7 @@ def test_without_a_base_model_it_is_a_preset(tmp_path: Path) -> None:
     for number, name in enumerate((None, "small")):
         path = tmp_path / f"{number}.toml"
         new_run.run(path, name, None, "poems")
-        assert Manifest.from_toml(path.read_text()) == preset(name or "tiny").replaced(name="poems")
+        assert Manifest.from_toml(path.read_text()) == preset(name or "tiny").with_values(name="poems")
 
 
 @pytest.mark.parametrize(("name", "ids"), [("tiny", None), ("150m", "32,000"), ("8b", "32,000")])

@@ -12,7 +12,7 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.cli import console, sample_command
 from agora.cli.console import Failure
-from agora.cli.sample_command import Sampling, base_model_folder, decoded_pieces
+from agora.cli.sample_command import Sampling, base_model_folder, decode_pieces
 from agora.data.tokenizer import ByteTokenizer
 from agora.node import paths, runs
 from agora.node.settings import SettingsError
@@ -63,12 +63,12 @@ def test_a_run_that_nobody_has_here_is_one_sentence(tmp_path: Path, demo: Path) 
 def test_a_character_is_shown_when_it_is_whole(text: str, pieces: list[str]) -> None:
     taken: list[int] = []
     tokenizer = ByteTokenizer()
-    assert list(decoded_pieces(iter(text.encode()), tokenizer.decode, taken)) == pieces
+    assert list(decode_pieces(iter(text.encode()), tokenizer.decode, taken)) == pieces
     assert taken == list(text.encode())
 
 
 def test_what_is_no_character_at_the_end_is_said() -> None:
-    assert list(decoded_pieces(iter("€".encode()[:2]), ByteTokenizer().decode, [])) == ["", "", "�"]
+    assert list(decode_pieces(iter("€".encode()[:2]), ByteTokenizer().decode, [])) == ["", "", "�"]
 
 
 # --- a run that trains LoRA on top of a base model

@@ -66,7 +66,7 @@ def test_no_daemon_is_asked_for_what_lies_in_the_folder(demo: Path, capsys: pyte
         place.parent.mkdir(parents=True, exist_ok=True)
         silent.bind(str(place))
         silent.listen()
-        paths.register(paths.Entry(run, "poems", "", "", os.getpid(), str(demo / "peer-0"), str(place)))
+        paths.register(paths.DaemonEntry(run, "poems", "", "", os.getpid(), str(demo / "peer-0"), str(place)))
         assert any(entry.run == run for entry in paths.daemons())
         assert try_sample(demo / "run.toml", 0)
     assert not capsys.readouterr().err

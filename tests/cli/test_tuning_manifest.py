@@ -225,4 +225,4 @@ def test_the_command_prints_what_it_found_and_a_choice_needs_a_base_model(
 def test_training_data_is_counted_with_rows_of_one_token_more_than_the_context(base: Path, tmp_path: Path) -> None:
     exact = {"prompt": "p" * 32, "completion": "c" * 32}  # and its end of turn: 65 tokens
     data: TrainingData = read_training_data(write(tmp_path / "f.jsonl", [exact] * 7), base, None, None, CONTEXT)
-    assert (data.rows, data.found.truncated_samples, data.learnt) == (7, 0, 7)
+    assert (data.rows, data.found.truncated_samples, data.trainable) == (7, 0, 7)

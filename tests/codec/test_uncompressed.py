@@ -12,11 +12,11 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import (
     BoundaryCodec,
-    all_finite,
     decode_tokens,
     decode_uncompressed,
     encode_tokens,
     encode_uncompressed,
+    is_all_finite,
 )
 
 
@@ -130,8 +130,8 @@ def test_a_single_bad_value_anywhere_is_found(dtype: torch.dtype, bad: float) ->
     for size in (1, 7, 64, 1000):
         for place in {0, size // 2, size - 1}:
             tensor = torch.randn(size).to(dtype)
-            assert all_finite(tensor)
+            assert is_all_finite(tensor)
             tensor[place] = bad
-            assert not all_finite(tensor), (size, place)
-    assert all_finite(torch.empty(0))
-    assert all_finite(torch.full((3,), torch.finfo(dtype).max, dtype=dtype, requires_grad=True))
+            assert not is_all_finite(tensor), (size, place)
+    assert is_all_finite(torch.empty(0))
+    assert is_all_finite(torch.full((3,), torch.finfo(dtype).max, dtype=dtype, requires_grad=True))

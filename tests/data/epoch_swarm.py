@@ -133,7 +133,7 @@ class EpochSwarm:
             origin.heard |= 1 << len(self.log)
             self.log.append(number)
             self._known_done.add(number)
-            origin.shares.completed(number)
+            origin.shares.mark_completed(number)
             self._fill(origin)
 
     def _gossip(self, origin: SimulatedOrigin) -> None:

@@ -54,7 +54,7 @@ def test_an_epoch_holds_every_sample_once_and_what_fills_up_its_last_microbatch_
             microbatch = drawn(batches)
             assert microbatch.number // batches.shares.count == epoch
             found.update(samples_in(microbatch))
-            batches.completed(microbatch.number)
+            batches.mark_completed(microbatch.number)
         assert found.keys() == set(map(sequence_of, completions(75)))
         first = samples_of(unpacked(rows.batch(batches.rows_of(epoch * batches.shares.count)[:wrapped])))
         assert {sample for sample, times in found.items() if times > 1} == set(first)
@@ -69,7 +69,7 @@ def test_fewer_rows_than_a_microbatch_holds_are_repeated_in_it(tmp_path: Path) -
     assert rows.items < 16 and batches.shares.count == 1
     microbatch = drawn(batches)
     assert set(samples_in(microbatch, 16)) == set(map(sequence_of, completions(3)))
-    batches.completed(microbatch.number)
+    batches.mark_completed(microbatch.number)
     counts = batches.counts()
     assert counts.seen == 3 and counts.repeated == len(samples_in(microbatch, 16)) - 3
 
@@ -102,7 +102,7 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
         assert [ids[:4] for ids, _ in chosen] == [ids[:4] for ids, _ in rejected]
         assert all(ids[4:] == (*b"y", 0) for ids, _ in chosen) and all(ids[4:] == (*b"no", 0) for ids, _ in rejected)
         prompts.update(ids[:4] for ids, _ in chosen)
-        batches.completed(microbatch.number)
+        batches.mark_completed(microbatch.number)
     assert len(prompts) == 21 and prompts.total() == 22
     assert batches.counts() == SampleCounts(epoch=1, seen=21, repeated=1, missed=0)
 
@@ -118,7 +118,7 @@ def test_two_origins_share_an_epoch_and_know_what_both_have_done(tmp_path: Path)
             if (microbatch := batches.draw()) is not None and microbatch.number < one.shares.count:
                 found.update(samples_in(microbatch))
             if microbatch is not None:
-                batches.completed(microbatch.number)
+                batches.mark_completed(microbatch.number)
         if one.counts().epoch:
             break
     assert found.keys() == set(map(sequence_of, completions(300)))
@@ -131,7 +131,7 @@ def test_two_origins_share_an_epoch_and_know_what_both_have_done(tmp_path: Path)
 def test_what_is_dropped_is_drawn_again(tmp_path: Path) -> None:
     batches = batches_of(rows_of(tmp_path, 60))
     first = drawn(batches)
-    batches.released(first.number)
+    batches.release(first.number)
     assert first.number in {drawn(batches).number for _ in range(batches.shares.count)}
 
 
@@ -140,7 +140,7 @@ def test_after_a_restart_the_epoch_goes_on_with_the_samples_that_were_not_done(t
     before = batches_of(rows)
     done = [drawn(before) for _ in range(10)]
     for microbatch in done[:7]:
-        before.completed(microbatch.number)
+        before.mark_completed(microbatch.number)
     after = batches_of(rows, session=2)
     after.shares.restore(before.shares.snapshot())
     assert after.counts() == before.counts()
@@ -152,9 +152,9 @@ def test_what_others_have_not_finished_of_an_older_epoch_is_missed_until_it_is_d
     batches = batches_of(rows_of(tmp_path, 300))
     late = drawn(batches)
     for _ in range(batches.shares.count):
-        batches.completed(drawn(batches).number)
+        batches.mark_completed(drawn(batches).number)
     assert batches.counts().missed == len(samples_in(late)) and batches.counts().epoch == 0
-    batches.completed(late.number)
+    batches.mark_completed(late.number)
     assert batches.counts().missed == 0 and batches.counts().epoch == 1
 
 

@@ -37,7 +37,7 @@ def test_a_single_origin_does_every_microbatch_once_and_goes_on_with_the_next_ep
     for _ in range(35):
         number = shares.take_next([])
         assert number is not None
-        shares.completed(number, samples=3)
+        shares.mark_completed(number, samples=3)
         taken.append(number)
     assert sorted(taken[:30]) == list(range(30)) and {number // 10 for number in taken[30:]} == {3}
     counts = shares.counts()
@@ -58,14 +58,14 @@ def test_what_is_given_up_is_free_again() -> None:
     shares = EpochShares(7, "me", 1, 300)
     first = shares.take_next([])
     assert first is not None
-    shares.released(first)
+    shares.release(first)
     assert first in {shares.take_next([]) for _ in range(300)}
 
 
 def test_only_what_was_taken_can_be_completed() -> None:
     shares = EpochShares(7, "me", 1, 300)
     with pytest.raises(ValueError, match="microbatch 3 was not taken"):
-        shares.completed(3)
+        shares.mark_completed(3)
 
 
 def test_an_origin_waits_when_the_oldest_epoch_is_too_far_behind() -> None:
@@ -73,7 +73,7 @@ def test_an_origin_waits_when_the_oldest_epoch_is_too_far_behind() -> None:
     taken = [shares.take_next([]) for _ in range(400)]
     assert sorted(filter(None, taken)) == list(range(1, 400)) and shares.take_next([]) is None
     for number in range(200):
-        shares.completed(number)
+        shares.mark_completed(number)
     assert shares.take_next([]) in range(400, 600)
 
 
@@ -137,7 +137,7 @@ def test_what_a_dead_origin_had_opened_is_free_again_and_what_it_had_done_is_not
     one, other = pair()
     opened = {other.take_next("ab") for _ in range(4)} - {None}
     done = min(opened)
-    other.completed(done)
+    other.mark_completed(done)
     one.merge("b", other.state())
     assert not all_of_epoch_0(one, "ab") & opened
     assert all_of_epoch_0(one, "a") >= opened - {done} and done not in all_of_epoch_0(one, "a")
@@ -309,7 +309,7 @@ def test_a_restart_of_one_origin_repeats_nothing() -> None:
     done = [shares.take_next([]) for _ in range(10)]
     for number in done[:8]:
         assert number is not None
-        shares.completed(number)
+        shares.mark_completed(number)
     again = EpochShares(7, "a", 2, 40)
     again.restore(shares.snapshot())
     assert {again.take_next([]) for _ in range(32)} == set(range(40)) - set(done[:8])
@@ -357,15 +357,15 @@ def test_whatever_happens_the_counts_are_what_happened(
 def test_nobody_else_says_what_this_session_has_done() -> None:
     one, liar = EpochShares(7, "a", 1, 40), EpochShares(7, "b", 1, 40)  # the liar takes the other's session for its own
     for _ in range(5):
-        liar.completed(take_after_told(liar))
+        liar.mark_completed(take_after_told(liar))
     one.merge("b", liar.state())
-    one.completed(take_after_told(one))
+    one.mark_completed(take_after_told(one))
     assert one.counts().samples == 1
 
 
 def test_tallies_beyond_what_a_session_can_have_are_malformed() -> None:
     one, liar = EpochShares(7, "a", 1, 40), EpochShares(7, "b", 2, 40)
-    liar.completed(take_after_told(liar), samples=2**62)
+    liar.mark_completed(take_after_told(liar), samples=2**62)
     with pytest.raises(ProtocolError, match="tally"):
         one.merge("b", liar.state())
 
@@ -374,7 +374,7 @@ def test_a_flood_of_sessions_is_bounded() -> None:
     one = EpochShares(7, "a", 1, 40)
     for session in range(2, 2 + 3 * KEPT_TALLIES):
         other = EpochShares(7, "b", session, 40)
-        other.completed(take_after_told(other))
+        other.mark_completed(take_after_told(other))
         one.merge("b", other.state())
     assert len(one.snapshot()) < 3 * KEPT_TALLIES + 200
 
@@ -385,7 +385,7 @@ def test_epochs_far_beyond_do_not_make_this_origins_own_state_malformed() -> Non
     state[5] = MAX_EPOCH  # the first epoch that is not complete
     one.merge("b", state)
     for _ in range(9):
-        one.completed(take_after_told(one))
+        one.mark_completed(take_after_told(one))
     EpochShares(7, "c", 3, 4).merge("a", one.state())
 
 

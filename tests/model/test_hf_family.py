@@ -208,7 +208,7 @@ def test_the_export_is_a_folder_that_transformers_loads_and_that_another_run_may
                 parameter.add_(noise, alpha=0.01)
         layout = with_moments(manifest.optimizer, StageWeights(stage, torch.device("cpu")).layout)
         flat = layout.flat({n: p.detach().numpy() for n, p in stage.named_parameters()})
-        arrays = {moment.name: layout.flat(layout.named(flat)) for moment in layout.moments}
+        arrays = {moment.name: layout.flat(layout.views(flat)) for moment in layout.moments}
         state = StageState(number, 5, 5, 0, layout, flat, arrays)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
     out, tokens = tmp_path / "out", some_tokens()

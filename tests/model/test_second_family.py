@@ -142,8 +142,8 @@ def test_its_section_is_read_written_hashed_and_explained_like_any_other(manifes
     assert Manifest.from_toml(manifest.to_toml()) == manifest and b"linear" in manifest.canonical()
     signed = SignedManifest.sign(manifest, Identity.generate())
     assert SignedManifest.from_bytes(signed.to_bytes()) == signed
-    assert manifest.replaced(model={"width": 7}).model.boundary_width == 7
-    other = manifest.replaced(model={"family": "subspace"}, optimizer={"target_tokens": 2560})
+    assert manifest.with_values(model={"width": 7}).model.boundary_width == 7
+    other = manifest.with_values(model={"family": "subspace"}, optimizer={"target_tokens": 2560})
     assert (other.model.family, other.model.boundary_width) == ("subspace", 128)
     for line, says in (
         ("width = 65", r"\[model\] width 65 must be less than or equal to 64; .* for the default 4"),

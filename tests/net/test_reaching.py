@@ -94,7 +94,7 @@ def test_a_relay_serves_those_that_are_admitted_and_as_many_as_its_owner_says(tm
             await relay.reserve(two, at)
             with pytest.raises(ConnectionBroken, match=str(int(Status.RESERVATION_REFUSED))):
                 await relay.reserve(one, at)
-            assert service.reserved() == [two.peer]
+            assert service.reserving_peers() == [two.peer]
             assert await ask(one, at, CircuitMessage(HopType.STATUS)) == Status.MALFORMED_MESSAGE
             assert await ask(one, at, to_two) == Status.OK
 

@@ -71,7 +71,7 @@ def test_what_a_killed_daemon_left_does_not_take_the_new_socket_along(tmp_path: 
     ended = subprocess.Popen(["true"])
     ended.wait()
     path = tmp_path / "a.sock"
-    paths.register(paths.Entry("r", "n", "f", "p", ended.pid, str(tmp_path), str(path)))
+    paths.register(paths.DaemonEntry("r", "n", "f", "p", ended.pid, str(tmp_path), str(path)))
 
     async def restart() -> dict[str, Any]:
         control = ControlSocket(path, QUESTIONS)

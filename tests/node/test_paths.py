@@ -21,9 +21,9 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def entry(tmp_path: Path, pid: int, name: str = "poems") -> paths.Entry:
+def entry(tmp_path: Path, pid: int, name: str = "poems") -> paths.DaemonEntry:
     home = paths.Home(tmp_path / f"home-{pid}")
-    return paths.Entry("a" * 64, name, "", "", pid, str(home.root), str(paths.socket_of(home)))
+    return paths.DaemonEntry("a" * 64, name, "", "", pid, str(home.root), str(paths.socket_of(home)))
 
 
 def test_a_second_daemon_on_a_directory_is_told_who_holds_it(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> Home:
 
 def write(tmp_path: Path, text: str = "") -> Path:
     path = tmp_path / "poems.toml"
-    path.write_text(text or preset("tiny").replaced(name="poems").to_toml())
+    path.write_text(text or preset("tiny").with_values(name="poems").to_toml())
     return path
 
 
@@ -78,13 +78,13 @@ def test_a_draft_is_the_run_that_a_daemon_on_this_machine_founded_from_it(tmp_pa
     draft = runs.resolve(str(write(tmp_path)), home)
     assert draft.draft is not None and draft.run == ""
     signed = SignedManifest.sign(draft.draft, Identity.generate())
-    entry = paths.Entry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
-    other = paths.Entry("b" * 64, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
+    entry = paths.DaemonEntry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
+    other = paths.DaemonEntry("b" * 64, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
     assert draft.is_of(entry) and not draft.is_of(other)
 
 
 def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home) -> None:
-    signed = SignedManifest.sign(preset("tiny").replaced(name="poems"), Identity.generate())
+    signed = SignedManifest.sign(preset("tiny").with_values(name="poems"), Identity.generate())
     runs.remember(home, signed)
     runs.remember_addresses(home, signed.run_id, [ADDRESS + signed.founder])
     for text in ("poems", signed.run_id, signed.run_id[:8]):
@@ -92,7 +92,7 @@ def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home
         assert (found.run, found.addresses) == (signed.run_id, (ADDRESS + signed.founder,))
     with pytest.raises(InputError, match="did you mean 'poems'"):
         runs.resolve("poem", home)
-    twin = SignedManifest.sign(preset("tiny").replaced(name="poems", seed=2), Identity.generate())
+    twin = SignedManifest.sign(preset("tiny").with_values(name="poems", seed=2), Identity.generate())
     runs.remember(home, twin)
     with pytest.raises(InputError, match="Several runs are called 'poems'"):
         runs.resolve("poems", home)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agora.observe import events
-from agora.observe.log import EventLog, goes_to_journald
+from agora.observe.log import EventLog, is_journald_stream
 
 
 def test_a_healthy_daemon_says_nothing_about_its_work() -> None:
@@ -56,7 +56,7 @@ def test_journald_is_recognised_by_the_streams_own_inode(tmp_path: Path, monkeyp
     with (tmp_path / "stream").open("w") as stream:
         status = os.fstat(stream.fileno())
         monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
-        assert goes_to_journald(stream)
+        assert is_journald_stream(stream)
         monkeypatch.setenv("JOURNAL_STREAM", "1:2")
-        assert not goes_to_journald(stream)
-    assert not goes_to_journald(io.StringIO())
+        assert not is_journald_stream(stream)
+    assert not is_journald_stream(io.StringIO())

@@ -55,7 +55,7 @@ def table_of(costs: dict[PeerId, PeerCost], incarnation: int = 0) -> RoutingTabl
 
 
 def sent(made: RoutingTable, now: float = 100.0, peer: PeerId = A) -> Attempt:
-    return made.sent(now, 1, peer, PAYLOAD, now + 60.0)
+    return made.record_sent(now, 1, peer, PAYLOAD, now + 60.0)
 
 
 def choose(costs, now=100.0, microbatch=MB, hint=NONE):
@@ -71,7 +71,7 @@ def spread(costs: dict, count: int, *, answered: bool = True) -> Counter:
         shares[peer] += 1
         attempt = sent(made, now, peer)
         if answered:
-            made.answered(now + 9.0, attempt, attempt.cost.service_s, 0, math.inf)
+            made.record_answered(now + 9.0, attempt, attempt.cost.service_s, 0, math.inf)
             attempt.cost.sent_since = 0
     return shares
 
@@ -139,18 +139,18 @@ def test_a_peer_that_was_away_for_hours_does_not_get_everything_when_it_returns(
 def test_busy_is_no_failure_and_gives_the_charge_back() -> None:
     made = table_of({A: measured(0.1, virtual_s=7.0, open_calls=3)})
     attempt, cost = sent(made), made.costs(1)[A]
-    made.busy(100.0, attempt, 0.5)
+    made.record_busy(100.0, attempt, 0.5)
     assert (cost.failures, cost.open_calls, cost.sent_since) == (0, 3, 0) and math.isclose(cost.virtual_s, 7.0)
     assert cost.call_limit == 3.0 and cost.busy_until == 100.5
     assert choose({A: cost}, 100.6).peer is None, "three of ours are there, and that is all it takes"
-    made.answered(101.0, attempt, 0.1, 0, math.inf)
+    made.record_answered(101.0, attempt, 0.1, 0, math.inf)
     assert choose({A: cost}, 100.6).peer == A
     assert cost.call_limit > 3.0, "the limit is probed again"
 
 
 def test_busy_peers_are_asked_again_after_the_wait_they_named() -> None:
     made = table_of({A: measured(0.1)})
-    made.busy(100.0, sent(made), 0.5)
+    made.record_busy(100.0, sent(made), 0.5)
     choice = choose(made.costs(1), 100.1)
     assert choice.peer is None and choice.look_again_at == 100.5 and "busy" in choice.reason
     assert choose(made.costs(1), 100.5).peer == A
@@ -160,12 +160,12 @@ def test_failures_back_off_exponentially_and_an_answer_forgives() -> None:
     made, waits = table_of({A: measured(0.1)}), []
     now, cost = 100.0, made.costs(1)[A]
     for _ in range(12):
-        made.failed(now, sent(made, now), 0.0)
+        made.record_failed(now, sent(made, now), 0.0)
         waits.append(candidates_of(now, {A: cost, B: measured(0.1)}, PAYLOAD)[0].ready_at - now)
         now += waits[-1]
     assert [round(w, 6) for w in waits[:5]] == [0.25, 0.5, 1.0, 2.0, 4.0] and waits[-1] == MAX_BACKOFF_S
     assert math.isclose(cost.virtual_s, 0.0, abs_tol=1e-9) and cost.open_calls == 0
-    made.answered(now, sent(made, now), 0.1, 0, math.inf)
+    made.record_answered(now, sent(made, now), 0.1, 0, math.inf)
     assert cost.failures == 0
 
 
@@ -178,19 +178,19 @@ def test_without_siblings_nobody_is_left_alone_for_long() -> None:
 def test_one_broken_connection_counts_once_however_many_calls_it_carried() -> None:
     made = table_of({A: measured(0.1)})
     for attempt in [sent(made) for _ in range(8)]:
-        made.failed(100.0, attempt, 0.0)
+        made.record_failed(100.0, attempt, 0.0)
     assert (made.costs(1)[A].failures, made.costs(1)[A].open_calls) == (1, 0)
 
 
 def test_a_peer_that_kept_us_waiting_is_asked_as_much_more_rarely_and_one_call_at_a_time() -> None:
     made = table_of({A: measured(0.1), B: measured(0.1)})
     cost = made.costs(1)[A]
-    made.failed(100.0, sent(made), 20.0)
+    made.record_failed(100.0, sent(made), 20.0)
     assert candidates_of(100.0, made.costs(1), PAYLOAD)[0].ready_at == 120.0
     assert candidates_of(100.0, {A: cost}, PAYLOAD)[0].ready_at == 104.0, "without a sibling it is asked soon"
     attempt = sent(made, 120.0)
     assert candidates_of(130.0, made.costs(1), PAYLOAD)[0].ready_at == math.inf, "on trial until that call has ended"
-    made.answered(131.0, attempt, 0.1, 0, math.inf)
+    made.record_answered(131.0, attempt, 0.1, 0, math.inf)
     assert (cost.failures, cost.wasted_s) == (0, 0.0)
 
 
@@ -233,19 +233,19 @@ def test_equal_peers_are_told_apart_by_the_microbatch_so_that_callers_do_not_her
 def test_links_are_split_into_round_trip_and_bandwidth_where_the_round_trip_is_known() -> None:
     made = table_of({A: PeerCost(), B: PeerCost()})
     unknown, known = made.costs(1)[A], made.costs(1)[B]
-    made.accepted(1.0, sent(made, 0.5, A), 4, None)
+    made.record_accepted(1.0, sent(made, 0.5, A), 4, None)
     assert (unknown.round_trip_s, unknown.bytes_per_s) == (0.5, math.inf)
-    made.accepted(1.0, sent(made, 0.5, B), 4, 0.1)
+    made.record_accepted(1.0, sent(made, 0.5, B), 4, 0.1)
     assert known.round_trip_s == 0.1 and math.isclose(known.bytes_per_s, 2500.0)
     assert (known.queue, known.queue_at, known.sent_since) == (4, 1.0, 0)
-    made.accepted(2.0, sent(made, 1.7, B), 0, 0.1)
+    made.record_accepted(2.0, sent(made, 1.7, B), 0, 0.1)
     assert math.isclose(1000 / known.bytes_per_s, 0.3), "the mean of 0.4 s and 0.2 s"
 
 
 def test_a_peer_cannot_claim_less_than_no_time_nor_more_than_the_whole_call() -> None:
     for claimed, believed in ((-5.0, 1e-6), (1e9, 1.0)):
         made = table_of({A: PeerCost()})
-        made.answered(101.0, sent(made), claimed, 0, math.inf)
+        made.record_answered(101.0, sent(made), claimed, 0, math.inf)
         assert math.isclose(made.costs(1)[A].service_s, believed, rel_tol=1e-6)
 
 
@@ -266,15 +266,15 @@ def test_no_sequence_of_news_makes_a_cost_that_cannot_be_ranked(news: list[tuple
     for what, number, count in news:
         now += number
         if what == "sent":
-            attempts.append(made.sent(now, 1, A, count, now + 60.0))
+            attempts.append(made.record_sent(now, 1, A, count, now + 60.0))
         elif attempts:
             attempt = attempts[-1] if what == "accepted" else attempts.pop()
             {
-                "accepted": lambda: made.accepted(now, attempt, count, 0.01),
-                "answered": lambda: made.answered(now, attempt, number, count, number),
-                "busy": lambda: made.busy(now, attempt, number),
-                "failed": lambda: made.failed(now, attempt, number),
-                "abandoned": lambda: made.abandoned(attempt),
+                "accepted": lambda: made.record_accepted(now, attempt, count, 0.01),
+                "answered": lambda: made.record_answered(now, attempt, number, count, number),
+                "busy": lambda: made.record_busy(now, attempt, number),
+                "failed": lambda: made.record_failed(now, attempt, number),
+                "abandoned": lambda: made.record_abandoned(attempt),
             }[what]()
         candidate = candidates_of(now, {A: cost, B: PeerCost()}, PAYLOAD)[0]
         assert (
@@ -372,11 +372,11 @@ def test_all_origins_together_keep_at_most_the_allowed_share_of_a_step_in_flight
 def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
     pace = Pace()
     for i in range(200):
-        pace = pace.completed(100.0 + 0.5 * i)
+        pace = pace.after_completion(100.0 + 0.5 * i)
     assert math.isclose(pace.period_s.value, 0.5)
-    after = pace.completed(1000.0)
+    after = pace.after_completion(1000.0)
     assert after.period_s.value < 0.7, "one long gap weighs little"
-    assert pace.interrupted().completed(1000.0).period_s == pace.period_s
+    assert pace.after_interruption().after_completion(1000.0).period_s == pace.period_s
 
 
 @given(st.integers(1, 10_000), st.integers(1, 20))

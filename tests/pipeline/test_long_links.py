@@ -103,11 +103,11 @@ def test_a_link_is_known_by_its_shortest_waits() -> None:
     cost = made.costs(1)[A]
     assert PeerCost(round_trip_s=0.2).crossing_s(1000, 500, 1.0) == 0.2, "nothing seen yet"
     for waited in (0.30, 0.15, 0.90):
-        made.accepted(100.0 + waited, sent(made), 0, 0.05)
+        made.record_accepted(100.0 + waited, sent(made), 0, 0.05)
     assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.10 + 0.05)
     assert cost.crossing_s(1000, 500, 0.08) == pytest.approx(0.05 + 0.08), "one microbatch at a time is on a link"
     for _ in range(SEAT_WAITS - 2):
-        made.accepted(100.9, sent(made), 0, 0.05)
+        made.record_accepted(100.9, sent(made), 0, 0.05)
     assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.10 + 0.05), "the shortest is still remembered"
-    made.accepted(100.9, sent(made), 0, 0.05)
+    made.record_accepted(100.9, sent(made), 0, 0.05)
     assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.85 * 1.5), "and is forgotten"

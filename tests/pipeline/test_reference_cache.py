@@ -75,6 +75,6 @@ def test_an_epoch_of_real_pairs_is_known_in_the_next_ones(tmp_path: Path) -> Non
         if cache.look_up(drawn.tokens) is None:
             asked[drawn.number // batches.shares.count] += 1
             cache.remember(drawn.tokens, (-1.0,) * 4)
-        batches.completed(drawn.number)
+        batches.mark_completed(drawn.number)
     assert asked[0] in (batches.shares.count, batches.shares.count - 1), "the last one is filled up with known pairs"
     assert asked[1:] == [0] * (EPOCHS - 1)

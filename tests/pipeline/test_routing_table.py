@@ -10,7 +10,7 @@ import pytest
 from agora_protocol.ids import Span, microbatch_id
 
 from agora.pipeline.peer_choice import NEWCOMER_CALLS, PathHint
-from agora.pipeline.routing import MAX_SPEED_RATIO, Attempt, RoutingTable, goes_through_relay
+from agora.pipeline.routing import MAX_SPEED_RATIO, Attempt, RoutingTable, must_use_relay
 from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
 
@@ -30,7 +30,7 @@ def table(*peers: str) -> RoutingTable:
 
 
 def send(made: RoutingTable, peer: str, now: float = 100.0, deadline: float = 160.0) -> Attempt:
-    return made.sent(now, 1, peer, PAYLOAD, deadline)
+    return made.record_sent(now, 1, peer, PAYLOAD, deadline)
 
 
 def chosen(made: RoutingTable, now: float = 100.0) -> str | None:
@@ -59,7 +59,7 @@ def test_a_call_charges_the_peer_and_a_refusal_gives_the_charge_back() -> None:
     made = table(A, B)
     attempt = send(made, A)
     assert made.costs(1)[A].virtual_s > 0 and made.costs(1)[A].open_calls == 1
-    made.busy(100.5, attempt, 2.0)
+    made.record_busy(100.5, attempt, 2.0)
     cost = made.costs(1)[A]
     assert (cost.virtual_s, cost.open_calls, cost.failures, cost.busy_until) == (0.0, 0, 0, 102.5)
 
@@ -67,17 +67,17 @@ def test_a_call_charges_the_peer_and_a_refusal_gives_the_charge_back() -> None:
 def test_an_answer_teaches_speed_and_returns_the_time_on_the_link() -> None:
     made = table(A)
     attempt = send(made, A)
-    made.accepted(100.2, attempt, 3, 0.2)
-    assert math.isclose(made.answered(101.0, attempt, 0.5, 500, math.inf), 0.2)
+    made.record_accepted(100.2, attempt, 3, 0.2)
+    assert math.isclose(made.record_answered(101.0, attempt, 0.5, 500, math.inf), 0.2)
     cost = made.costs(1)[A]
     assert (cost.service_s, cost.answers, cost.open_calls, cost.queue) == (0.5, 1, 0, 3)
 
 
 def test_failures_back_off_and_a_useless_answer_counts_as_one() -> None:
     made = table(A, B)
-    made.failed(100.0, send(made, A), wasted_s=0.0)
+    made.record_failed(100.0, send(made, A), wasted_s=0.0)
     assert chosen(made) == B
-    made.rejected(100.0, 1, B)
+    made.record_rejected(100.0, 1, B)
     assert [cost.failures for cost in made.costs(1).values()] == [1, 1] and chosen(made) is None
     assert chosen(made, 100.25) in (A, B)
 
@@ -85,7 +85,7 @@ def test_failures_back_off_and_a_useless_answer_counts_as_one() -> None:
 def test_an_attempt_leaves_time_for_a_sibling_only_when_there_is_a_healthy_one() -> None:
     made = table(A, B)
     assert send(made, A).until == 100.0 + 60.0 * 2 / 3, "two stages are left: two thirds of the time"
-    made.rejected(100.0, 1, B)
+    made.record_rejected(100.0, 1, B)
     assert send(made, A).until == 160.0
     assert send(made, A).deadline_ms == 60_000
 
@@ -95,11 +95,11 @@ def test_a_peer_that_has_gone_is_forgotten_when_its_last_call_has_ended() -> Non
     first, second = send(made, A), send(made, A)
     made.update(1, views(B))
     assert set(made.costs(1)) == {B}
-    made.answered(101.0, first, 0.1, 0, math.inf)
+    made.record_answered(101.0, first, 0.1, 0, math.inf)
     made.update(1, views(A, B))
     assert made.costs(1)[A].answers == 1, "it came back while a call was open"
     made.update(1, views(B))
-    made.abandoned(second)
+    made.record_abandoned(second)
     made.update(1, views(A, B))
     assert made.costs(1)[A].answers == 0, "a newcomer"
 
@@ -107,14 +107,14 @@ def test_a_peer_that_has_gone_is_forgotten_when_its_last_call_has_ended() -> Non
 def test_a_restarted_peer_is_forgiven_and_a_newcomer_gets_two_calls_until_its_first_answer() -> None:
     made = table(A)
     attempt = send(made, A)
-    made.answered(101.0, attempt, 0.1, 0, math.inf)
-    made.failed(101.0, send(made, A, 101.0), 30.0)
+    made.record_answered(101.0, attempt, 0.1, 0, math.inf)
+    made.record_failed(101.0, send(made, A, 101.0), 30.0)
     made.update(1, views(A, incarnation=2))
     assert (made.costs(1)[A].failures, made.costs(1)[A].answers) == (0, 1)
     made.update(1, views(A, B, incarnation=2))
     for _ in range(NEWCOMER_CALLS):
         send(made, B, 102.0)
-    made.rejected(102.0, 1, A)
+    made.record_rejected(102.0, 1, A)
     assert chosen(made, 102.1) is None, "one backs off, the other is new and has its two calls"
 
 
@@ -126,9 +126,9 @@ def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(siblings: int) -
         peer = made.choose(now, microbatch_id(b"session0", number), 1, PAYLOAD, PathHint()).peer
         assert peer is not None
         attempt = send(made, peer, now, now + 60.0)
-        made.accepted(now, attempt, 0, 0.0)
+        made.record_accepted(now, attempt, 0, 0.0)
         now += 0.1
-        made.answered(now, attempt, 0.0 if peer == liar else 0.1, PAYLOAD, 0.1)
+        made.record_answered(now, attempt, 0.0 if peer == liar else 0.1, PAYLOAD, 0.1)
         counts[peer] += 1
     assert counts[liar] <= 1.05 * MAX_SPEED_RATIO * min(counts[peer] for peer in honest)
     assert counts[liar] <= 1.02 * 2000 * MAX_SPEED_RATIO / (MAX_SPEED_RATIO + siblings)
@@ -149,7 +149,7 @@ def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(siblings: int) -
 def test_two_peers_meet_through_a_relay_when_neither_can_be_dialled_and_one_opens_no_holes(
     mine: str, theirs: str, expected: bool
 ) -> None:
-    assert goes_through_relay(mine, theirs) is expected
+    assert must_use_relay(mine, theirs) is expected
 
 
 def test_a_peer_that_is_reached_directly_gets_more_than_one_behind_a_relay() -> None:
@@ -162,6 +162,6 @@ def test_a_peer_that_is_reached_directly_gets_more_than_one_behind_a_relay() -> 
         assert peer is not None
         sent[peer] += 1
         attempt = send(made, peer, now, now + 60.0)
-        made.accepted(now, attempt, 0, 0.0)
-        made.answered(now + 0.25, attempt, 0.25, PAYLOAD, 1.0)
+        made.record_accepted(now, attempt, 0, 0.0)
+        made.record_answered(now + 0.25, attempt, 0.25, PAYLOAD, 1.0)
     assert sent[A] / sent[B] == pytest.approx(1.5, rel=0.1)

@@ -76,10 +76,10 @@ class Source:
         self.drawn += 1
         return SimpleNamespace(tokens=tokens_of(self.drawn - 1), number=self.drawn - 1)
 
-    def completed(self, number: int) -> None:
+    def mark_completed(self, number: int) -> None:
         self.done.append(number)
 
-    def released(self, number: int) -> None:
+    def release(self, number: int) -> None:
         self.given_back.append(number)
 
     def heldout(self, count: int) -> Iterable[WireTensor]:
@@ -295,7 +295,7 @@ class World:
     def look(self) -> None:
         self.view = View({peer: node.view() for peer, node in self.claimed.items()})
         for node in self.nodes.values():
-            node.router.view_changed()
+            node.router.on_view_changed()
 
     @property
     def faults(self) -> NetworkFaults:

@@ -40,11 +40,11 @@ def test_cpus_compute_in_float32_where_the_file_says_so() -> None:
 
 def test_one_more_machine_is_of_a_kind_of_the_file_or_an_accelerator_with_the_median_link() -> None:
     peers = read_peers(GOOD, "peers.toml")
-    assert peers.kind_named("attic") == peers.kinds[1]
-    added = peers.kind_named("t4")
+    assert peers.find_kind("attic") == peers.kinds[1]
+    added = peers.find_kind("t4")
     assert (added.flops, added.upload, added.host_memory) == (26e12, 125e6, 0.0)
     with pytest.raises(InputError, match=r"--add 'h10' is no kind of machine; did you mean 'h100'\?"):
-        peers.kind_named("h10")
+        peers.find_kind("h10")
 
 
 def test_every_accelerator_of_the_table_can_be_named() -> None:

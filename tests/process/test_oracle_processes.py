@@ -74,7 +74,7 @@ def test_a_synchronous_swarm_equals_a_plain_loop(
     tmp_path: Path, stages: int, activations: str, subspace: int, optimizer: str
 ) -> None:
     manifest = oracle_manifest(stages, kind="synchronous", activations=activations, subspace=subspace)
-    manifest = manifest.replaced(optimizer={"name": optimizer})
+    manifest = manifest.with_values(optimizer={"name": optimizer})
     with swarm(tmp_path, manifest) as made:
         peers = trained(made, stages, MIN_STEPS)
         taken = [steps_of(peer, k) for k, peer in enumerate(peers)]

@@ -323,7 +323,7 @@ def test_members_that_die_or_hang_in_a_round_stall_nobody(
     quick = FAULTS[:2] if what == "gradient" else FAULTS[1:3]
     faults = FAULTS if request.config.getoption("--slow") else quick
     begun, tokens = (0, 16_384) if what == "slice" else (10**9, 2048)
-    with swarm(tmp_path, averaging(1, tokens).replaced(averaging={"exact_steps": begun})) as made:
+    with swarm(tmp_path, averaging(1, tokens).with_values(averaging={"exact_steps": begun})) as made:
         living = [made.start("a", "0"), made.start("b", "0")]
         for number, fault in enumerate(faults):
             victim = made.start(f"victim-{number}", "0", faults=fault)

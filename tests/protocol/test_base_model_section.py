@@ -46,7 +46,7 @@ def test_it_is_written_read_signed_and_hashed_like_any_other() -> None:
     signed = SignedManifest.sign(run, Identity.generate())
     assert SignedManifest.from_bytes(signed.to_bytes()) == signed
     assert SignedManifest.from_toml(signed.to_toml()) == signed
-    other = run.replaced(model={"weights": [[WEIGHTS[0][0], "b" * 64]]})
+    other = run.with_values(model={"weights": [[WEIGHTS[0][0], "b" * 64]]})
     assert other.run_id != run.run_id
 
 

@@ -174,7 +174,7 @@ def test_a_damaged_tensor_is_not_given_and_reported_once(tmp_path: Path, listed:
     async def work() -> None:
         giver, base, events = peer(tmp_path, listed, folder)
         base.adopt_list(listed)
-        place = base.owned()[listed.tensors[0].name]
+        place = base.places_in_folder()[listed.tensors[0].name]
         with place.path.open("r+b") as file:
             file.seek(place.start + STATE_CHUNK_BYTES)
             file.write(b"!")

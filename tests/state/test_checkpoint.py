@@ -87,7 +87,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_the_files_are_safetensors_by_parameter_name(tmp_path: Path) -> None:
     written = write(tmp_path, 100)
     weights, moments = (load_file(written.path / name) for name in FILES[1:])
-    expected = LAYOUT.named(trained(100).weights)
+    expected = LAYOUT.views(trained(100).weights)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(weights[name], tensor)

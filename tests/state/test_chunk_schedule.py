@@ -52,7 +52,7 @@ def test_whatever_happens_nothing_is_lost_or_asked_too_often(count, events) -> N
             arrive(chunk, peer)
     while (chunk := take(A)) is not None:
         arrive(chunk, A)
-    assert schedule.complete and schedule.arrived_chunks == set(range(count))
+    assert schedule.is_complete and schedule.arrived_chunks == set(range(count))
 
 
 def test_a_chunk_is_asked_twice_only_when_it_takes_unusually_long_and_none_is_missing() -> None:
@@ -101,4 +101,4 @@ def test_a_source_gets_the_lowest_missing_chunk_of_those_that_it_has() -> None:
     assert schedule.take(C, late, lambda chunk: False) is None
     for chunk, peer in ((0, B), (1, A), (2, C), (3, A)):
         schedule.record_arrival(chunk, peer, late)
-    assert schedule.complete
+    assert schedule.is_complete

@@ -43,7 +43,7 @@ def test_named_tensors_and_flat_elements_are_the_same(shapes, seed) -> None:
     tensors = {slot.name: rng.standard_normal(slot.shape).astype(np.float32) for slot in slots}
     flat = stage.flat(tensors)
     assert flat.shape == (numel,)
-    back = stage.named(flat)
+    back = stage.views(flat)
     assert list(back) == list(tensors)
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(back[name], tensor)
@@ -55,7 +55,7 @@ def test_named_tensors_and_flat_elements_are_the_same(shapes, seed) -> None:
 def test_tensors_of_another_stage_are_named() -> None:
     numel, slots = slots_of([(2, 3), (4,)])
     stage = Layout(numel, slots)
-    good = stage.named(np.zeros(numel, np.float32))
+    good = stage.views(np.zeros(numel, np.float32))
     with pytest.raises(ValueError, match="layer.1.weight is missing"):
         stage.flat({"layer.0.weight": good["layer.0.weight"]})
     with pytest.raises(ValueError, match="more is no tensor"):
@@ -111,10 +111,10 @@ def test_a_moment_of_some_tensors_holds_them_by_name(shapes, chosen) -> None:
     kept = np.concatenate([flat[part] for part in moment.ranges] or [np.zeros(0, np.float32)])
     inside = stage.of_moment(moment)
     assert kept.size == moment.numel == inside.numel
-    assert inside.named(kept).keys() == names
-    for name, tensor in inside.named(kept).items():
-        np.testing.assert_array_equal(tensor, stage.named(flat)[name])
-    np.testing.assert_array_equal(inside.flat(inside.named(kept)), kept)
+    assert inside.views(kept).keys() == names
+    for name, tensor in inside.views(kept).items():
+        np.testing.assert_array_equal(tensor, stage.views(flat)[name])
+    np.testing.assert_array_equal(inside.flat(inside.views(kept)), kept)
 
 
 def test_a_chunk_is_never_larger_than_the_protocol_says() -> None:

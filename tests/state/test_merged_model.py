@@ -72,7 +72,7 @@ def test_shards_hold_every_tensor_under_its_new_name(
     out = tmp_path / "out"
     out.mkdir()
     with open_stages(RUN, files, EXPORTED) as model:
-        written = write_shards(out, model.converted(), "float32", shard_bytes, lambda _: None)
+        written = write_shards(out, model.converted_tensors(), "float32", shard_bytes, lambda _: None)
     index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == 84
     assert sorted(written) == sorted(path.name for path in out.iterdir()) and len(written) == shards + 1
@@ -84,7 +84,7 @@ def test_shards_hold_every_tensor_under_its_new_name(
 
 def test_bf16_halves_the_files_and_rounds_as_torch_does(files: list[StageFile], tmp_path: Path) -> None:
     with open_stages(RUN, files, EXPORTED) as model:
-        write_shards(tmp_path, model.converted(), "bf16", 10**9, lambda _: None)
+        write_shards(tmp_path, model.converted_tensors(), "bf16", 10**9, lambda _: None)
     found = load_file(tmp_path / "model-00001-of-00001.safetensors")
     for part in ALL:
         assert torch.equal(found[part.name], torch.from_numpy(values(part)).bfloat16())

@@ -18,7 +18,7 @@ from agora.swarm.admission import (
     AdmissionPolicy,
     NoAdmission,
     Revocations,
-    admits,
+    judge_admission,
     judge_proof,
     judge_revocation,
 )
@@ -41,7 +41,7 @@ def role(
     policy: AdmissionPolicy, peer: PeerId, *proof: Ticket, banned: Revocations = NONE, now: float = NOW
 ) -> str | None:
     """The role in which the peer is admitted, None if it is not."""
-    found = admits(proof, peer, now, policy, banned)
+    found = judge_admission(proof, peer, now, policy, banned)
     return found.role if isinstance(found, Admission) else None
 
 
@@ -116,14 +116,14 @@ def test_a_chain_of_tickets_from_the_founder_admits(chain: Sequence[Ticket], exp
 def test_a_chain_that_breaks_a_rule_says_which(chain: Sequence[Ticket], why: str) -> None:
     found = judge_proof(chain, PEER, NOW, NONE)
     assert isinstance(found, NoAdmission) and why in found.reason
-    refused = admits(chain, PEER, NOW, BY_TICKET, NONE)
+    refused = judge_admission(chain, PEER, NOW, BY_TICKET, NONE)
     assert isinstance(refused, NoAdmission) and why in refused.reason and "swarm invite" in refused.reason
 
 
 def test_a_ticket_counts_to_its_end_and_as_long_as_clocks_may_differ() -> None:
     end = float(LATER + CLOCK_TOLERANCE_S)
     assert [role(BY_TICKET, PEER, ticket(PEER), now=now) for now in (end, end + 1)] == ["member", None]
-    found = admits([ticket(PEER)], PEER, NOW, BY_TICKET, NONE)
+    found = judge_admission([ticket(PEER)], PEER, NOW, BY_TICKET, NONE)
     assert isinstance(found, Admission) and found.until_unix == end
 
 

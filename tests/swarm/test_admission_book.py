@@ -34,10 +34,10 @@ def book(mode: str = "ticket") -> AdmissionBook:
 
 def test_a_peer_that_has_shown_its_ticket_is_a_member_until_the_ticket_ends() -> None:
     made = book()
-    assert not made.is_member(PEER.peer, NOW) and made.why_not_called(PEER.peer, NOW) == ""
+    assert not made.is_member(PEER.peer, NOW) and made.why_not_to_call(PEER.peer, NOW) == ""
     assert made.judge(PEER.peer, proof_for(PEER), NOW).is_member
-    assert made.is_member(PEER.peer, NOW) and made.why_not_called(PEER.peer, NOW) == ""
-    assert not made.is_member(PEER.peer, NOW + 2000) and "expired" in made.why_not_called(PEER.peer, NOW + 2000)
+    assert made.is_member(PEER.peer, NOW) and made.why_not_to_call(PEER.peer, NOW) == ""
+    assert not made.is_member(PEER.peer, NOW + 2000) and "expired" in made.why_not_to_call(PEER.peer, NOW + 2000)
     made.judge(PEER.peer, proof_for(PEER, lifetime_s=5000), NOW + 2000)
     assert made.is_member(PEER.peer, NOW + 2000)
 
@@ -69,7 +69,7 @@ def test_a_revocation_is_taken_once_and_kept_as_it_was_signed() -> None:
     taken = made.add_revocation(sealed, NOW)
     assert taken is not None and taken.subject == PEER.peer
     assert made.add_revocation(sealed, NOW) is None and made.sealed_revocations() == [sealed]
-    assert "banned" in made.why_not_called(PEER.peer, NOW)
+    assert "banned" in made.why_not_to_call(PEER.peer, NOW)
     with pytest.raises(NotAdmitted, match="banned"):
         made.judge(PEER.peer, b"", NOW)
     with pytest.raises(ProtocolError):
@@ -80,7 +80,7 @@ def test_a_revocation_is_taken_once_and_kept_as_it_was_signed() -> None:
 
 def test_the_owners_ban_holds_against_everyone_but_needs_no_signature() -> None:
     made = AdmissionBook(RUN, AdmissionPolicy(FOUNDER.peer), [PEER.peer])
-    assert "owner" in made.why_not_called(PEER.peer, NOW) and not made.is_member(PEER.peer, NOW)
+    assert "owner" in made.why_not_to_call(PEER.peer, NOW) and not made.is_member(PEER.peer, NOW)
     made.banned_here.add(FOUNDER.peer)
     assert not made.is_member(FOUNDER.peer, NOW)
     assert made.is_member(STRANGER.peer, NOW)
@@ -89,8 +89,8 @@ def test_the_owners_ban_holds_against_everyone_but_needs_no_signature() -> None:
 def test_in_mode_listed_who_is_not_listed_is_not_even_asked() -> None:
     policy = AdmissionPolicy(FOUNDER.peer, "listed", frozenset({PEER.peer}), public_status=True)
     made = AdmissionBook(RUN, policy)
-    assert made.why_not_called(PEER.peer, NOW) == ""
-    assert made.why_not_called(STRANGER.peer, NOW) == "it may only read the status"
+    assert made.why_not_to_call(PEER.peer, NOW) == ""
+    assert made.why_not_to_call(STRANGER.peer, NOW) == "it may only read the status"
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

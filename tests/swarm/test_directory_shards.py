@@ -44,7 +44,7 @@ def hashes_of(count: int, seed: int = 0) -> list[int]:
 
 def bottom(hashes: Iterable[int], shard: Shard) -> list[int]:
     """What a node keeps of a shard in which all of these publish."""
-    return sorted(peer for peer in hashes if shard.holds(peer))[:MAX_KEY_RECORDS]
+    return sorted(peer for peer in hashes if shard.contains(peer))[:MAX_KEY_RECORDS]
 
 
 def knowing(counts: Mapping[int, float], depth: int = 0) -> KnownReadings:
@@ -140,7 +140,7 @@ def test_what_a_key_holds_is_bounded_and_whoever_should_be_read_is_there(count: 
     depth = depth_to_read(count)
     for peer in hashes_of(count):
         shards = shards_to_publish(known, Span(0, 0), peer)
-        assert 1 <= len(shards) <= 3 and all(shard.holds(peer) for shard in shards)
+        assert 1 <= len(shards) <= 3 and all(shard.contains(peer) for shard in shards)
         assert Shard(0, shard_bits(peer, depth)) in shards
         published.update(shards)
     assert published[Shard(0)] <= 2 * MAX_KEY_RECORDS, "those beyond a full key's last do not even ask"

@@ -18,7 +18,7 @@ from agora.swarm.placement import (
     holders_by_stage,
     judge_collision,
     next_settling_step,
-    pinned_span,
+    place_as_pinned,
 )
 from agora.swarm.stage_supply import StageDemands, equal_demands, spans_that_fit
 from agora.swarm.view import StageSample, View
@@ -116,8 +116,8 @@ def test_a_span_longer_than_the_pipeline_is_the_whole_pipeline() -> None:
 
 def test_a_pinned_span_is_taken_and_its_meaning_said() -> None:
     peers = view(seen("a", "0"), seen("b", "1"), seen("c", "1"))
-    assert pinned_span(peers, 2, Span(1, 1)).reason == "as asked for; stage 1 is held by 2 peers"
-    assert pinned_span(peers, 2, Span(0, 0)).reason == "as asked for; stage 0 is the thinnest, held by 1 peer"
+    assert place_as_pinned(peers, 2, Span(1, 1)).reason == "as asked for; stage 1 is held by 2 peers"
+    assert place_as_pinned(peers, 2, Span(0, 0)).reason == "as asked for; stage 0 is the thinnest, held by 1 peer"
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40), st.integers(0, 99))
@@ -229,4 +229,4 @@ def test_settling_ends_after_its_last_round_whatever_others_do() -> None:
 def test_in_a_run_that_is_not_read_whole_a_stages_peers_are_estimated() -> None:
     known = View({f"p{number}": seen(f"p{number}", "0") for number in range(4)}, {0: StageSample(40.0, 8.0)})
     assert holders_by_stage(known, 2) == [40, 0]
-    assert "stage 0 is held by 40 peers" in pinned_span(known, 2, Span(0, 0)).reason
+    assert "stage 0 is held by 40 peers" in place_as_pinned(known, 2, Span(0, 0)).reason

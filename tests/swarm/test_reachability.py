@@ -97,7 +97,7 @@ def test_peers_spread_over_the_relays() -> None:
 
 def test_a_refusal_is_forgotten_after_a_minute() -> None:
     refusals = RelayRefusals({RELAYS[0]: 0.0, RELAYS[1]: 30.0})
-    assert refusals.refused(REFUSED_S + 1.0) == {RELAYS[1]}
+    assert refusals.refusing_relays(REFUSED_S + 1.0) == {RELAYS[1]}
 
 
 def test_a_public_peer_announces_where_it_was_reached_and_what_it_offers() -> None:

@@ -75,10 +75,10 @@ def test_few_are_dialled_at_once_all_in_turn_and_only_the_last_seen_are_remember
     redialling = book()
     redialling.saw(0.0, view(*(seen(f"old{number}") for number in range(MAX_REMEMBERED))))
     redialling.saw(1.0, view(*(seen(f"new{number}") for number in range(2 * MAX_DIALS))))
-    assert len(redialling.remembered()) == MAX_REMEMBERED
-    assert {f"new{number}" for number in range(2 * MAX_DIALS)} <= set(redialling.remembered())
+    assert len(redialling.remembered_peers()) == MAX_REMEMBERED
+    assert {f"new{number}" for number in range(2 * MAX_DIALS)} <= set(redialling.remembered_peers())
     dialled = [peer for _ in range(MAX_REMEMBERED // MAX_DIALS) for peer in redialling.due(100.0, View())]
-    assert sorted(dialled) == sorted(redialling.remembered())
+    assert sorted(dialled) == sorted(redialling.remembered_peers())
 
 
 @pytest.mark.parametrize("apart_s", [60.0, 900.0, 6 * 3600.0])

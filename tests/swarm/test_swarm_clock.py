@@ -24,11 +24,11 @@ class Machine:
 def test_the_first_peer_keeps_its_own_time_and_tells_it() -> None:
     machine = Machine()
     clock = SwarmClock(5_000.0, machine.boot_s)
-    assert clock.told_unix() == 0.0
+    assert clock.time_for_others_unix() == 0.0
     assert clock.follow([])
-    assert clock.told_unix() == clock.unix() == 5_000.0
+    assert clock.time_for_others_unix() == clock.unix() == 5_000.0
     machine.boot += 7.0
-    assert clock.told_unix() == 5_007.0
+    assert clock.time_for_others_unix() == 5_007.0
 
 
 @pytest.mark.parametrize("off_s", [300.0, -15.0, -3600.0, 0.01])

@@ -102,7 +102,7 @@ def test_what_is_kept_of_a_forward_does_not_count_the_frozen_weights(base: Path)
     sizes = {}
     for frozen_as in ("float32", "bf16"):
         manifest = lora_manifest(base, "lm", 1, model={"frozen_as": frozen_as}, data={"samples": ""})
-        manifest = manifest.replaced(schedule={"activations": "auto"})
+        manifest = manifest.with_values(schedule={"activations": "auto"})
         trainer = SpanTrainer(manifest, Span(0, 0), CPU, report=lambda event: None, in_flight=1, base_model=base)
         batch = torch.zeros(manifest.tokens_shape(), dtype=torch.int32)
         tokens = TokenBatch.from_wire(batch, has_marks=False)

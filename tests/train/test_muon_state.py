@@ -69,7 +69,7 @@ def test_squares_exist_only_where_adamw_needs_them() -> None:
             assert state.layout == stage_layout(manifest, 0) == compute.layout(0)
             assert sum(array.nbytes for array in state.arrays.values()) == state.layout.nbytes
             for moment in state.layout.moments:
-                named = state.layout.of_moment(moment).named(state.moments[moment.name])
+                named = state.layout.of_moment(moment).views(state.moments[moment.name])
                 hidden = {slot.name for slot in state.layout.slots if slot.is_hidden_matrix}
                 everything = {slot.name for slot in state.layout.slots}
                 assert named.keys() == (everything - hidden if (moment.is_square and name == "muon") else everything)

@@ -395,7 +395,7 @@ def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
 def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
     async def test(compute: Compute) -> None:
         state, layout = await compute.export_state(0), compute.layout(0)
-        named = layout.named(state.weights)
+        named = layout.views(state.weights)
         weights = await compute.copy_weights(0)
         assert named.keys() == weights.keys()
         assert all(np.array_equal(named[name], weights[name]) for name in named)

@@ -114,7 +114,7 @@ def test_evaluations_use_the_average_and_training_the_weights(decay: float) -> N
     losses = {}
     for what, flat in (("average", state.averaged_weights), ("weights", state.weights)):
         module = family_of(manifest.model).build_stage(manifest.layers_of(0), manifest.seed)
-        module.load_state_dict({n: torch.from_numpy(v) for n, v in state.layout.named(flat).items()}, strict=False)
+        module.load_state_dict({n: torch.from_numpy(v) for n, v in state.layout.views(flat).items()}, strict=False)
         with torch.no_grad():
             losses[what] = float(stage_loss(module(ids[:, :-1], ids[:, :-1]), ids[:, 1:]))
     assert (abs(losses["average"] - losses["weights"]) > 1e-2) == bool(decay)
@@ -156,7 +156,7 @@ def test_a_checkpoint_holds_it_by_name_and_it_goes_on_from_there(tmp_path: Path)
     state = stage.export_state()
     written = write_checkpoint(tmp_path, "ab" * 32, state, keep=1)
     tensors = load_file(written.path / "moments.safetensors")
-    for name, values in state.layout.named(state.averaged_weights).items():
+    for name, values in state.layout.views(state.averaged_weights).items():
         assert np.array_equal(tensors[f"average.{name}"], values)
     found = newest_checkpoint(tmp_path, "ab" * 32, 0)
     assert found is not None
