@@ -18,6 +18,7 @@ DhtGuard says it). It stands between hivemind's DHTNode and p2pd; docs/limits.md
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +32,7 @@ from google.protobuf.message import DecodeError
 from agora.clock import loop_time
 from agora.net.dht_guard import SAY_HELLO, DhtGuard, greet_member
 from agora.net.fair_share import WorkBuckets
-from agora.net.hive import DHTID, DHTRecord, P2PContext, P2PHandlerError, dht_pb2
+from agora.net.hive import DHTID, DHTRecord, P2PContext, P2PHandlerError, PeerID, dht_pb2
 from agora.net.stored_records import SignedRecords
 
 MAX_REQUEST_BYTES: Final = 262_144
@@ -39,6 +40,10 @@ MAX_ANSWER_BYTES: Final = 4_000_000
 """p2pd carries no message of more than 4 MiB."""
 MAX_NODES: Final = 20
 """Nodes that a reply may name for each key: hivemind's bucket size."""
+MAX_PEER_ID_BYTES: Final = 64
+"""Bytes of a peer id in a reply; an Ed25519 key's has 38."""
+MAX_NAMED: Final = 4096
+"""Nodes of which it is remembered who named them last, at most."""
 SHARDS_PER_STAGE: Final = 3
 """A peer publishes a record under at most this many keys for each stage."""
 MIN_KEYS: Final = 64
@@ -93,6 +98,7 @@ class BoundedP2P:
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
         self._work = WorkBuckets(rate, rate * BURST_S)
         self._signatures = WorkBuckets(SIGNATURES_PER_S, SIGNATURES_BURST)
+        self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the last one that named it
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
         self.report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
@@ -244,7 +250,7 @@ class BoundedP2P:
         One that answers SAY_HELLO does not know this peer's connection any more: HELLO is exchanged again, once.
         """
         peer = PeerId(str(peer_id))
-        await greet_member(self._guard, peer)
+        await greet_member(self._guard, peer, named_by=self._named_by.get(peer))
         try:
             return await self._call_once(peer_id, name, request)
         except P2PHandlerError as error:
@@ -267,10 +273,20 @@ class BoundedP2P:
             raise ProtocolError("bad-message", f"{len(response.results)} results for {len(keys)} keys.")
         for key, result in zip(keys, response.results, strict=True):
             _screen_nodes(result, node_id_of(self.peer_id).to_bytes())
+            self._note_named(result, peer)
             if result.type == dht_pb2.FOUND_DICTIONARY:
                 await self._screen_records(key, result, peer)
             elif result.type != dht_pb2.NOT_FOUND:
                 result.type = dht_pb2.NOT_FOUND  # every record has a subkey
+
+    def _note_named(self, result: Any, by: PeerId) -> None:
+        """Remembers that `by` has named the nodes of a result: it is asked where they can be dialled."""
+        for raw in result.nearest_peer_ids:
+            named = PeerId(str(PeerID(bytes(raw))))
+            self._named_by[named] = by
+            self._named_by.move_to_end(named)
+        while len(self._named_by) > MAX_NAMED:
+            self._named_by.popitem(last=False)
 
     async def _screen_records(self, key: bytes, result: Any, peer: PeerId) -> None:
         """Removes from a result the records that are not valid, and new ones whose signatures exceed the budget.
@@ -292,7 +308,7 @@ class BoundedP2P:
 
 
 def _screen_nodes(result: Any, own_id: bytes) -> None:
-    """Removes from a result the nodes whose id is not the hash of their peer id, and this node (`own_id`) itself.
+    """Removes from a result this node (`own_id`), nodes whose id is not their peer id's hash, and overlong peer ids.
 
     hivemind's search takes for granted that nobody names this node. Raises ProtocolError for more than MAX_NODES.
     """
@@ -300,7 +316,8 @@ def _screen_nodes(result: Any, own_id: bytes) -> None:
     if count > MAX_NODES or len(result.nearest_peer_ids) != count:
         raise ProtocolError("too-large", f"{count} nodes for one key; {MAX_NODES} are the most.")
     pairs = zip(result.nearest_node_ids, result.nearest_peer_ids, strict=True)
-    true = [(node, peer) for node, peer in pairs if node != own_id and node == DHTID.generate(bytes(peer)).to_bytes()]
+    short = [(node, bytes(peer)) for node, peer in pairs if node != own_id and len(peer) <= MAX_PEER_ID_BYTES]
+    true = [(node, peer) for node, peer in short if node == DHTID.generate(peer).to_bytes()]
     if len(true) < count:
         del result.nearest_node_ids[:], result.nearest_peer_ids[:]
         for node, peer in true:

@@ -28,10 +28,11 @@ class DhtGuard(Protocol):
     def is_greeted(self, peer: PeerId) -> bool:
         """Returns whether HELLO was exchanged with `peer`, and it is a member of the run."""
 
-    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
+    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
         """Exchanges HELLOs with `peer` if there is no connection; returns whether it is a member of the run.
 
-        anew: first breaks off a connection that the peer does not know of any more.
+        anew: first breaks off a connection that the peer does not know of any more. named_by: the node that has named
+        `peer`, which is asked for its addresses when it cannot be dialled at known ones; None: nobody has.
         """
 
     def is_by_member(self, record: Record) -> bool:
@@ -49,7 +50,7 @@ class OpenGuard:
         """Returns True."""
         return True
 
-    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
+    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
         """Returns True."""
         return True
 
@@ -58,14 +59,14 @@ class OpenGuard:
         return True
 
 
-async def greet_member(guard: DhtGuard, peer: PeerId, *, anew: bool = False) -> None:
-    """Exchanges HELLOs with a peer before the DHT calls it; anew: see DhtGuard.greet.
+async def greet_member(guard: DhtGuard, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> None:
+    """Exchanges HELLOs with a peer before the DHT calls it; anew, named_by: see DhtGuard.greet.
 
     Raises NotAdmitted when the peer is no member of the run, or does not answer within GREET_S.
     """
     try:
         async with asyncio.timeout(GREET_S):
-            is_member = await guard.greet(peer, anew=anew)
+            is_member = await guard.greet(peer, anew=anew, named_by=named_by)
     except TimeoutError:
         is_member = False
     if not is_member:

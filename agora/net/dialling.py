@@ -58,6 +58,10 @@ class Dialler:
         """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
         self._book.learn(peer, addresses)
 
+    def addresses(self, peer: PeerId) -> tuple[str, ...]:
+        """Returns the multiaddrs with /p2p/PEER at which `peer` would be dialled; empty when none are known."""
+        return self._book.addresses(peer)
+
     def reach_by(self, ways: Ways) -> None:
         """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
         self._ways = ways

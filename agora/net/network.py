@@ -19,6 +19,7 @@ from agora_protocol.frames import FrameLimits, FrameType, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PROTOCOL_NAME
 from agora_protocol.message_base import Message
+from agora_protocol.messages import GetAddresses, PeerAddresses
 from agora_protocol.refusals import refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
@@ -32,7 +33,7 @@ from agora.net.fair_share import Holder, largest_holder
 from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
-from agora.net.network_errors import DeadlinePassed
+from agora.net.network_errors import ConnectionBroken, DeadlinePassed
 from agora.net.reaching import Ways
 from agora.net.streams import FrameStream
 
@@ -41,6 +42,7 @@ SAME_MOMENT_S: Final = 0.1  # a callee that fails in the last 0.1 s before this 
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
+ASK_ADDRESSES_S: Final = 1.5  # seconds in which a neighbour must say where another peer can be dialled
 MAX_CLOCKS: Final = 16  # peers that are asked for the time at once
 
 
@@ -345,17 +347,37 @@ class Network:
         elif self.shut_out_s(connection.peer) > 0:
             connection.break_off("the peer is shut out")
 
-    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
+    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
         """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is a member now.
 
-        anew: first breaks off connections that the peer does not know of any more.
+        anew: first breaks off connections that the peer does not know of any more. named_by: a neighbour that is asked
+        where `peer` can be dialled, when no address is known or none answers.
         """
         for connection in list(self._connections.get(peer, ())) if anew else ():
             connection.break_off("the peer does not know of the connection")
         with contextlib.suppress(AgoraError):
             self._refuse_to_call(peer)
-            return (self.connection_to(peer) or await self._dialler.dial(peer)).is_usable
+            return (self.connection_to(peer) or await self._dial_or_ask(peer, named_by)).is_usable
         return False
+
+    async def _dial_or_ask(self, peer: PeerId, named_by: PeerId | None) -> Connection:
+        """Dials `peer`; when that fails and `named_by` knows other addresses, dials those. Raises as `dial` does."""
+        try:
+            return await self._dialler.dial(peer)
+        except ConnectionBroken:
+            known = self._dialler.addresses(peer)
+            if named_by is None or self.connection_to(named_by) is None:
+                raise
+            reply = await self.call(named_by, GetAddresses(peer), deadline=loop_time() + ASK_ADDRESSES_S)
+            if isinstance(reply.message, PeerAddresses):
+                self.learn_announced(peer, reply.message.addresses)
+            if self._dialler.addresses(peer) == known:
+                raise
+        return await self._dialler.dial(peer)
+
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Returns where a member that has said HELLO can be dialled, to tell other members; empty if not known."""
+        return self._dialler.addresses(peer) if self.gate.is_greeted(peer) else ()
 
     def members(self) -> list[PeerId]:
         """Returns the peers to which there is a usable connection."""

@@ -44,6 +44,7 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         """Returns p2pd's command line, on Linux run by a program that has the kernel kill it with this process."""
         kwargs["relayService"] = 0  # p2pd's own relay; the daemon has one (relay.py)
+        kwargs.pop("dhtServer", None)  # p2pd's own Kademlia, which tells every stranger whom p2pd is connected with
         command: list[str] = P2P._make_process_args(*args, **kwargs)
         if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
             return command
@@ -81,7 +82,7 @@ async def start_p2pd(
 ) -> Any:
     """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError if it does not start.
 
-    p2pd neither looks for relays nor judges whether it can be reached, because the daemon does both.
+    p2pd neither looks for relays or peers nor judges whether it can be reached, because the daemon does all three.
     """
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:

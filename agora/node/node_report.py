@@ -16,6 +16,7 @@ from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.records import Progress
 
 from agora.averaging.gradient_wire import GradientWire
+from agora.net.reaching import relays_of
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
@@ -176,7 +177,10 @@ def service_status(report: NodeReport, sentence: str) -> str:
 
 
 def report_json(report: NodeReport) -> dict[str, Any]:
-    """Returns the answer to the control question "report": the counters, the daemon's state and its span's, if any."""
+    """Returns the answer to the control question "report": the counters, the daemon's state and its span's, if any.
+
+    relays: the peers through which its own claim says that it is reached.
+    """
     span = report.span
     own = {
         "peer": report.peer,
@@ -184,6 +188,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "link": report.link or None,
         "state": report.state,
         "in_hand": span.in_hand if span is not None else 0,
+        "relays": sorted(relays_of(seen.addresses)) if (seen := report.view.peers.get(report.peer)) else [],
         "bytes": {name.removesuffix("_bytes"): count for name, count in asdict(report.traffic).items()},
     }
     answer = report.counters.summary() | own

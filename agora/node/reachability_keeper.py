@@ -16,7 +16,7 @@ from typing import Final
 from agora_protocol.errors import AgoraError, Busy, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_PORTS
-from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting
+from agora_protocol.messages import DialBack, DialedBack, GetAddresses, Introduce, Meet, Meeting, PeerAddresses
 
 from agora.calls import Reply
 from agora.clock import loop_time
@@ -49,12 +49,16 @@ DIAL_S: Final = 3.0
 """Seconds within which a TCP connection to a caller's port must open, for that port to count as reached."""
 ANSWER_S: Final = 6.0
 """Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them."""
+FINDING_S: Final = 1.5
+"""Seconds for which a hole waits until neighbours have said for the first time whether this peer can be dialled."""
+AGAIN_S: Final = 1.5
+"""Seconds after which a peer that should dial this one is told so again."""
 NO_HOLE_S: Final = 300.0
 """Seconds before hole punching to a peer is retried after a failure."""
 POLL_S: Final = 0.1
 """Seconds between two checks whether an expected peer has connected."""
 MAX_HELPED: Final = 16
-"""At most this many requests of other peers (DialBack, Introduce, Meet) are worked on at once."""
+"""At most this many requests of other peers (see `answer`) are worked on at once."""
 
 
 class ReachabilityKeeper:
@@ -83,6 +87,7 @@ class ReachabilityKeeper:
         self._renewed_at: dict[PeerId, float] = {}
         self._refusals = RelayRefusals()
         self._helped = 0
+        self._has_asked = asyncio.Event()
 
     def announcement(self) -> Announcement:
         """Returns what this peer's claim and HELLO are to say now of how to connect to it."""
@@ -139,6 +144,7 @@ class ReachabilityKeeper:
             findings = replace(self.findings, asked_at=loop_time(), reached=reached)
             is_confirmed = len(chosen) >= CONFIRMING or not needs_relays(findings, self._own)
             self.findings = replace(findings, is_confirmed=is_confirmed)
+            self._has_asked.set()
 
     def _addresses_reported_by(self, answer: DialedBack) -> set[str]:
         """Returns the addresses, without /p2p/PEER, at which a neighbour says that it reached this peer.
@@ -205,30 +211,45 @@ class ReachabilityKeeper:
 
         Raises an AgoraError when that fails.
         """
+        await self._until_asked()
         now = loop_time()
         reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
         if self.findings.reached:
-            await self._await_dial(peer)
+            await self._await_dial(peer, relay_peer)
             return
         if not isinstance(reply.message, Meeting) or not self._may_be_used(reply.message.seen):
             raise ConnectionBroken("the relay gave no address that may be dialled")
         await self._holes.connect(peer, reply.message.seen)
 
-    async def _await_dial(self, peer: PeerId) -> None:
-        """Waits until a peer, which the relay told to dial this one, is connected.
+    async def _until_asked(self) -> None:
+        """Waits until neighbours have said for the first time whether this peer is public, for FINDING_S at most.
 
-        Raises ConnectionBroken after PUNCH_S.
+        A public peer that does not know it yet would go through a relay, and a circuit stays until it ends.
         """
-        until = loop_time() + PUNCH_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINDING_S):
+                await self._has_asked.wait()
+
+    async def _await_dial(self, peer: PeerId, relay_peer: PeerId) -> None:
+        """Waits until a peer, which the relay told to dial this one, is connected. ConnectionBroken after PUNCH_S.
+
+        The relay tells it again every AGAIN_S: it dials once it has read in the directory that this peer is public.
+        """
+        now = loop_time()
+        until, again_at = now + PUNCH_S, now + AGAIN_S
         while not await self._host.is_connected(peer):
-            if loop_time() > until:
+            now = loop_time()
+            if now > until:
                 raise ConnectionBroken(f"the peer did not dial back within {PUNCH_S:.0f} s")
+            if now > again_at:
+                await self._network.call(relay_peer, Introduce(peer), deadline=until)
+                again_at = loop_time() + AGAIN_S
             await asyncio.sleep(POLL_S)
 
     # --- helping others
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers a DialBack, Introduce or Meet request of an admitted peer.
+        """Answers a DialBack, Introduce, Meet or GetAddresses request of an admitted peer.
 
         Raises Busy when MAX_HELPED are being answered; Refused for other messages, and when it cannot help.
         """
@@ -243,6 +264,8 @@ class ReachabilityKeeper:
                     return Reply(await self._introduce(call, request.peer))
                 case Meet() as request:
                     return Reply(self._meet(request))
+                case GetAddresses() as request:
+                    return Reply(PeerAddresses(self._network.addresses_of(request.peer)))
             raise Refused("this peer cannot answer that; ask another")
         finally:
             self._helped -= 1

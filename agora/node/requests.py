@@ -9,7 +9,7 @@ Knows: every request, and what answers it. Must not know: who may make it (net/g
 | Process | the work ledger for a repeat, else the span |
 | GossipSteps, GossipEpochs, Contribute, Recall, GetState, GetChunk | the span |
 | GetBase, GetPiece | the local peer's files of the base model, also while no span is held |
-| DialBack, Introduce, Meet | the local peer's reachability keeper, also while no span is held |
+| DialBack, Introduce, Meet, GetAddresses | the local peer's reachability keeper, also while no span is held |
 
 While no span is held, what only the span can answer is refused Busy.
 """
@@ -31,6 +31,7 @@ from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     Contribute,
     DialBack,
+    GetAddresses,
     GetBase,
     GetChunk,
     GetPiece,
@@ -64,7 +65,7 @@ BASE_REQUESTS: Final = (GetBase, GetPiece)
 """Requests for tensors of the base model."""
 ADMISSION_REQUESTS: Final = (ShareRevocations,)
 """Requests that the local peer's admission answers."""
-REACH_REQUESTS: Final = (DialBack, Introduce, Meet)
+REACH_REQUESTS: Final = (DialBack, Introduce, Meet, GetAddresses)
 """Requests by which members of the run find out how they can be reached, and meet; the local peer answers them."""
 LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS + ADMISSION_REQUESTS
 """Requests that the local peer answers, whichever stages it holds."""

@@ -118,9 +118,12 @@ class RunAdmission:
         """Returns whether HELLO was exchanged with `peer`, which is a member of the run."""
         return self.gate.is_greeted(peer)
 
-    async def greet(self, peer: PeerId, *, anew: bool = False) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection (anew: in any case); returns if it is a member."""
-        return self._network is not None and await self._network.greet(peer, anew=anew)
+    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
+        """Exchanges HELLOs with `peer` if there is no connection (anew: in any case); returns if it is a member.
+
+        named_by: who is asked for its addresses if need be.
+        """
+        return self._network is not None and await self._network.greet(peer, anew=anew, named_by=named_by)
 
     def is_by_member(self, record: Record) -> bool:
         """Returns whether a verified record is kept: of a member, which a claim proves by the proof in it.

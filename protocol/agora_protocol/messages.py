@@ -45,9 +45,11 @@ from agora_protocol.message_base import FrameType as FrameType
 from agora_protocol.message_base import Message as Message
 from agora_protocol.reach_messages import DialBack as DialBack
 from agora_protocol.reach_messages import DialedBack as DialedBack
+from agora_protocol.reach_messages import GetAddresses as GetAddresses
 from agora_protocol.reach_messages import Introduce as Introduce
 from agora_protocol.reach_messages import Meet as Meet
 from agora_protocol.reach_messages import Meeting as Meeting
+from agora_protocol.reach_messages import PeerAddresses as PeerAddresses
 
 _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
 
@@ -370,6 +372,7 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     DialBack: DialedBack,
     Introduce: Meeting,
     Meet: Meeting,
+    GetAddresses: PeerAddresses,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from agora_protocol.addresses import PARTS
-from agora_protocol.fields import int_field, list_field, peer_id_field, text_field
+from agora_protocol.fields import addresses_field, int_field, list_field, peer_id_field, text_field
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS, MAX_PORTS, MAX_SEEN_BYTES
 from agora_protocol.message_base import FrameType, Message
@@ -83,3 +83,16 @@ class Meeting(Message, kind=44, frames=(FrameType.ANSWER,)):
     def find_problem(self) -> str | None:
         """Returns a complaint when `seen` is no address, else None."""
         return _find_address_problem(self.seen)
+
+
+class GetAddresses(Message, kind=45, frames=(FrameType.REQUEST,)):
+    """Asks where `peer` can be dialled, whom the receiver has named as a node of the DHT. Answered by PeerAddresses."""
+
+    peer: PeerId = peer_id_field(doc="whom the sender wants to dial")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=2_000, doc=_DEADLINE_DOC)
+
+
+class PeerAddresses(Message, kind=46, frames=(FrameType.ANSWER,)):
+    """Answers GetAddresses with what that peer has announced in its HELLO or claim."""
+
+    addresses: tuple[str, ...] = addresses_field(doc="where it can be dialled; empty when that is not known")

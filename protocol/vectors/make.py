@@ -182,6 +182,8 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         (FrameType.REQUEST, 5, messages.Introduce(SECOND.peer, 6_000), []),
         (FrameType.REQUEST, 2, messages.Meet(FIRST.peer, "/ip4/203.0.113.7/tcp/31000", 5_000), []),
         (FrameType.ANSWER, 2, messages.Meeting(""), []),
+        (FrameType.REQUEST, 7, messages.GetAddresses(FIRST.peer, 1_500), []),
+        (FrameType.ANSWER, 7, messages.PeerAddresses((ADDRESS, RELAYED)), []),
         (kind.PROGRESS, 5, messages.Advance(1, SECOND.peer, "accepted", 4), []),
         (kind.PROGRESS, 5, messages.Advance(1, SECOND.peer, "finished", 0), []),
         (kind.PROGRESS, 5, messages.Advance(2, FIRST.peer, "finished", 65_536), []),

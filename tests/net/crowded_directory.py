@@ -6,6 +6,7 @@ would sign them, and lie at the nodes and under the keys where a DHT of these no
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -24,9 +25,11 @@ from agora_protocol.shards import Shard, shard_hash
 from hivemind.dht.routing import DHTID
 
 from agora.net import directory
+from agora.net.dht_guard import OpenGuard
 from agora.net.directory import Directory
 from agora.net.host import Host
 from agora.net.key_holders import HOLDERS
+from agora.net.network_errors import ConnectionBroken
 from agora.swarm.directory_reader import CALM_READ_S, MAX_READ_S, DirectoryReader
 from agora.swarm.directory_shards import SMALL_RUN, Reading, add_readings, shards_to_publish
 from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
@@ -56,17 +59,34 @@ def claim(identity: Identity, span: str = "0-1", incarnation: int = 1) -> Claim:
     return Claim(identity.peer, Span.parse(span), incarnation, (), "serving", 1.0)
 
 
+class Introducing(OpenGuard):
+    """Connects the host with the node that is to be called: it knows the addresses of all nodes, by their peers."""
+
+    def __init__(self, host: Host, addresses: dict[PeerId, tuple[str, ...]]) -> None:
+        self._host, self._addresses = host, addresses
+
+    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
+        """As a daemon does that asks whoever has named the node where it can be dialled."""
+        with contextlib.suppress(ConnectionBroken):
+            await self._host.reach(peer, self._addresses[peer], 2.0)
+            return True
+        return False
+
+
 @asynccontextmanager
 async def nodes(count: int) -> AsyncIterator[list[Node]]:
     """Directories that met through the first."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="agora-test-")))
         made: list[Node] = []
+        known: dict[PeerId, tuple[str, ...]] = {}
         for number in range(count):
             host, identity = await make_host(folder, f"d{number}")
             stack.push_async_callback(host.close)
-            bootstrap = await made[0].host.addresses() if made else ()
-            made.append(Node(host, identity, await Directory.create(host, RUN_ID, bootstrap, stages=STAGES)))
+            known[host.peer] = await host.addresses()
+            bootstrap = known[made[0].host.peer] if made else ()
+            place = await Directory.create(host, RUN_ID, bootstrap, stages=STAGES, guard=Introducing(host, known))
+            made.append(Node(host, identity, place))
             stack.push_async_callback(made[-1].close)
         yield made
 

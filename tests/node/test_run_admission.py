@@ -19,7 +19,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.manifest import SignedManifest, preset
 from agora_protocol.message_base import Message
-from agora_protocol.messages import KINDS, GetStatus, Refusal, ShareRevocations
+from agora_protocol.messages import KINDS, GetAddresses, GetStatus, PeerAddresses, Refusal, ShareRevocations
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, record_key, seal_record
 from agora_protocol.shards import Shard
@@ -102,6 +102,8 @@ async def make_member(
     async def answer(call: IncomingCall) -> Reply:
         """Answers as a daemon does, as far as admission goes."""
         answered.append(call.message)
+        if isinstance(call.message, GetAddresses):
+            return Reply(PeerAddresses(network.addresses_of(call.message.peer)))
         return await (admission.answer if isinstance(call.message, ShareRevocations) else echo)(call)
 
     network = Network(host, admission.gate, answer)
@@ -253,6 +255,24 @@ def test_a_node_that_forgot_a_caller_is_greeted_anew_and_a_claim_without_a_ticke
             assert await second.publish() and await first.claimants() == set(), "a claim without a ticket"
 
     run(main)
+
+
+def test_a_node_that_has_moved_is_met_where_the_one_that_names_it_says(tmp_path: Path) -> None:
+    """The libp2p process itself looks for no peer. Of one that it has not met, a member says nothing."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, signed(), [None, None, None]) as (first, second, third):
+            for member, other in ((second, third), (third, second)):
+                member.network.learn(other.id, [f"/ip4/127.0.0.1/tcp/9/p2p/{other.id}"])
+            for member in (second, third):
+                await member.directory.bootstrap(first.addresses)
+                assert await member.publish()
+            assert await third.claimants() == {second.id, third.id} and second.id in third.network.paths
+            assert second.id in {each.peer for each in first.answered if isinstance(each, GetAddresses)}
+            assert third.network.addresses_of(second.id) == second.addresses
+            assert first.network.addresses_of(FOUNDER.peer) == ()
+
+    run(main, timeout_s=60.0)
 
 
 def test_a_ban_ends_everything_at_every_neighbour_and_outlasts_the_daemon(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def reachability(daemon: LocalDaemon, other: LocalDaemon) -> str:
     return rows(daemon).get(other.peer, {}).get("reachability", "")
 
 
+def relays(daemon: LocalDaemon) -> set[str]:
+    """The peers through which the daemon's own claim says that it is reached."""
+    return set((daemon.try_ask("report") or {"relays": ()})["relays"])
+
+
 def dropped(swarm: LocalSwarm) -> int:
     return sum(len(daemon.events("MicrobatchDropped")) for daemon in swarm.daemons.values())
 
@@ -105,8 +110,10 @@ def kill_and_replace(swarm: LocalSwarm, name: str, survivor: LocalDaemon) -> Non
     swarm.until(lambda: len(again.events("StateChanged", state="serving")) > served, "the relay to be back", 120)
     behind = [swarm.daemons[name] for name in ("middle", "last")]
     swarm.until(lambda: all(path(again, peer) == "direct" for peer in behind), "all to be connected to it", 120)
+    both = {daemon.peer for daemon in (survivor, again)}
+    swarm.until(lambda: all(relays(peer) == both for peer in behind), "places at both relays", 120)
     after = completed(survivor)
-    swarm.until(lambda: completed(survivor) >= after + 40, "time to get places there", 120)
+    swarm.until(lambda: completed(survivor) >= after + 40, "40 more microbatches with both", 120)
 
 
 def test_a_relay_that_dies_costs_retries_and_no_microbatch(tmp_path: Path, lab: NatLab) -> None:
