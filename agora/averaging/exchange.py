@@ -23,7 +23,7 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging.aggregate import Aggregation, PartMean, aggregate, magnitude
-from agora.averaging.contributions import Contribution, Contributions
+from agora.averaging.contributions import Contribution, ContributionBuilder
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
 from agora.averaging.partition import Members, choose_owners, ownership_epoch, slice_count
 from agora.averaging.plausibility import MagnitudeBound
@@ -129,13 +129,13 @@ class Exchange:
     def __init__(self, config: RoundConfig) -> None:
         self.gradient_wire = config.gradient_wire
         """Format in which this peer sends gradients: the manifest's, or one of fewer bits if the uplink is too slow."""
-        self.contributions = Contributions(config)
+        self.contributions = ContributionBuilder(config)
         self._config = config
         self._owner_residuals: dict[Region, Tensor] = {}
         self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(MagnitudeBound)
 
     def contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
-        """Returns a member's encoded contribution of `values`, float32 [n], over `weight` tokens; see Contributions."""
+        """Returns a member's encoded contribution of `values`, float32 [n], over `weight` tokens."""
         return self.contributions.build(part, values, weight, self.wire_of(part))
 
     def wire_of(self, part: Part) -> WireName:

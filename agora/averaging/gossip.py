@@ -64,7 +64,7 @@ class PlausibleSteps(Protocol):
         """Reports that `peer` claims a step of a stage that is not plausible."""
 
 
-class AllSteps:
+class AllStepsPlausible:
     """PlausibleSteps that believes every step; used until `StepGossip.bounds` is set."""
 
     def is_plausible(self, stage: int, step: int) -> bool:
@@ -103,7 +103,7 @@ class StepGossip:
         self._listing = listing
         self._counts = counts
         self._on_change = on_change
-        self.bounds: PlausibleSteps = AllSteps()
+        self.bounds: PlausibleSteps = AllStepsPlausible()
         self._interval_s = interval_s
         self._rng = rng or random.Random()
         self._stages = {stage: _StageGossip() for stage in span.stages}

@@ -121,7 +121,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
 
 
 def _check_request(request: InviteRequest) -> None:
-    """Raises Failure for flags that are wrong or do not fit together."""
+    """Raises Failure for an unknown role, a malformed peer id, days out of range, and a delegate without a peer."""
     if request.role not in ROLES:
         raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
     if request.peer is not None and not is_peer_id(request.peer):

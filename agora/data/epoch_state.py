@@ -120,7 +120,7 @@ def read_state(
     if reader.take() != FORMAT:
         raise ValueError("the state of the epochs has an unknown format")
     if reader.take() != rows_id or reader.take() != layout.count:
-        raise OtherRows("the state of the epochs is of other rows")
+        raise DifferentRowsError("the state of the epochs is of other rows")
     session, version, first = reader.take(), reader.take(), reader.take()
     if first > 2 * MAX_EPOCH:
         raise ValueError(f"epoch {first} is beyond {2 * MAX_EPOCH}")
@@ -142,7 +142,7 @@ def read_state(
     return EpochState(session, version, first, tallies, epochs)
 
 
-class OtherRows(ValueError):
+class DifferentRowsError(ValueError):
     """Raised when a state is about other rows than this origin's."""
 
 

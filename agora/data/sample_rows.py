@@ -132,7 +132,10 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
 
 
 def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> None:
-    """Checks the samples' hash, makes their rows and writes them to the cache."""
+    """Checks the samples' hash, makes their rows, and writes rows and summary to the cache.
+
+    Raises DataError if the hash differs, or as open_samples does.
+    """
     data, context, objective = manifest.data, manifest.model.context, manifest.objective.kind
     check_samples(path, data.samples_hash)
     file = open_samples(path, dict(data.columns), objective)

@@ -112,6 +112,7 @@ class CachedTokens:
     def write(self, pieces: Iterable[NDArray[Any]], details: Callable[[], Mapping[str, Any]] = dict) -> None:
         """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises.
 
+        First deletes unfinished files that are older than ABANDONED_S.
         details: called after the last piece; returns JSON values to store in the index.
         """
         for path in self._folder.glob(f"{BUILDING}*"):  # unfinished files of processes that were killed

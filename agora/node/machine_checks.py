@@ -170,7 +170,7 @@ def _memory(readings: Readings) -> list[Check]:
 
 
 def _disk(readings: Readings) -> list[Check]:
-    """Judges the data directory and the directory of sockets."""
+    """Judges the data directory, by space and permissions, and, if it is wrong, the directory of sockets."""
     limit = f"{MIN_FREE_BYTES / MIB:,.0f} MiB"
     checks = [Check("disk", "pass", f"{readings.disk_free / MIB:,.0f} MiB free", limit)]
     if readings.disk_problem:
@@ -199,7 +199,7 @@ def _open_files(readings: Readings) -> list[Check]:
 
 
 def _clock(readings: Readings) -> list[Check]:
-    """Judges the clock by the swarm's; it passes where no peer has told the time."""
+    """Judges the clock: fails beyond MAX_CLOCK_OFFSET_S from the swarm's; passes if no peer has told the time."""
     offset = readings.clock_offset_s
     if offset is not None:
         value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'before'} the swarm"
@@ -282,7 +282,7 @@ def _run(readings: Readings) -> list[Check]:
 
 
 def _names(readings: Readings) -> list[Check]:
-    """Judges whether the host names in the run's addresses can be resolved."""
+    """Judges whether the host names in the run's addresses can be resolved; [] if they have none."""
     lost = [name for name, is_resolved in readings.names if not is_resolved]
     if lost:
         remedy = "look at /etc/resolv.conf and the network's name server"

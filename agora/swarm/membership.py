@@ -120,7 +120,7 @@ class Membership:
         self.lost_peers = LostPeers()
         """Who counts as gone although its claim has not ended; such peers are in no view."""
 
-    # --- the own claim
+    # --- this peer's claim
 
     async def claim_span(self, demands: StageDemands, ability: Ability, pinned: Span | None = None) -> Placement:
         """Claims a span as joining: `pinned`, or the best one for `ability`, chosen again while others collide.

@@ -202,9 +202,10 @@ class StageSupply:
         return [span for span in raised if levels[span] == best]
 
     def _spans_that_leave_least_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
-        """Returns those of `spans` that leave the fewest stages at the slowest rate, which must be the same with each.
+        """Returns those of `spans` with which the fewest stages stay at the slowest rate; all of them if it is one.
 
-        This decides most cases before the rates of all stages have to be compared.
+        The slowest rate must be the same with each of them. This decides most cases before the rates of all stages
+        have to be compared.
         """
         if len(spans) < 2:
             return spans
