@@ -99,7 +99,7 @@ class RoundConfig:
         return Region(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
 
     def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
-        """Returns the part's first and second owner among the members, see choose_owners."""
+        """Returns the part's first and second owner among the members, None without a second; see choose_owners."""
         epoch = ownership_epoch(part.what, part.number, self.slices)
         return choose_owners(self.run, part.stage, part.what, epoch, part.part, members)
 

@@ -177,7 +177,8 @@ class Membership:
     def update_ability(self, capacity: float, bandwidth: float) -> None:
         """Sets the claim's capacity and bandwidth from its next publication on; does nothing without a claim.
 
-        capacity: microbatches per second for its span. bandwidth: bytes per second. Both 0 for unknown.
+        capacity: microbatches per second for its span, at most MAX_CAPACITY. bandwidth: bytes per second, at most
+        MAX_BANDWIDTH. Both 0 for unknown.
         """
         if self.claim is not None:
             capacity, bandwidth = min(capacity, MAX_CAPACITY), min(bandwidth, MAX_BANDWIDTH)
