@@ -142,7 +142,10 @@ def _crc32_of(details: object) -> int:
 
 @contextlib.contextmanager
 def _open_unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
-    """Context manager: yields a new file in `folder`; deletes it at the end unless `_publish` has renamed it."""
+    """Context manager: creates `folder` if missing and yields a new file in it.
+
+    Deletes the file at the end unless `_publish` has renamed it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=BUILDING, dir=folder, delete=False) as file:
         try:

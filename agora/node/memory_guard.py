@@ -79,7 +79,7 @@ class Seats(Protocol):
         """How many microbatches are in work."""
 
     def give_up_a_seat(self, reason: str) -> None:
-        """Lowers by one how many microbatches may be in work at once. reason: for the log."""
+        """Lowers how many microbatches may be in work at once to one fewer than now. reason: for the log."""
 
 
 class MemoryGuard:
