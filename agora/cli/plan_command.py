@@ -67,7 +67,7 @@ def run(question: PlanQuestion, *, as_json: bool) -> int:
     manifest = find_manifest(question.run)
     planned = plan_run(manifest, peers, question.added)
     if question.picture is not None:
-        _write(question.picture, picture_svg(planned.cost, planned.plan, f"{planned.name}: {_speed(planned)}"))
+        _write_picture(question.picture, picture_svg(planned.cost, planned.plan, f"{planned.name}: {_speed(planned)}"))
     if as_json:
         console.print_json(plan_fields(planned))
     else:
@@ -203,7 +203,7 @@ def _read_peers_file(path: Path) -> str:
         raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
 
 
-def _write(path: Path, text: str) -> None:
+def _write_picture(path: Path, text: str) -> None:
     """Writes `text` to the picture's file, replacing an old one. Raises DiskError when it cannot be written."""
     try:
         paths.replace_text(path, text)

@@ -176,8 +176,8 @@ class EpochShares:
         """
         self._forget(number)
         epoch, place = divmod(number, self.count)
-        before = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
-        self._tallies[self._session] = Tally(before.microbatches + 1, before.samples + samples)
+        tally = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
+        self._tallies[self._session] = Tally(tally.microbatches + 1, tally.samples + samples)
         if epoch >= self._first:
             self._part(epoch).done.add(place)
             self._close_epochs()
@@ -268,8 +268,8 @@ class EpochShares:
         in_flight, done = MicrobatchSet(self._layout), self._part(epoch).done
         in_flight.update(self._part(epoch).opened)
         for name, state in self._others.items():
-            if name in self._live and (told := state.epochs.get(epoch)):
-                in_flight.update(told.opened)
+            if name in self._live and (part := state.epochs.get(epoch)):
+                in_flight.update(part.opened)
         flying = sum((mask & ~done.mask(block)).bit_count() for block, mask in in_flight.masks.items())
         return EpochCounts(epoch, len(done), flying, self.count - len(done) - flying)
 

@@ -134,8 +134,8 @@ class LoadedSpan:
         whole = math.ceil(manifest.optimizer.target_tokens / each)
         if not self._is_synchronous:
             if (lacking := self.replicas.tokens_before_mean(0)) is not None:
-                before = math.ceil(lacking / each)
-                return OpeningInputs(ready, None, path_s, before_mean=before)
+                before_mean = math.ceil(lacking / each)
+                return OpeningInputs(ready, None, path_s, before_mean=before_mean)
             most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)
             return OpeningInputs(ready, None, path_s, most)
         lacking = math.ceil(self.replicas.missing_tokens(0) / each)

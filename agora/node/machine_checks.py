@@ -100,7 +100,7 @@ class Readings:
     unit_state: str = ""
 
 
-def judge(readings: Readings) -> list[Check]:
+def judge_machine(readings: Readings) -> list[Check]:
     """Returns all checks, in the order in which a start would meet them."""
     checks = [check for judge_one in _MACHINE for check in judge_one(readings)]
     if readings.run:

@@ -167,7 +167,8 @@ def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[
 def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ReadPlan:
     """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
 
-    Shuffles with `rng`, so that shards that are equally overdue are read in random order.
+    In a run of up to SMALL_RUN peers these are all shards. Shuffles with `rng`, so that shards that are equally overdue
+    are read in random order.
     """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:

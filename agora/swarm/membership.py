@@ -197,9 +197,9 @@ class Membership:
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
-        told = self._announcement
-        claim = Claim(self._me, span, incarnation, told.addresses, "joining", 0.0, proof=self._config.proof)
-        await self._change_and_publish(replace(claim, reachability=told.reachability, relays_for=told.relays_for))
+        ways = self._announcement
+        claim = Claim(self._me, span, incarnation, ways.addresses, "joining", 0.0, proof=self._config.proof)
+        await self._change_and_publish(replace(claim, reachability=ways.reachability, relays_for=ways.relays_for))
 
     async def _change_and_publish(self, claim: Claim) -> None:
         """Sets this peer's claim, merges it into its view, and publishes it; errors are reported, not raised."""
