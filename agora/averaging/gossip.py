@@ -190,14 +190,14 @@ class StepGossip:
         Of steps that are not plausible nothing is believed.
         """
         state, now = self._stages[stage], loop_time()
-        entries = self._plausible(stage, entries, sender)
+        entries = self._select_plausible(stage, entries, sender)
         listed = self.others_in_view(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
         known = replica_progress.merge_gossip(state.known, accepted, sender, self._me, now)
         state.known = replica_progress.record_view(known, listed, now)
         self._on_change(stage)
 
-    def _plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
+    def _select_plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
         """Returns the entries whose steps are plausible; none if the sender's own are not, which is reported.
 
         For FORGIVE_S such a sender counts as no replica of the stage, and what was known of it is forgotten.

@@ -91,7 +91,10 @@ def open_epochs(layout: BlockLayout) -> int:
 
 
 def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int | None) -> tuple[int, ...]:
-    """Returns a state as integers, at most `most` of them (the rest is left out, see above); None: without a limit."""
+    """Returns a state as at most `most` integers; None: without a limit.
+
+    What does not fit is left out: the last runs of an epoch, and the epochs after it.
+    """
     room = MAX_INT if most is None else most
     tallies = list(state.tallies.items())[: None if most is None else MAX_TALLIES]
     values = [FORMAT, rows_id, layout.count, state.session, state.version, state.first, len(tallies)]

@@ -253,7 +253,10 @@ def _reachable(readings: Readings) -> list[Check]:
 
 
 def _service(readings: Readings) -> list[Check]:
-    """Judges the systemd unit, where there is one, and the daemon in the data directory, where one runs."""
+    """Judges the systemd unit, where there is one, and the daemon in the data directory, where one runs.
+
+    Fails if the unit has failed or the daemon does not answer; warns if it rests or sees no other peer.
+    """
     checks = []
     if readings.unit_state in ("failed", "auto-restart"):
         remedy = "read `journalctl -u agora-node -n 50`, then start it with `systemctl restart agora-node`"

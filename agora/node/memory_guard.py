@@ -104,9 +104,8 @@ class MemoryGuard:
     def look(self, used: int) -> None:
         """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.
 
-        Near the limit it refuses new work and tells the owner; with each reaction it returns freed memory to the system
-        and gives up a seat.
-        Raises OutOfMemory when the daemon must leave.
+        Near the limit it refuses new work and tells the owner, once; with each reaction it returns freed memory to the
+        system and gives up a seat. Raises OutOfMemory when the daemon must leave.
         """
         former = self._state
         self._state, reaction = judge_memory(former, used, self._limit, self._seats.taken)

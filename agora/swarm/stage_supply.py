@@ -110,7 +110,7 @@ class StageSupply:
         return max(self._work[min(span.last + 1, self.stage_count)] - self._work[span.first], 1e-9)
 
     def speed_of(self, peer: PeerView) -> float:
-        """Returns the peer's speed by its claim, in stages of mean work per second; the usual one if it is unknown."""
+        """Returns the speed that the peer claims, in stages of mean work per second, as `believed_speed` bounds it."""
         known = peer.capacity * self.work_of(peer.span)
         return self.believed_speed(known)
 
