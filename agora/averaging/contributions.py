@@ -47,7 +47,7 @@ class Contribution:
     late_tokens: float = 0.0
 
 
-class Contributions:
+class ContributionBuilder:
     """Builds the contributions of one peer; keeps, by region, what is added to the region's next contribution.
 
     That is the residual, which the last encoding lost, and the late gradient, which came too late for its own mean.

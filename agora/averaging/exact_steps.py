@@ -66,7 +66,7 @@ class ExactSteps:
         | a part failed here, and | asynchronous run | synchronous run |
         |---|---|---|
         | another replica keeps its mean | step along it | fetch the state of one that has taken the step |
-        | there is no other replica | step along the own gradient | the same |
+        | there is no other replica | step along this peer's gradient | the same |
         | no other replica keeps it | step along 0, see _fill_failed_parts | see _fetch_until_taken |
 
         Returns without a step if the open step is another one by now. In an asynchronous run a gradient that is refused
@@ -103,8 +103,8 @@ class ExactSteps:
         | exists, but none keeps it | 0, which is kept here for others |
         | does not exist | this replica's own `values` |
 
-        Where the mean is 0, the own values, over `tokens`, are carried over to the next step. If other replicas used
-        another mean than 0, they all find that out by their lineages.
+        Where the mean is 0, this peer's values, over `tokens`, are carried over to the next step. If other replicas
+        used another mean than 0, they all find that out by their lineages.
         """
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
         await recall_repeatedly(self._reducer, self._group, first_part, result)

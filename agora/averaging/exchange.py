@@ -23,7 +23,7 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging.aggregate import Aggregation, PartMean, aggregate, magnitude
-from agora.averaging.contributions import Contribution, Contributions
+from agora.averaging.contributions import Contribution, ContributionBuilder
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
 from agora.averaging.partition import Members, choose_owners, ownership_epoch, slice_count
 from agora.averaging.plausibility import MagnitudeBound
@@ -99,7 +99,7 @@ class RoundConfig:
         return Region(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
 
     def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
-        """Returns the part's first and second owner among the members, see choose_owners."""
+        """Returns the part's first and second owner among the members, None without a second; see choose_owners."""
         epoch = ownership_epoch(part.what, part.number, self.slices)
         return choose_owners(self.run, part.stage, part.what, epoch, part.part, members)
 
@@ -129,13 +129,13 @@ class Exchange:
     def __init__(self, config: RoundConfig) -> None:
         self.gradient_wire = config.gradient_wire
         """Format in which this peer sends gradients: the manifest's, or one of fewer bits if the uplink is too slow."""
-        self.contributions = Contributions(config)
+        self.contributions = ContributionBuilder(config)
         self._config = config
         self._owner_residuals: dict[Region, Tensor] = {}
         self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(MagnitudeBound)
 
     def contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
-        """Returns a member's encoded contribution of `values`, float32 [n], over `weight` tokens; see Contributions."""
+        """Returns a member's encoded contribution of `values`, float32 [n], over `weight` tokens."""
         return self.contributions.build(part, values, weight, self.wire_of(part))
 
     def wire_of(self, part: Part) -> WireName:

@@ -64,7 +64,7 @@ class PlausibleSteps(Protocol):
         """Reports that `peer` claims a step of a stage that is not plausible."""
 
 
-class AllSteps:
+class AllStepsPlausible:
     """PlausibleSteps that believes every step; used until `StepGossip.bounds` is set."""
 
     def is_plausible(self, stage: int, step: int) -> bool:
@@ -103,7 +103,7 @@ class StepGossip:
         self._listing = listing
         self._counts = counts
         self._on_change = on_change
-        self.bounds: PlausibleSteps = AllSteps()
+        self.bounds: PlausibleSteps = AllStepsPlausible()
         self._interval_s = interval_s
         self._rng = rng or random.Random()
         self._stages = {stage: _StageGossip() for stage in span.stages}
@@ -190,14 +190,14 @@ class StepGossip:
         Of steps that are not plausible nothing is believed.
         """
         state, now = self._stages[stage], loop_time()
-        entries = self._plausible(stage, entries, sender)
+        entries = self._select_plausible(stage, entries, sender)
         listed = self.others_in_view(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
         known = replica_progress.merge_gossip(state.known, accepted, sender, self._me, now)
         state.known = replica_progress.record_view(known, listed, now)
         self._on_change(stage)
 
-    def _plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
+    def _select_plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
         """Returns the entries whose steps are plausible; none if the sender's own are not, which is reported.
 
         For FORGIVE_S such a sender counts as no replica of the stage, and what was known of it is forgotten.

@@ -1,16 +1,16 @@
-"""Decides which step numbers that others report are believed: those possible in the time since the own last step. Pure.
+"""Decides which step numbers that others report are believed: those possible since this peer's last step. Pure.
 
 Knows: this replica's last step, how long its steps last, a step's tokens. Must not know: calls, weights, any clock.
 
 All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. Whoever reports
 more steps than MAX_SPEED_UP times as many as that allows is not believed, however many tokens it says it has counted:
 
-    highest plausible step = own step + lead + MAX_SPEED_UP * (SLACK_S + seconds since the own last step) / step_s
+    highest plausible step = own step + lead + MAX_SPEED_UP * (SLACK_S + seconds since that step) / step_s
 
 where step_s is how long its own steps last.
 
-The own step is the last that this replica took itself, level with the others: step numbers that it took over from them
-since, by catching up or fetching a state, allow no more.
+The own step is the last one that this replica took itself, level with the others: step numbers that it took over from
+them since, by catching up or fetching a state, allow no more.
 
 A replica that was away, or asleep, follows the others as soon as that much time has passed for it too.
 """

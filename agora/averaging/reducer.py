@@ -187,7 +187,7 @@ class PartReducer:
         values = self.config.decode_part(part, EncodedPart(cast("WireName", message.wire), tensors), numel)
         self._record_contribution(peer, part)
         await self.reach_fault("averaging.received")
-        kept = self._kept_mean(part)
+        kept = self._find_kept_mean(part)
         if kept:
             mean = self.exchange.decode_mean(part, kept.tensors, kept.numel, kept.message)
         else:
@@ -200,7 +200,7 @@ class PartReducer:
     def answer_recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """Returns the answer to Recall: the part's kept mean, or a message without tensors if none is kept here."""
         part = Part(message.stage, message.what, message.round, message.part)
-        kept = self._kept_mean(part)
+        kept = self._find_kept_mean(part)
         if kept is None:
             return Recalled(0, 0, 0.0, "float32"), []
         counts = kept.message
@@ -221,7 +221,7 @@ class PartReducer:
             if total > MAX_KEPT_BYTES and number <= numbers[0] - MIN_KEPT_ROUNDS:
                 kept_round.drop_means()
 
-    def _kept_mean(self, part: Part) -> KeptPartMean | None:
+    def _find_kept_mean(self, part: Part) -> KeptPartMean | None:
         """Returns the part's mean that is kept here, or None."""
         return self._rounds[part.round].means.get(part.part) if part.round in self._rounds else None
 

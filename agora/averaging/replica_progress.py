@@ -79,7 +79,7 @@ class DirectReport:
     lineage: int = 0
     start_step: int = 0
 
-    def followed_by(self, counts: ReplicaCounts, now: float) -> DirectReport:
+    def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
         """Returns the next report, of `counts` at time `now`; its rate is unknown if the replica has restarted."""
         open_since = self.open_since if counts.open_step == self.open_step else now
         rate = TokenRate()
@@ -167,7 +167,7 @@ def merge_gossip(
         if peer == sender or counts >= progress.counts or not progress.is_live(now):
             progress = progress.with_counts(counts, max(heard_at, progress.heard_at))
         if peer == sender:
-            progress = replace(progress, direct=progress.direct.followed_by(counts, now))
+            progress = replace(progress, direct=progress.direct.after_report(counts, now))
         merged[peer] = progress
     return merged
 

@@ -73,7 +73,7 @@ class RoundGroup(Protocol):
 
 
 class _PartAnswer(NamedTuple):
-    """An owner's mean of one part. lost: tokens of this peer that no mean will contain, see Contributions."""
+    """An owner's mean of one part. lost: tokens of this peer that no mean will contain, see ContributionBuilder."""
 
     mean: PartMean
     lost: float = 0.0

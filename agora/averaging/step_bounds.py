@@ -56,7 +56,10 @@ class StepBounds:
         self._paces = {stage: OwnPace(step, since, step) for stage, step in steps.items()}
 
     def highest(self, stage: int) -> int:
-        """Returns the highest step that another replica of a stage can have taken by now."""
+        """Returns the highest step that another replica of a stage can have taken by now.
+
+        Updates the pace of this replica, from which it is computed, see OwnPace.
+        """
         now = _time_with_suspend()
         step, furthest = self._stages.step_of(stage), self._furthest(stage)
         pace = self._paces[stage].at_step(step, now, self._step_s(stage), furthest)

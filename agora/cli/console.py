@@ -161,7 +161,10 @@ class ProgressDisplay:
         self.show(self._done, f"{self._what}  {self._done / 1e6:,.0f}{total} MB")
 
     def show(self, done: float, text: str) -> None:
-        """Shows `text`, and on a terminal that `done` of the total is done; elsewhere a line at most every 2 s."""
+        """Shows `text`, and on a terminal that `done` of the total is done.
+
+        Elsewhere prints a line if `text` has changed, at most every LINE_S seconds.
+        """
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, description=printable(text))

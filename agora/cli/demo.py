@@ -23,7 +23,7 @@ from agora_protocol.invite import Invite
 
 from agora.cli import console
 from agora.cli.console import Failure, ProgressDisplay, print_line
-from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
+from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from agora.cli.tuning_totals import TuningTotals
 
@@ -249,7 +249,7 @@ class Demo:
         what = f"starting {plan.peers} peers of {plan.stages} stages in {swarm.directory}"
         self._display = ProgressDisplay(what, plan.steps)
 
-    def train(self) -> Measured:
+    def train(self) -> DemoMeasurements:
         """Starts the daemons, trains to the last step, drains and evaluates; returns what was measured.
 
         Its seconds end with the last step. At the end it waits for peers that are still joining. The daemons go on
@@ -264,10 +264,10 @@ class Demo:
             trained = self.totals.trained_tokens()
             loss = self._evaluate()
             self._await_joining_peers()
-        return Measured(Invite.parse(self.swarm.invite).run, began_unix, total_seconds, trained, loss)
+        return DemoMeasurements(Invite.parse(self.swarm.invite).run, began_unix, total_seconds, trained, loss)
 
     def stop(self) -> None:
-        """Ends every daemon, kills those that do not leave in time, and reads the rest of the journals."""
+        """Ends every daemon, kills and names those that do not leave in time, and reads the rest of the journals."""
         self.is_stopping = True
         stubborn = [name for name, code in self.swarm.stop().items() if code is None]
         self._read_journals()
@@ -284,7 +284,7 @@ class Demo:
         next_kill = time.monotonic() + (kill_every or 0.0)
         while self.totals.step < self.plan.steps:
             self._watch_once()
-            self._refuse_stall()
+            self._raise_if_stalled()
             if kill_every and time.monotonic() >= next_kill and self._kill_a_peer():
                 next_kill = time.monotonic() + kill_every
             time.sleep(POLL_S)
@@ -326,7 +326,7 @@ class Demo:
             for fields in daemon.new_events():
                 self.totals.add(index, fields)
 
-    def _refuse_stall(self) -> None:
+    def _raise_if_stalled(self) -> None:
         """Raises Failure if for STALL_S no microbatch was completed, no step was taken and no peer joined."""
         achieved = self.totals.progress(self.plan.peers)
         if achieved != self._achieved:

@@ -156,7 +156,7 @@ class DemoTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DemoMeasurements:
     """What the demo has measured itself, not read from journals: times, tokens trained, held-out loss. Immutable."""
 
     run_id: str
@@ -166,7 +166,7 @@ class Measured:
     heldout_loss: float | None
 
 
-def result_of(plan: DemoPlan, totals: DemoTotals, measured: Measured) -> dict[str, Any]:
+def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) -> dict[str, Any]:
     """Returns the fields of the JSON object that `swarm demo --json` prints, but for `sample`."""
     tokens, seconds = measured.trained
     losses, peers, first_unix = totals.losses, sorted(totals.peers.items()), totals.first_completed_unix
@@ -269,7 +269,7 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def tuning_lines(result: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of summary_of about the tuning of a base model."""
+    """Returns the lines of summary_of about the tuning of a base model: metrics, and for samples how many were seen."""
     metrics = [f"{name} {value:.3f}" for name, value in result["tuning"].items() if isinstance(value, float)]
     lines = [f"tuning        {'  '.join([result['objective'], *metrics])}"]
     lines[0] += f"; {result['trainable_parameters']:,} parameters are trained"

@@ -12,7 +12,7 @@ from typing import Any
 
 from agora.cli import console
 from agora.node import paths
-from agora.node.machine_checks import Check, State, judge, worst
+from agora.node.machine_checks import Check, State, judge_machine, worst
 from agora.node.readings import take_readings
 from agora.terminal_text import printable
 
@@ -26,7 +26,7 @@ def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_j
 
     flags: those of `agora-node doctor` that were given, by name.
     """
-    checks = judge(take_readings(home, flags, run))
+    checks = judge_machine(take_readings(home, flags, run))
     state = worst(checks)
     if as_json:
         console.print_json({"schema": 1, "ok": state != "fail", "checks": [asdict(check) for check in checks]})

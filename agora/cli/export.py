@@ -27,7 +27,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.cli import console
 from agora.cli.console import USAGE, Failure, ProgressDisplay, print_line
-from agora.cli.stage_sources import Sources, base_model_folder, collect_stages, find_run, steps_by_stage
+from agora.cli.stage_sources import StageSources, base_model_folder, collect_stages, find_run, steps_by_stage
 from agora.data.exported_tokenizer import pretrained_tokenizer_files
 from agora.data.model_tokenizer import open_training_tokenizer
 from agora.data.tokenizer import tokenizer_files
@@ -166,7 +166,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def _export(sources: Sources, target: ExportTarget) -> tuple[dict[str, FileDigest], int]:
+def _export(sources: StageSources, target: ExportTarget) -> tuple[dict[str, FileDigest], int]:
     """Checks all weights, then writes the folder with the export's files and a list of them.
 
     Returns the files' digests by name, and the number of parameters.
@@ -222,7 +222,7 @@ def exported_tensors(manifest: Manifest, family: Family) -> dict[int, list[Expor
     return {stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed) for stage in stages}
 
 
-def _other_files(sources: Sources, family: Family, parameters: int, target: ExportTarget) -> dict[str, bytes]:
+def _other_files(sources: StageSources, family: Family, parameters: int, target: ExportTarget) -> dict[str, bytes]:
     """Returns the contents of all files other than weights, by name: tokenizer, configs, model card, manifest."""
     manifest, described, dtype = sources.signed.manifest, family.describe(), DTYPES[target.dtype]
     tokenizer = manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
@@ -266,7 +266,7 @@ def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
     return {name: float(value) for name, value in reported.items() if isinstance(value, (int, float))}
 
 
-def _summary(sources: Sources, target: ExportTarget) -> dict[str, Any]:
+def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
     """Returns the fields that export.json and --json have in common: run, kind, source, weights, dtype, steps."""
     return {
         "schema": 1,

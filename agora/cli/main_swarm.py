@@ -250,7 +250,7 @@ def sample(
     """
     from agora.cli import sample_command as command
 
-    sampling = command.Sampling(tokens, temperature, seed)
+    sampling = command.SamplingOptions(tokens, temperature, seed)
     places = directories or ()
     raise typer.Exit(
         command.run(run, prompt, places, sampling=sampling, average=average, base_model=base_model, as_json=as_json)
@@ -368,7 +368,10 @@ def plan(
 
 
 def _find_base_model(named: Path | None) -> Path | None:
-    """Returns the folder that --base-model names, None without it; fetches a model of the Hub if it is not here."""
+    """Returns the folder that --base-model names, None without it.
+
+    Fetches a model of the Hub if it is not here, and prints where it is.
+    """
     if named is None:
         return None
     from agora.node.base_model_place import base_model_place

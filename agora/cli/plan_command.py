@@ -19,7 +19,7 @@ from agora_protocol.manifest import Manifest
 from agora.cli import console
 from agora.cli.stage_sources import find_run
 from agora.node import paths, runs
-from agora.plan.advice import Gain, explain_bottleneck, gain_of_one_more
+from agora.plan.advice import MachineGain, explain_bottleneck, gain_of_one_more
 from agora.plan.assignment import Assignment, Plan
 from agora.plan.cost import ALL_ACTIVATIONS, RunCost
 from agora.plan.cost_of_run import run_cost
@@ -54,7 +54,7 @@ class PlannedRun:
     name: str
     cost: RunCost
     plan: Plan
-    gains: tuple[Gain, ...]
+    gains: tuple[MachineGain, ...]
 
 
 def run(question: PlanQuestion, *, as_json: bool) -> int:
@@ -67,7 +67,7 @@ def run(question: PlanQuestion, *, as_json: bool) -> int:
     manifest = find_manifest(question.run)
     planned = plan_run(manifest, peers, question.added)
     if question.picture is not None:
-        _write(question.picture, picture_svg(planned.cost, planned.plan, f"{planned.name}: {_speed(planned)}"))
+        _write_picture(question.picture, picture_svg(planned.cost, planned.plan, f"{planned.name}: {_speed(planned)}"))
     if as_json:
         console.print_json(plan_fields(planned))
     else:
@@ -155,7 +155,10 @@ def plan_fields(planned: PlannedRun) -> dict[str, Any]:
 
 
 def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
-    """Returns the fields of one machine in the JSON object."""
+    """Returns one machine's entry in the JSON object: name, span, share of the work, speed and what limits it.
+
+    Span, limit and activations are None for an idle machine.
+    """
     span = assignment.span
     return {
         "name": assignment.machine.name,
@@ -181,8 +184,8 @@ def _speed(planned: PlannedRun) -> str:
     return f"{planned.plan.rate * planned.cost.tokens:,.0f} tokens/s expected"
 
 
-def _gain(cost: RunCost, gain: Gain) -> str:
-    """Returns in words what one more machine adds."""
+def _gain(cost: RunCost, gain: MachineGain) -> str:
+    """Returns in words what one more machine adds; below 0.05 % that it would stand by."""
     if gain.factor < 1.0005:
         return "no faster, it would stand by"
     return f"{gain.rate_with * cost.tokens:,.0f} tokens/s, {100 * (gain.factor - 1):.1f} % more"
@@ -200,7 +203,7 @@ def _read_peers_file(path: Path) -> str:
         raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
 
 
-def _write(path: Path, text: str) -> None:
+def _write_picture(path: Path, text: str) -> None:
     """Writes `text` to the picture's file, replacing an old one. Raises DiskError when it cannot be written."""
     try:
         paths.replace_text(path, text)

@@ -26,7 +26,7 @@ MAX_SEED: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingOptions:
     """How text is sampled: at most `tokens` tokens from softmax(logits / temperature). seed: None for a random one."""
 
     tokens: int = 200
@@ -39,7 +39,7 @@ def run(
     prompt: str,
     directories: Sequence[Path] = (),
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
     average: bool = True,
     base_model: Path | None = None,
     as_json: bool = False,
@@ -74,7 +74,7 @@ def run(
     return console.DONE
 
 
-def _pieces(model: WholeModel, prompt: str, sampling: Sampling, seed: int, taken: list[int]) -> Iterator[str]:
+def _pieces(model: WholeModel, prompt: str, sampling: SamplingOptions, seed: int, taken: list[int]) -> Iterator[str]:
     """Yields the model's continuation of `prompt`, piece by piece, and appends its token ids to `taken`.
 
     An empty prompt begins a document. The text ends after sampling.tokens tokens, or when the model ends the document.

@@ -109,19 +109,19 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     signer = _find_signer(found)
     revocation = Revocation(signer.identity.peer, PeerId(peer), int(time.time()), signer.proof)
     sealed = seal_revocation(revocation, found.signed.run_id, signer.identity)
-    told = _tell_daemons(found, sealed)
-    _store_for_next_start(found, sealed, told)
-    if not told:
-        told = tell_peer(run, found, sealed, signer)
+    receivers = _tell_daemons(found, sealed)
+    _store_for_next_start(found, sealed, receivers)
+    if not receivers:
+        receivers = tell_peer(run, found, sealed, signer)
     if as_json:
-        console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": told})
+        console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": receivers})
     else:
-        console.print_line(f"{peer} is banned from run {found.signed.run_id[:12]}; {', '.join(told)} passes it on")
+        console.print_line(f"{peer} is banned from run {found.signed.run_id[:12]}; {', '.join(receivers)} passes it on")
     return console.DONE
 
 
 def _check_request(request: InviteRequest) -> None:
-    """Raises Failure for flags that are wrong or do not fit together."""
+    """Raises Failure for an unknown role, a malformed peer id, days out of range, and a delegate without a peer."""
     if request.role not in ROLES:
         raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
     if request.peer is not None and not is_peer_id(request.peer):
@@ -188,22 +188,22 @@ def _known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
 
 def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
     """Hands a revocation to this machine's daemons of the run; returns who took it, as "the daemon in DIR"."""
-    told = []
+    receivers = []
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             control_client.ask(Path(entry.socket), "revoke", revocation=sealed.hex())
-            told.append(f"the daemon in {entry.root}")
-    return told
+            receivers.append(f"the daemon in {entry.root}")
+    return receivers
 
 
-def _store_for_next_start(found: FoundRun, sealed: bytes, told: list[str]) -> None:
+def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) -> None:
     """Writes a revocation into the run's data directories whose daemons did not take it, for their next start.
 
-    told: what `_tell_daemons` has returned.
+    receivers: what `_tell_daemons` has returned.
     """
     run = found.signed.run_id
     for home in found.homes:
-        if home.manifest(run).is_file() and f"the daemon in {home.root}" not in told:
+        if home.manifest(run).is_file() and f"the daemon in {home.root}" not in receivers:
             admission_files.write_revocations(home, run, [*admission_files.read_revocations(home, run), sealed])
 
 

@@ -26,7 +26,7 @@ COLLECT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class StageSources:
     """What an export or a sample reads: a weights file for every stage, and the signed manifest. Immutable."""
 
     signed: SignedManifest
@@ -50,7 +50,7 @@ class FoundRun:
     base: Path  # base directory for the manifest's relative paths
 
 
-def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> Sources:
+def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> StageSources:
     """Returns the weights of every stage of a run, as collect_stages(find_run(...)); see these for the arguments."""
     return collect_stages(find_run(run, directories, ask_daemons=ask_daemons), average=average)
 
@@ -71,7 +71,7 @@ def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True)
     return FoundRun(_find_signed_manifest(reference, homes, daemons), tuple(homes), daemons, reference.base)
 
 
-def collect_stages(found: FoundRun, *, average: bool) -> Sources:
+def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
     """Returns the weights of every stage: collected by a daemon of the run or, without one, the newest checkpoints.
 
     average: whether to take the moving averages of the weights, if the run keeps them. Raises Failure with exit code 4
@@ -86,10 +86,10 @@ def collect_stages(found: FoundRun, *, average: bool) -> Sources:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
             print_line(f"{reasons[-1]}; looking for checkpoints")
             continue
-        return Sources(signed, "daemon", average, files, found.base, entry)
+        return StageSources(signed, "daemon", average, files, found.base, entry)
     reasons = reasons or ["no daemon of this run answers on this machine"]
     files = _newest_checkpoints(signed, found.homes, reasons, average)
-    return Sources(signed, "checkpoints", average, files, found.base)
+    return StageSources(signed, "checkpoints", average, files, found.base)
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
@@ -176,7 +176,7 @@ def _newest_checkpoints(
     return tuple(files[stage] for stage in range(count))
 
 
-def steps_by_stage(sources: Sources) -> list[dict[str, int]]:
+def steps_by_stage(sources: StageSources) -> list[dict[str, int]]:
     """Returns for each stage {"stage": its number, "step": that of its weights}, as --json shows them."""
     return [{"stage": file.stage, "step": file.step} for file in sources.files]
 

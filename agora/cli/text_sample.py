@@ -19,7 +19,7 @@ from agora_protocol.errors import AgoraError
 
 from agora.cli.console import Failure, print_line
 from agora.cli.export import exported_tensors
-from agora.cli.stage_sources import Sources, find_stages
+from agora.cli.stage_sources import StageSources, find_stages
 from agora.data.tokenizer import Tokenizer, open_tokenizer
 from agora.state.merged_model import open_stages
 
@@ -57,7 +57,7 @@ class WholeModel(NamedTuple):
     context: int
 
 
-def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
+def load_model(sources: StageSources, base_model: Path | None = None) -> WholeModel:
     """Returns the run's model as one stage over all layers, with its tokenizer; sets torch to one thread.
 
     base_model: the folder of the base model, which runs that train LoRA need: `sources` has only their LoRA matrices.
@@ -84,7 +84,7 @@ def load_model(sources: Sources, base_model: Path | None = None) -> WholeModel:
     return WholeModel(stage, tokenizer, manifest.model.context)
 
 
-def sample_lines(sources: Sources, seed: int, base_model: Path | None = None) -> list[str]:
+def sample_lines(sources: StageSources, seed: int, base_model: Path | None = None) -> list[str]:
     """Returns up to LINES lines, none blank, that the model writes at the beginning of a document.
 
     Lines are cut to LINE_CHARACTERS. At most MAX_TOKENS tokens are sampled, which may hold fewer lines. The same

@@ -66,7 +66,7 @@ class TuningTotals:
         return {**last, "first": first, "eval": evaluated}
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of a demo's result about tuning."""
+        """Returns the fields of a demo's result about tuning: objective, trained parameters, samples, metrics."""
         return {
             "objective": self.objective,
             "trainable_parameters": self.trainable_parameters,

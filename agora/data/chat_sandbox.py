@@ -35,7 +35,7 @@ class GenerationBlocks(Extension):
         """Parses a block and returns the node that calls _marked with the block's content when it is rendered."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_marked", [nodes.ContextReference()])
+        call = self.call_method("_mark_block", [nodes.ContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def _mark_block(self, context: Context, caller: Callable[[], str]) -> str:

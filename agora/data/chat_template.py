@@ -125,15 +125,15 @@ class ChatTemplate:
         Raises DataError when the template refuses the conversation, or writes earlier messages in another way when the
         answer or later messages follow.
         """
-        before = self._render(conversation, index, where)
+        text_before = self._render(conversation, index, where)
         through = self._render(conversation, index + 1, where)
-        if not through.startswith(before):
+        if not through.startswith(text_before):
             reason, other_remedy = "it asks for an answer in another way than it writes one", ""
         elif not text.startswith(through):
             reason = "it writes earlier messages in another way when later ones follow"
             other_remedy = ", or write a record for each answer, with lists of messages as prompt and completion"
         else:
-            return len(before), len(through)
+            return len(text_before), len(through)
         raise DataError(
             f"{where}, message {index + 1}: {self._name} cannot be masked, because {reason}; put {{% generation %}} "
             f"blocks around the template's answers{other_remedy}."

@@ -53,14 +53,14 @@ TRAIN_KEYS: Final = ("train", "weight")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message. is_learnt: False if the record excludes it from training ("train": false or "weight": 0).
+    """One message. is_trainable: False if the record excludes it from training ("train": false or "weight": 0).
 
     extra: the message's other fields, which only templates read, such as tool_calls.
     """
 
     role: Role
     content: str
-    is_learnt: bool = True
+    is_trainable: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +93,7 @@ class Conversation:
     def is_supervised(self, index: int) -> bool:
         """Returns whether message `index` is an answer that the model is trained on."""
         message = self.messages[index]
-        return index >= self.prompt_messages and message.role == "assistant" and message.is_learnt
+        return index >= self.prompt_messages and message.role == "assistant" and message.is_trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +192,9 @@ def _read_message(item: object, where: str) -> ChatMessage:
         content = ""
     else:
         raise DataError(f"{where} has no field 'content' or 'value'; add its text or remove the record.")
-    is_learnt = all(fields.get(key, True) not in (False, 0) for key in TRAIN_KEYS)
+    is_trainable = all(fields.get(key, True) not in (False, 0) for key in TRAIN_KEYS)
     read = {role_key, content_key, *TRAIN_KEYS}
-    return ChatMessage(role, content, is_learnt, {key: value for key, value in fields.items() if key not in read})
+    return ChatMessage(role, content, is_trainable, {key: value for key, value in fields.items() if key not in read})
 
 
 def _content(value: object, where: str) -> str:

@@ -43,9 +43,9 @@ from agora.data.epoch_state import (
     KEPT_TALLIES,
     MAX_STATE_INTS,
     MAX_TALLIES,
+    DifferentRowsError,
     EpochPart,
     EpochState,
-    OtherRows,
     Tally,
     open_epochs,
     read_state,
@@ -176,8 +176,8 @@ class EpochShares:
         """
         self._forget(number)
         epoch, place = divmod(number, self.count)
-        before = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
-        self._tallies[self._session] = Tally(before.microbatches + 1, before.samples + samples)
+        tally = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
+        self._tallies[self._session] = Tally(tally.microbatches + 1, tally.samples + samples)
         if epoch >= self._first:
             self._part(epoch).done.add(place)
             self._close_epochs()
@@ -213,7 +213,7 @@ class EpochShares:
         """
         try:
             state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
-        except OtherRows:
+        except DifferentRowsError:
             raise DataError(
                 f"Peer {origin} trains on other rows than this one; compare samples, tokenizer.json and chat template, "
                 "and give their hashes in the manifest ([data] samples_hash and tokenizer_hash) of the next run."
@@ -238,7 +238,7 @@ class EpochShares:
         """
         try:
             self._learn(read_state(snapshot, self._layout, self._rows_id))
-        except OtherRows as error:
+        except DifferentRowsError as error:
             raise DataError(
                 f"The epoch of the checkpoint cannot be resumed: {error}; give the samples and the tokenizer with "
                 "which the run has begun."
@@ -264,12 +264,12 @@ class EpochShares:
         )
 
     def _count_epoch(self, epoch: int) -> EpochCounts:
-        """Returns the counts of an epoch in progress."""
+        """Returns how many microbatches of an epoch in progress are done, in flight at live origins, and neither."""
         in_flight, done = MicrobatchSet(self._layout), self._part(epoch).done
         in_flight.update(self._part(epoch).opened)
         for name, state in self._others.items():
-            if name in self._live and (told := state.epochs.get(epoch)):
-                in_flight.update(told.opened)
+            if name in self._live and (part := state.epochs.get(epoch)):
+                in_flight.update(part.opened)
         flying = sum((mask & ~done.mask(block)).bit_count() for block, mask in in_flight.masks.items())
         return EpochCounts(epoch, len(done), flying, self.count - len(done) - flying)
 
@@ -287,7 +287,7 @@ class EpochShares:
                 self._part(claim.epoch).claimed.add(claim.number)
 
     def _write(self, most: int | None) -> tuple[int, ...]:
-        """Returns this origin's state for others as at most `most` integers; with None, what a snapshot holds."""
+        """Returns this origin's state as at most `most` integers for others; with None, only what is done."""
         parts = {epoch: part for epoch, part in self._parts.items() if not part.is_empty()}
         tallies = dict(reversed(list(self._tallies.items())))
         if most is None:
@@ -381,7 +381,7 @@ class EpochShares:
 
     def _find_free_in(self, epoch: int, seen: HeldByOthers, own_blocks: bool) -> int | None:
         """Returns the free microbatch of one epoch that is next in this origin's order, None if none is free."""
-        part, (held, workers) = self._part(epoch), seen.held(epoch)
+        part, (held, workers) = self._part(epoch), seen.of_epoch(epoch)
         taken = MicrobatchSet(self._layout)
         for numbers in (part.done, part.opened, held):
             taken.update(numbers)

@@ -91,7 +91,10 @@ def open_epochs(layout: BlockLayout) -> int:
 
 
 def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int | None) -> tuple[int, ...]:
-    """Returns a state as integers, at most `most` of them (the rest is left out, see above); None: without a limit."""
+    """Returns a state as at most `most` integers; None: without a limit.
+
+    What does not fit is left out: the last runs of an epoch, and the epochs after it.
+    """
     room = MAX_INT if most is None else most
     tallies = list(state.tallies.items())[: None if most is None else MAX_TALLIES]
     values = [FORMAT, rows_id, layout.count, state.session, state.version, state.first, len(tallies)]
@@ -120,7 +123,7 @@ def read_state(
     if reader.take() != FORMAT:
         raise ValueError("the state of the epochs has an unknown format")
     if reader.take() != rows_id or reader.take() != layout.count:
-        raise OtherRows("the state of the epochs is of other rows")
+        raise DifferentRowsError("the state of the epochs is of other rows")
     session, version, first = reader.take(), reader.take(), reader.take()
     if first > 2 * MAX_EPOCH:
         raise ValueError(f"epoch {first} is beyond {2 * MAX_EPOCH}")
@@ -142,7 +145,7 @@ def read_state(
     return EpochState(session, version, first, tallies, epochs)
 
 
-class OtherRows(ValueError):
+class DifferentRowsError(ValueError):
     """Raised when a state is about other rows than this origin's."""
 
 

@@ -70,7 +70,10 @@ def _has_template(files: dict[str, bytes]) -> bool:
 
 
 def _read_content(path: Path) -> bytes:
-    """Returns a file's content. Raises DiskError if it cannot be read, DataError unless it is a template or JSON."""
+    """Returns a file's content, checked by its name: a template must be text and not empty, others a JSON object.
+
+    Raises DiskError if it cannot be read, DataError if it is something else.
+    """
     try:
         content = path.read_bytes()
         is_right = bool(content.decode()) if path.name == TEMPLATE_FILE else isinstance(json.loads(content), dict)

@@ -24,7 +24,7 @@ class HeldByOthers:
         self._layout = layout
         self._held: dict[int, tuple[MicrobatchSet, dict[int, int]]] = {}
 
-    def held(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
+    def of_epoch(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
         """Returns the microbatches of an epoch that others have opened or claimed, and block -> how many work in it."""
         if epoch not in self._held:
             held, workers = MicrobatchSet(self._layout), dict[int, int]()

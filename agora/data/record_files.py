@@ -193,14 +193,14 @@ class JsonScanner:
                 # the text read so far may end within the value
                 may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - 16
                 if not (may_go_on and len(self._text) - self._at <= LONGEST_RECORD and self._read_more()):
-                    raise self._malformed(error.pos - self._at, error.msg) from error
+                    raise self._malformed_error(error.pos - self._at, error.msg) from error
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, too many brackets
-                raise self._malformed(0, str(error)[:200]) from error
+                raise self._malformed_error(0, str(error)[:200]) from error
             else:
                 self._advance(end)
                 return value
 
-    def _malformed(self, offset: int, reason: str) -> DataError:
+    def _malformed_error(self, offset: int, reason: str) -> DataError:
         """Returns the error to raise for malformed JSON `offset` characters after this place, with its line."""
         line = self.line + self._text.count("\n", self._at, self._at + offset)
         begins = f" in the record that begins at line {self.line}" if line != self.line else ""

@@ -101,8 +101,8 @@ class SampleRows:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < total:
             raise ValueError(f"a row is not in 0 to {total - 1}")
         chunk = np.searchsorted(self._ends[:, side], rows, side="right")
-        before: NDArray[np.int64] = self._before[chunk, side]
-        return rows + before
+        rows_before: NDArray[np.int64] = self._before[chunk, side]
+        return rows + rows_before
 
     def _gather(self, rows: NDArray[np.int64], side: int) -> MarkedRows:
         """Copies rows [b] out of the mapped file, as ids and marks int32 [2, b, s + 1]. side: see _stored_rows."""
@@ -132,7 +132,10 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
 
 
 def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> None:
-    """Checks the samples' hash, makes their rows and writes them to the cache."""
+    """Checks the samples' hash, makes their rows, and writes rows and summary to the cache.
+
+    Raises DataError if the hash differs, or as open_samples does.
+    """
     data, context, objective = manifest.data, manifest.model.context, manifest.objective.kind
     check_samples(path, data.samples_hash)
     file = open_samples(path, dict(data.columns), objective)

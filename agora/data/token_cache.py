@@ -112,6 +112,7 @@ class CachedTokens:
     def write(self, pieces: Iterable[NDArray[Any]], details: Callable[[], Mapping[str, Any]] = dict) -> None:
         """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises.
 
+        First deletes unfinished files that are older than ABANDONED_S.
         details: called after the last piece; returns JSON values to store in the index.
         """
         for path in self._folder.glob(f"{BUILDING}*"):  # unfinished files of processes that were killed
@@ -141,7 +142,10 @@ def _crc32_of(details: object) -> int:
 
 @contextlib.contextmanager
 def _open_unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
-    """Context manager: yields a new file in `folder`; deletes it at the end unless `_publish` has renamed it."""
+    """Context manager: creates `folder` if missing and yields a new file in it.
+
+    Deletes the file at the end unless `_publish` has renamed it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=BUILDING, dir=folder, delete=False) as file:
         try:

@@ -212,9 +212,9 @@ def tokenizer_files(
             config["eos_token"] = tokenizer.end_of_text
             end_of_text = int(tokenizer.separator[0])
     else:
-        content = _json(byte_tokenizer())
+        content = _json_content(byte_tokenizer())
         end_of_text = int(tokenizer.separator[0])
-    return {"tokenizer.json": content, "tokenizer_config.json": _json(config)}, end_of_text
+    return {"tokenizer.json": content, "tokenizer_config.json": _json_content(config)}, end_of_text
 
 
 def byte_tokenizer() -> dict[str, Any]:
@@ -252,6 +252,6 @@ def byte_tokenizer() -> dict[str, Any]:
     }
 
 
-def _json(value: dict[str, Any]) -> bytes:
+def _json_content(value: dict[str, Any]) -> bytes:
     """Returns `value` as the content of a JSON file: indented, in UTF-8, with a newline at the end."""
     return json.dumps(value, indent=2).encode() + b"\n"

@@ -167,7 +167,7 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
     Raises BaseModelError for a missing tensor, a wrong shape, or a dtype that is not in READABLE.
     """
     present = [folder / name for name in files if (folder / name).is_file()]
-    stored = fetched_tensors(folder) | {tensor.name: tensor for path in present for tensor in read_header(path)}
+    stored = read_fetched_tensors(folder) | {tensor.name: tensor for path in present for tensor in read_header(path)}
     absent = [name for name in files if not (folder / name).is_file()]
     located = {}
     for key, tensor in wanted.items():
@@ -188,7 +188,7 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
     return located
 
 
-def fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
+def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Returns by name the tensors that were fetched into a TensorStore's folder; {} for any other folder.
 
     Their values are not read. Raises BaseModelError for a list that is malformed.

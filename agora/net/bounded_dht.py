@@ -229,7 +229,7 @@ class BoundedP2P:
         """Calls another node after HELLO, and returns its reply without what exceeds the bounds or is not valid.
 
         Raises NotAdmitted for one that is no member of the run, ProtocolError for a reply that no honest node sends,
-        TimeoutError when none comes in RPC_S, or hivemind's errors when the call fails.
+        and reports it, TimeoutError when none comes in RPC_S, or hivemind's errors when the call fails.
         """
         raw = await self._call_greeted(peer_id, name, input.SerializeToString())
         response = output_protobuf_type.FromString(raw)

@@ -150,7 +150,7 @@ def _value_bytes(name: str, value: str) -> bytes:
 
 
 def _value_text(name: str, value: bytes) -> str:
-    """Returns the text of one part's value."""
+    """Returns the text of the value that the part `name` of a multiaddr has as bytes."""
     if name in ("ip4", "ip6"):
         return str(ipaddress.ip_address(value))
     if name == "tcp":

@@ -151,7 +151,10 @@ class Connection:
         self._fail(ConnectionBroken(reason))
 
     def _fail(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
-        """Breaks the connection, once. Open calls raise `error`, a waiting `start` `handshake_error` if set."""
+        """Breaks the connection; does nothing if it is broken already. Tells its owner, and stops the peer's calls.
+
+        Open calls raise `error`, a waiting `start` `handshake_error` if that is set.
+        """
         if self.broken is not None:
             return
         self.broken = error

@@ -21,7 +21,7 @@ from agora.net.address_book import AddressBook
 from agora.net.connection import Connection
 from agora.net.host import Host
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
-from agora.net.reaching import Ways, reach_by_any_way, relays_of
+from agora.net.reaching import WaysToReach, reach_by_any_way, relays_of
 from agora.net.streams import FrameStream
 
 DIAL_AGAIN_S: Final = 5.1  # seconds from crossed dials to the next; for 5 s p2pd refuses an address that has failed
@@ -48,7 +48,7 @@ class Dialler:
         self._dial_s = dial_s
         self._connection_to = connection_to
         self._add = add
-        self._ways = Ways()
+        self._ways = WaysToReach()
         self._book = AddressBook()
         self._dials: dict[PeerId, asyncio.Task[Connection]] = {}
         self._awaited: dict[PeerId, asyncio.Event] = {}
@@ -62,7 +62,7 @@ class Dialler:
         """Returns the multiaddrs with /p2p/PEER at which `peer` would be dialled; empty when none are known."""
         return self._book.addresses(peer)
 
-    def reach_by(self, ways: Ways) -> None:
+    def reach_by(self, ways: WaysToReach) -> None:
         """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
         self._ways = ways
 

@@ -54,7 +54,7 @@ class HolePuncher:
         came: asyncio.Future[RawStream] = asyncio.get_running_loop().create_future()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Takes the first connection only, which is p2pd's; the handshake shows whether it is."""
+            """Takes the first connection, which is p2pd's, as the handshake shows, and aborts later ones."""
             stream = RawStream(reader, writer)
             if came.done():
                 stream.abort()

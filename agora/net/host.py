@@ -105,8 +105,8 @@ class Host:
             undo.callback(ports.close)
             if not allow_private:
                 listen = [ports.fix(address) for address in listen]
-            told = announce if allow_private or upnp else _public_addresses(listen, announce)
-            host = cls(await start_p2pd(identity_path, listen, told, sockets.path, upnp), sockets, link, limits)
+            announced = announce if allow_private or upnp else _public_addresses(listen, announce)
+            host = cls(await start_p2pd(identity_path, listen, announced, sockets.path, upnp), sockets, link, limits)
             host._ports = ports
             undo.push_async_callback(host.close)
             if allow_private:

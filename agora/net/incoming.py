@@ -275,7 +275,7 @@ class IncomingCalls:
         return Intake.DROP
 
     def on_request(self, frame: Frame, request: Request) -> None:
-        """Answers a Ping at once, and any other complete request in a task."""
+        """Answers a Ping at once, and any other complete request in a task; takes over the bytes of its payload."""
         held_bytes = self.share.take_arrived()
         if isinstance(request, Ping):
             self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong(self._network.tell_time())))

@@ -34,7 +34,7 @@ from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
 from agora.net.network_errors import ConnectionBroken, DeadlinePassed
-from agora.net.reaching import Ways
+from agora.net.reaching import WaysToReach
 from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
@@ -116,7 +116,7 @@ class Network:
         """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
         self._dialler.learn(peer, addresses)
 
-    def reach_by(self, ways: Ways) -> None:
+    def reach_by(self, ways: WaysToReach) -> None:
         """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
         self._dialler.reach_by(ways)
 

@@ -37,7 +37,7 @@ Raises an AgoraError when that fails.
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class WaysToReach:
     """The ways in which peers may be reached.
 
     may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None to punch no holes.

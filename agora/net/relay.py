@@ -63,8 +63,8 @@ class RelayService:
     async def _answer(self, stream: RawStream) -> None:
         """Serves one hop stream: answers its first message, and carries the circuit that it opens until that ends.
 
-        Returns without an answer when MAX_OPENING streams are being served up to there, and for a first message that
-        is malformed or late.
+        Returns without an answer while MAX_OPENING others have not got theirs yet, and for a first message that is
+        malformed or late.
         """
         if self._opening >= MAX_OPENING:
             return

@@ -128,7 +128,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.is_lost = self._is_deaf = True
         self.ended.set()
         self._queue.drop_bulk()
-        self._end_written()
+        self._on_written_or_gone()
         self._frame = None
         if not self.preamble.done():
             self.preamble.set_exception(ConnectionBroken("the stream ended before it began"))
@@ -371,7 +371,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def _pump(self) -> None:
         """Writes queued frames, small ones first, until the queue is empty or the transport has paused writing."""
         while not self.is_lost and not self._is_paused:
-            self._end_written()
+            self._on_written_or_gone()
             frame = self._queue.pop()
             if frame is None:
                 return
@@ -380,7 +380,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.last_sent = self._loop.time()
             self._transport.writelines(frame.buffers)
 
-    def _end_written(self) -> None:
+    def _on_written_or_gone(self) -> None:
         """Called when the transport has room again, or is gone: calls `on_gone` of the frame that it was given last."""
         written, self._written = self._written, None
         if written is not None:

@@ -47,9 +47,10 @@ class ClockKeeper:
             for peer in peers:
                 self._network.learn(peer, known[peer])
             await self._await_answers(peers)
-            told = await self._network.ask_clocks(ASK_S)
-            self._correct_clock(told)
-            note.text = f"{len(told)} peers told the time, corrected by {self._startup.clock.correction.seconds:.2f} s"
+            boot_unix = await self._network.ask_clocks(ASK_S)
+            self._correct_clock(boot_unix)
+            correction_s = self._startup.clock.correction.seconds
+            note.text = f"{len(boot_unix)} peers told the time, corrected by {correction_s:.2f} s"
 
     async def run(self) -> None:
         """Asks connected peers for the time, soon after the start and then every ASK_AGAIN_S, until cancelled."""
@@ -76,11 +77,11 @@ class ClockKeeper:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def _correct_clock(self, told: Sequence[float]) -> None:
+    def _correct_clock(self, boot_unix: Sequence[float]) -> None:
         """Corrects the clock by what others told, see Network.ask_clocks; tells the owner a new remark on it."""
         clock = self._startup.clock
         former = clock_remark(clock.correction)
-        clock.follow(told)
+        clock.follow(boot_unix)
         remark = clock_remark(clock.correction)
         if remark and remark != former:
             self._startup.report_event(events.OwnerTold(remark))

@@ -118,7 +118,7 @@ async def _ask_every_peer(network: Network, run: RunId, addresses: Sequence[str]
 
 
 async def _refuse_while_joining(_: IncomingCall) -> Reply:
-    """Refuses all requests from other peers before this one has the manifest."""
+    """Answers other peers' requests before this one has the manifest: raises LocalError, which refuses them."""
     raise LocalError("this peer is still joining")
 
 

@@ -29,7 +29,7 @@ from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.epoch_gossip import EpochGossip
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import MicrobatchSource
-from agora.pipeline.opening import StepState, Surroundings
+from agora.pipeline.opening import OpeningInputs, StepState
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.plan.cost_of_run import usual_in_flight
 from agora.state.collector import StageCollector
@@ -119,7 +119,7 @@ class LoadedSpan:
         )
         return Origin(config, self.hop, source, startup.report_event, self._look_around)
 
-    def _look_around(self) -> Surroundings:
+    def _look_around(self) -> OpeningInputs:
         """Returns what the origin decides by: whether every stage has enough replicas, the path's time, and its limits.
 
         While this peer is not in its own view, it counts as the only origin.
@@ -134,12 +134,12 @@ class LoadedSpan:
         whole = math.ceil(manifest.optimizer.target_tokens / each)
         if not self._is_synchronous:
             if (lacking := self.replicas.tokens_before_mean(0)) is not None:
-                before = math.ceil(lacking / each)
-                return Surroundings(ready, None, path_s, before_mean=before)
+                before_mean = math.ceil(lacking / each)
+                return OpeningInputs(ready, None, path_s, before_mean=before_mean)
             most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)
-            return Surroundings(ready, None, path_s, most)
+            return OpeningInputs(ready, None, path_s, most)
         lacking = math.ceil(self.replicas.missing_tokens(0) / each)
-        return Surroundings(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
+        return OpeningInputs(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
 
     def _tokens_per_microbatch(self) -> float:
         """Returns how many tokens of a microbatch count, on average: of samples, only the supervised ones."""

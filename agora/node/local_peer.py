@@ -28,7 +28,7 @@ from agora.net.host import Host
 from agora.net.incoming import NetLimits
 from agora.net.network import Network
 from agora.net.own_addresses import is_circuit, public_only
-from agora.net.reaching import Ways
+from agora.net.reaching import WaysToReach
 from agora.net.relay import RelayService
 from agora.net.uplink import SAMPLE_S, UplinkMeter
 from agora.node import doctor, runs
@@ -100,7 +100,7 @@ class LocalPeer:
         self.reachability = ReachabilityKeeper(
             host, self.network, self.membership, settings.allow_private, settings.upnp, settings.relay_peers
         )
-        self.network.reach_by(Ways(self.reachability.may_dial, self.reachability.punch_hole))
+        self.network.reach_by(WaysToReach(self.reachability.may_dial, self.reachability.punch_hole))
         admission.gate.addresses = lambda: self.reachability.announcement().addresses
         self._relay = RelayService(host, settings.relay_peers, self._is_member, settings.relay_mbit * 125e3)
         self.router = self._make_router()

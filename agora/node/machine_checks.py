@@ -100,7 +100,7 @@ class Readings:
     unit_state: str = ""
 
 
-def judge(readings: Readings) -> list[Check]:
+def judge_machine(readings: Readings) -> list[Check]:
     """Returns all checks, in the order in which a start would meet them."""
     checks = [check for judge_one in _MACHINE for check in judge_one(readings)]
     if readings.run:
@@ -170,7 +170,7 @@ def _memory(readings: Readings) -> list[Check]:
 
 
 def _disk(readings: Readings) -> list[Check]:
-    """Judges the data directory and the directory of sockets."""
+    """Judges the data directory, by space and permissions, and, if it is wrong, the directory of sockets."""
     limit = f"{MIN_FREE_BYTES / MIB:,.0f} MiB"
     checks = [Check("disk", "pass", f"{readings.disk_free / MIB:,.0f} MiB free", limit)]
     if readings.disk_problem:
@@ -199,7 +199,7 @@ def _open_files(readings: Readings) -> list[Check]:
 
 
 def _clock(readings: Readings) -> list[Check]:
-    """Judges the clock by the swarm's; it passes where no peer has told the time."""
+    """Judges the clock: fails beyond MAX_CLOCK_OFFSET_S from the swarm's; passes if no peer has told the time."""
     offset = readings.clock_offset_s
     if offset is not None:
         value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'before'} the swarm"
@@ -253,7 +253,10 @@ def _reachable(readings: Readings) -> list[Check]:
 
 
 def _service(readings: Readings) -> list[Check]:
-    """Judges the systemd unit, where there is one, and the daemon in the data directory, where one runs."""
+    """Judges the systemd unit, where there is one, and the daemon in the data directory, where one runs.
+
+    Fails if the unit has failed or the daemon does not answer; warns if it rests or sees no other peer.
+    """
     checks = []
     if readings.unit_state in ("failed", "auto-restart"):
         remedy = "read `journalctl -u agora-node -n 50`, then start it with `systemctl restart agora-node`"
@@ -282,7 +285,7 @@ def _run(readings: Readings) -> list[Check]:
 
 
 def _names(readings: Readings) -> list[Check]:
-    """Judges whether the host names in the run's addresses can be resolved."""
+    """Judges whether the host names in the run's addresses can be resolved; [] if they have none."""
     lost = [name for name, is_resolved in readings.names if not is_resolved]
     if lost:
         remedy = "look at /etc/resolv.conf and the network's name server"

@@ -79,7 +79,7 @@ class Seats(Protocol):
         """How many microbatches are in work."""
 
     def give_up_a_seat(self, reason: str) -> None:
-        """Lowers by one how many microbatches may be in work at once. reason: for the log."""
+        """Lowers how many microbatches may be in work at once to one fewer than now. reason: for the log."""
 
 
 class MemoryGuard:
@@ -104,9 +104,8 @@ class MemoryGuard:
     def look(self, used: int) -> None:
         """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.
 
-        Near the limit it refuses new work and tells the owner; with each reaction it returns freed memory to the system
-        and gives up a seat.
-        Raises OutOfMemory when the daemon must leave.
+        Near the limit it refuses new work and tells the owner, once; with each reaction it returns freed memory to the
+        system and gives up a seat. Raises OutOfMemory when the daemon must leave.
         """
         former = self._state
         self._state, reaction = judge_memory(former, used, self._limit, self._seats.taken)

@@ -92,7 +92,7 @@ class Home:
         return self.runs / run / "checkpoints"
 
     @property
-    def name(self) -> str:
+    def socket_stem(self) -> str:
         """A hash of this directory's path, for the names of its socket and registry file; the same at every start."""
         return hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:16]
 
@@ -156,7 +156,7 @@ class DaemonEntry:
 
 def socket_of(home: Home) -> Path:
     """Returns the path of the control socket of the daemon that uses this data directory."""
-    return runtime_directory() / f"{home.name}.sock"
+    return runtime_directory() / f"{home.socket_stem}.sock"
 
 
 def register(entry: DaemonEntry) -> None:

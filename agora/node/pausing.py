@@ -36,7 +36,7 @@ class OwnersPause:
 
     @property
     def reason(self) -> str:
-        """Completes "this daemon is ..." while it rests; "" when it works."""
+        """Why the daemon rests, to complete "this daemon is ..."; "" while it is to work."""
         if self._is_paused:
             return BY_OWNER
         minute = self._minute()

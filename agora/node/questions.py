@@ -151,7 +151,7 @@ class ControlAnswers:
         return {"in_flight": origin.open_count}
 
     async def refill(self) -> Answer:
-        """Lets this origin open microbatches again after `drain`."""
+        """Lets this origin, if there is one, open microbatches again after `drain`; returns how many are open now."""
         origin = self._node.serving_span().origin
         if origin is not None:
             origin.resume()

@@ -352,10 +352,10 @@ def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
         status = light.fetch_status(addresses, RunId(run), STATUS_S)
     except AgoraError as error:
         return {"answer_problem": str(error)}
-    theirs = status.get("unix")
-    if not isinstance(theirs, int | float):
+    their_unix = status.get("unix")
+    if not isinstance(their_unix, int | float):
         return {}
-    earliest, latest = asked_unix - theirs, time.time() - theirs
+    earliest, latest = asked_unix - their_unix, time.time() - their_unix
     # Their clock was read at some moment between question and answer, so an offset within that time is unknown.
     return {"clock_offset_s": -earliest if earliest > 0 else -latest if latest < 0 else 0.0}
 

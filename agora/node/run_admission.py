@@ -57,7 +57,7 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionB
     return book
 
 
-class Forgetful(Protocol):
+class PeerDataHolder(Protocol):
     """Protocol: something that keeps data of peers, and drops those that are banned or expired."""
 
     def forget_refused(self) -> None:
@@ -94,14 +94,14 @@ class RunAdmission:
             why_not=lambda peer: self.book.why_not_to_call(peer, self._unix()),
         )
         self._network: Network | None = None
-        self._forgetful: tuple[Forgetful, ...] = ()
+        self._data_holders: tuple[PeerDataHolder, ...] = ()
 
-    def attach(self, network: Network, *forgetful: Forgetful) -> None:
-        """From now on, sends revocations over `network`, and has each of `forgetful` drop peers that are banned.
+    def attach(self, network: Network, *data_holders: PeerDataHolder) -> None:
+        """From now on, sends revocations over `network`, and has each of `data_holders` drop peers that are banned.
 
         Peers whose tickets have expired are dropped in the same way.
         """
-        self._network, self._forgetful = network, forgetful
+        self._network, self._data_holders = network, data_holders
         network.on_met.append(self._send_revocations)
 
     # --- who takes part (a DhtGuard)
@@ -173,7 +173,7 @@ class RunAdmission:
         """Ends connections with peers that take part no more, and has everything forget them."""
         if self._network is not None:
             self._network.end_refused()
-        for each in self._forgetful:
+        for each in self._data_holders:
             each.forget_refused()
 
     def _write_revocations(self) -> None:

@@ -179,7 +179,7 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
     A full id that was not joined gives a reference with only the id. Raises InputError for no run or several.
     """
     roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.daemons())])
-    joined = {reference.run: reference for root in roots for reference in _joined(paths.Home(root))}
+    joined = {reference.run: reference for root in roots for reference in _find_joined(paths.Home(root))}
     matching = [r for r in joined.values() if text in (r.name, r.run) or (len(text) >= 6 and r.run.startswith(text))]
     if len(matching) == 1:
         return matching[0]
@@ -193,7 +193,7 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
     raise InputError(f"{text!r} is no file, no invite and no run that this machine has joined; {hint}")
 
 
-def _joined(home: paths.Home) -> Iterator[RunReference]:
+def _find_joined(home: paths.Home) -> Iterator[RunReference]:
     """Yields the runs whose signed manifests can be read in a data directory; no `file`, as if from the network."""
     for path in sorted(home.runs.glob("*/run.toml")):
         with suppress(DiskError, ManifestError):

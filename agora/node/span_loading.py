@@ -140,8 +140,8 @@ async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Ma
     async def ask(peer: PeerId) -> int:
         """Returns the peer's own step. Raises AgoraError when it does not answer with it."""
         reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
-        told = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
-        steps = [entry[1] for entry in told if entry[0] == peer]
+        replicas = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
+        steps = [entry[1] for entry in replicas if entry[0] == peer]
         if not steps:
             raise ProtocolError("bad-message", f"{peer} was asked for its step, and did not tell it.")
         return steps[0]

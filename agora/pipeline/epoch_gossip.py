@@ -86,9 +86,9 @@ class EpochGossip:
 
         Starts one task for each call, and does not wait. Origins to which a call is still open are left out.
         """
-        before, now = self._shares.last_told, loop_time()
+        last_state, now = self._shares.last_told, loop_time()
         state = self._shares.state()
-        if state != before or now - self._told_at >= HEARTBEAT_S:
+        if state != last_state or now - self._told_at >= HEARTBEAT_S:
             free = sorted(set(self._others()) - self._calls.keys())
             for peer in self._rng.sample(free, min(TARGETS, len(free))):
                 self._calls[peer] = asyncio.create_task(self._tell(peer, GossipEpochs(state)), name=f"epochs {peer}")

@@ -122,7 +122,7 @@ class StepState:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class OpeningInputs:
     """What an origin sees around it before it decides whether to open a microbatch. Immutable.
 
     ready: whether enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
@@ -169,7 +169,7 @@ class StepQuota:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class OpeningDecision:
     """The decision of next_opening and its reason in words; `quota` is the quota after it. Immutable."""
 
     action: Literal["open", "wait", "stop"]
@@ -181,29 +181,29 @@ def next_opening(
     now: float,
     quota: StepQuota,
     credit: Credit,
-    seen: Surroundings,
+    seen: OpeningInputs,
     open_count: int,
     *,
     leaving: bool = False,
     paused: bool = False,
-) -> Opening:
+) -> OpeningDecision:
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or (when leaving) stops.
 
     It waits, for the first of these reasons that holds: too few replicas serve the run; it is paused; its quota of a
     synchronous step is opened; as many are open as may be before a mean; as many are open as its credit allows.
     """
     if leaving:
-        return Opening("stop", "this peer is leaving", quota)
+        return OpeningDecision("stop", "this peer is leaving", quota)
     if not seen.ready:
-        return Opening("wait", "too few replicas serve the run", quota)
+        return OpeningDecision("wait", "too few replicas serve the run", quota)
     if paused:
-        return Opening("wait", "paused by its owner", quota)
+        return OpeningDecision("wait", "paused by its owner", quota)
     if seen.step is not None and not quota.left and not open_count:
         quota = quota.next_quota(now, seen.step)
     if seen.step is not None and not quota.left:
-        return Opening("wait", f"this origin's quota of step {quota.step} is opened", quota)
+        return OpeningDecision("wait", f"this origin's quota of step {quota.step} is opened", quota)
     if seen.before_mean is not None and open_count >= seen.before_mean:
-        return Opening("wait", "its share of a step is opened, and the mean gradient awaited", quota)
+        return OpeningDecision("wait", "its share of a step is opened, and the mean gradient awaited", quota)
     if open_count >= credit.limit:
-        return Opening("wait", f"{open_count} microbatches are open; credit {credit.reason}", quota)
-    return Opening("open", credit.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))
+        return OpeningDecision("wait", f"{open_count} microbatches are open; credit {credit.reason}", quota)
+    return OpeningDecision("open", credit.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

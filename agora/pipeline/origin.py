@@ -26,7 +26,7 @@ from agora.pipeline import opening
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import HopAnswer, MicrobatchSource, NewMicrobatch
-from agora.pipeline.opening import Credit, Opening, Pace, StepQuota, Surroundings
+from agora.pipeline.opening import Credit, OpeningDecision, OpeningInputs, Pace, StepQuota
 from agora.pipeline.reference_cache import ReferenceCache
 
 MIN_PATIENCE_S = 20.0
@@ -95,7 +95,7 @@ class Origin:
         hop: Hop,
         source: MicrobatchSource,
         report: events.Report,
-        look: Callable[[], Surroundings] = Surroundings,
+        look: Callable[[], OpeningInputs] = OpeningInputs,
         *,
         session: bytes | None = None,
     ) -> None:
@@ -225,7 +225,7 @@ class Origin:
             until = None if is_told else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)
 
-    def _decide(self, seen: Surroundings) -> Opening:
+    def _decide(self, seen: OpeningInputs) -> OpeningDecision:
         """Decides by opening.next_opening whether to open a microbatch now, and records credit and quota."""
         ceiling, is_synchronous = self._config.ceiling, seen.step is not None
         credit = Credit(ceiling, f"{ceiling} seats") if is_synchronous else self._measured_credit(seen)
@@ -240,7 +240,7 @@ class Origin:
         self._quota = decision.quota
         return decision
 
-    def _measured_credit(self, seen: Surroundings) -> Credit:
+    def _measured_credit(self, seen: OpeningInputs) -> Credit:
         """Returns a credit of the manifest's max_in_flight, or, if that is 0, the measured credit.
 
         Both are at most the config's ceiling; the measured one also keeps to the staleness that the manifest allows.

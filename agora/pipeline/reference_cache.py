@@ -40,12 +40,12 @@ class ReferenceCache:
 
         A row that was known keeps its first value, which is returned, so that every epoch compares with the same value.
         """
-        told = []
+        kept = []
         for key, value in zip(_row_keys(tokens), log_probabilities, strict=True):
             if key not in self._values and len(self._values) < self._max_rows:
                 self._values[key] = value
-            told.append(self._values.get(key, value))
-        return tuple(told)
+            kept.append(self._values.get(key, value))
+        return tuple(kept)
 
 
 def _row_keys(tokens: WireTensor) -> list[bytes]:

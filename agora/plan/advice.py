@@ -25,7 +25,7 @@ REMEDIES: Final[Mapping[Limit, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class MachineGain:
     """What one more machine adds: microbatches per second of the whole swarm without it and with it. Immutable."""
 
     machine: Machine
@@ -52,8 +52,8 @@ def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
     )
 
 
-def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> Gain:
+def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> MachineGain:
     """Returns what `machine` would add if it joined the machines of `plan`, all of them placed anew; never a loss."""
     machines = [found.machine for found in plan.assignments]
     with_it = make_plan(cost, [*machines, machine], rng, start=plan)
-    return Gain(machine, plan.rate, max(plan.rate, with_it.rate))
+    return MachineGain(machine, plan.rate, max(plan.rate, with_it.rate))

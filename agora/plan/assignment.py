@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from agora_protocol.ids import Span
 
-from agora.plan.cost import Limit, Rate
+from agora.plan.cost import Limit, SpanRate
 from agora.plan.machine import Machine
 
 
@@ -23,7 +23,7 @@ class Assignment:
 
     machine: Machine
     span: Span | None
-    rate: Rate
+    rate: SpanRate
     share: float = 0.0
 
 

@@ -38,10 +38,10 @@ def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
     kinds = Counter(replace(machine, flops=1.0) for machine in linked)
     speeds = {kind: sum(machine.flops for machine in linked if replace(machine, flops=1.0) == kind) for kind in kinds}
     rates = span_rates(cost, list(kinds)) * np.array([speeds[kind] for kind in kinds])[:, None, None]
-    return _lowest_bound(rates, np.array([stage.forward_flops + stage.backward_flops for stage in cost.stages]))
+    return _tightest_bound(rates, np.array([stage.forward_flops + stage.backward_flops for stage in cost.stages]))
 
 
-def _lowest_bound(rates: NDArray[np.float64], first_prices: NDArray[np.float64]) -> float:
+def _tightest_bound(rates: NDArray[np.float64], first_prices: NDArray[np.float64]) -> float:
     """Returns the least bound of a number of choices of prices, in proportion to `first_prices` at first.
 
     rates: as `span_rates` returns them.

@@ -73,7 +73,7 @@ class MemoryNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class SpanRate:
     """How many microbatches per second a machine does at a span, and what bounds it.
 
     activations: how it keeps graphs, see the module's table. in_host: its optimizer state lies in host memory.
@@ -187,7 +187,7 @@ class RunCost:
                 need = MemoryNeed(need.device + reserve, need.host)
                 yield TrainingMode(activations, in_host, self.flops(span, activations), need)
 
-    def rate(self, machine: Machine, span: Span) -> Rate:
+    def rate(self, machine: Machine, span: Span) -> SpanRate:
         """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download) seconds, 0 where it does not fit.
 
         It is that of the first training mode that fits. Assumes that sending, receiving and computing overlap, since
@@ -195,14 +195,14 @@ class RunCost:
         """
         mode = next((mode for mode in self.training_modes(span) if mode.need.fits(machine)), None)
         if mode is None:
-            return Rate(0.0, "memory")
+            return SpanRate(0.0, "memory")
         seconds: dict[Limit, float] = {
             "compute": mode.flops / machine.flops,
             "upload": self.upload_bytes(span) / machine.upload,
             "download": self.download_bytes(span) / machine.download,
         }
         limit = max(seconds, key=lambda name: seconds[name])
-        return Rate(1.0 / seconds[limit], limit, mode.activations, mode.in_host)
+        return SpanRate(1.0 / seconds[limit], limit, mode.activations, mode.in_host)
 
     def _has_last_stage(self, span: Span) -> bool:
         """Returns whether the run's last stage is in the span."""

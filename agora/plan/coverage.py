@@ -49,12 +49,12 @@ def fewest_holders(rates: Rates) -> Coverage:
     candidates: dict[tuple[Reach, ...], Coverage] = {(): Coverage()}
     best = Coverage()
     while best.reached < stages and candidates:
-        candidates = _longer(candidates, reaches)
+        candidates = _extend_by_one(candidates, reaches)
         best = max([best, *candidates.values()], key=lambda found: found.reached)
     return best
 
 
-def _longer(
+def _extend_by_one(
     candidates: dict[tuple[Reach, ...], Coverage], reaches: Sequence[Reach]
 ) -> dict[tuple[Reach, ...], Coverage]:
     """Returns candidates of one more machine: for each set of kinds the one that reaches furthest.

@@ -149,7 +149,7 @@ def _label(names: Sequence[str]) -> str:
 
 
 def _truncate_label(label: str) -> str:
-    """Returns a label, cut to LABEL_WIDTH characters."""
+    """Returns a label; a longer one is cut to LABEL_WIDTH characters, the last three of them dots."""
     return label if len(label) <= LABEL_WIDTH else f"{label[: LABEL_WIDTH - 3]}..."
 
 

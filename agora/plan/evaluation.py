@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from agora_protocol.ids import Span
 
 from agora.plan.assignment import Assignment, Bottleneck, Plan
-from agora.plan.cost import Limit, Rate, RunCost
+from agora.plan.cost import Limit, RunCost, SpanRate
 from agora.plan.machine import Machine
 
-IDLE = Rate(0.0, "memory")
+IDLE = SpanRate(0.0, "memory")
 """The rate of a machine without a span."""
 
 
@@ -56,7 +56,7 @@ def integer_shares(rates: Sequence[float], microbatches: int) -> list[int]:
     return shares
 
 
-def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: int) -> list[float]:
+def _shares(spans: Sequence[Span | None], rates: Sequence[SpanRate], stage_count: int) -> list[float]:
     """Returns each machine's share of the microbatches, 0 to 1, so that the shares of each stage's holders add up to 1.
 
     Holders of longer spans come first: each gets its rate divided by the rate of the slowest stage of its span. What
@@ -83,7 +83,7 @@ def _shares(spans: Sequence[Span | None], rates: Sequence[Rate], stage_count: in
     ]
 
 
-def _assignment(machine: Machine, span: Span | None, rate: Rate, share: float) -> Assignment:
+def _assignment(machine: Machine, span: Span | None, rate: SpanRate, share: float) -> Assignment:
     """Returns the machine's assignment: idle without a span or with rate 0."""
     if span is None or rate.microbatches <= 0:
         return Assignment(machine, None, IDLE)

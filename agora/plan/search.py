@@ -115,7 +115,7 @@ def _preference(grouping: Grouping) -> tuple[float, int]:
 def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
     """Returns the best grouping with one more group, of those that split_groups leads to; None if there is none."""
     count = grouping.count + 1
-    most = max(FEWEST_DISTURBANCES, SEARCH_WORK // (10 * _work(rates)))
+    most = max(FEWEST_DISTURBANCES, SEARCH_WORK // (10 * _count_additions(rates)))
     candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), most))
     judged = [(cuts.rate if (cuts := best_cuts(rates, groups, count)) else 0.0) for groups in candidates]
     promising = sorted(range(len(candidates)), key=lambda index: -judged[index])[:PROMISING]
@@ -145,7 +145,7 @@ def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: rand
     A changed grouping that is no worse is changed further. Ends early at the rate `good_enough`.
     """
     best = current = grouping
-    for _ in range(max(FEWEST_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _work(rates)))):
+    for _ in range(max(FEWEST_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _count_additions(rates)))):
         if best.rate >= good_enough:
             break
         restarts = rng.random() < RANDOM_RESTARTS
@@ -157,7 +157,7 @@ def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: rand
     return best
 
 
-def _work(rates: Rates) -> int:
+def _count_additions(rates: Rates) -> int:
     """Returns about how many additions one call of best_cuts takes."""
     machines, begins, ends = rates.shape
     return int(machines * begins * ends)

@@ -89,7 +89,7 @@ class FleetSimulation:
     # --- coming
 
     def add(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a machine that holds nothing yet."""
+        """Adds a machine that holds nothing yet, and returns it."""
         self._numbers += 1
         name = PeerId(f"peer-{self._numbers:06d}")
         peer = SimulatedPeer(name, self._numbers, equipment, SimulatedDevice(self._events), self.stages)

@@ -61,7 +61,7 @@ class HopSimulation:
         self._measurements = measurements
         self._find = find
         self._rng = rng
-        self._deadlines: DeadlineWheel[Call] = DeadlineWheel(events, self._timed_out)
+        self._deadlines: DeadlineWheel[Call] = DeadlineWheel(events, self._on_deadline)
         self.root: RootListener | None = None
 
     # --- a visit begins
@@ -88,7 +88,7 @@ class HopSimulation:
         """Called when a call reaches its callee: sends a kept answer, joins a running visit, refuses, or begins one."""
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
         if peer.presence is Presence.HUNG:
-            self._events.after(SILENCE_S, self._failed, call, MAX_FAILURES)
+            self._events.after(SILENCE_S, self._on_failed, call, MAX_FAILURES)
         if call.ended or not peer.is_up:
             return  # the end of its connection tells the caller
         key = (microbatch.id, stage)
@@ -100,22 +100,22 @@ class HopSimulation:
         visit = peer.visits.get(key)
         if visit is None:
             if peer.has_room and (peer.span is None or stage not in peer.span):
-                self._reply(call, self._failed, call, MAX_FAILURES)
+                self._reply(call, self._on_failed, call, MAX_FAILURES)
                 return
             if (retry_s := self._refusal_s(peer)) is not None:
                 self._measurements.busy += 1
-                self._reply(call, self._busy, call, retry_s)
+                self._reply(call, self._on_busy, call, retry_s)
                 return
             visit = Visit(microbatch, peer, stage, self._events.now + call.attempt.deadline_ms / 1000.0)
             if is_hopeless(visit.deadline - self._events.now, peer.busy_s.value or 0.0):
-                self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
+                self._reply(call, self._on_failed, call, UNAVAILABLE_FAILURES)
                 return
             self._begin(visit)
         else:
             self._measurements.repeats += 1
         visit.callers.append(call)
         call.visit = visit
-        self._reply(call, self._accepted, call, peer.device.queue_length)
+        self._reply(call, self._on_accepted, call, peer.device.queue_length)
 
     def _refusal_s(self, peer: SimulatedPeer) -> float | None:
         """Returns the seconds after which a peer that refuses now may be asked again; None if it has a free seat."""
@@ -135,13 +135,13 @@ class HopSimulation:
         seconds = workload.seconds(visit.entry, visit.last, peer.equipment.speed)
         if visit.last == workload.stages - 1:
             visit.committed = True
-            peer.device.submit(JobOrder.FORWARD, seconds, self._finished, visit)
+            peer.device.submit(JobOrder.FORWARD, seconds, self._on_finished, visit)
         else:
-            peer.device.submit(JobOrder.FORWARD, seconds * workload.forward_share, self._forwarded, visit)
+            peer.device.submit(JobOrder.FORWARD, seconds * workload.forward_share, self._on_forward_done, visit)
 
     # --- on to the next stage
 
-    def _forwarded(self, visit: Visit) -> None:
+    def _on_forward_done(self, visit: Visit) -> None:
         """Called at the end of a visit's forward: routes the boundary to a peer of the next stage."""
         if visit.state == "forward":
             visit.state = "routing"
@@ -202,7 +202,7 @@ class HopSimulation:
         arrival = peer.equipment.link.send(callee.equipment.link, payload, now, self._rng)
         if callee.presence is Presence.GONE:  # nobody listens there any more
             delay_s = peer.equipment.link.round_trip_to(callee.equipment.link)
-            self._events.after(delay_s, self._failed, call, MAX_FAILURES)
+            self._events.after(delay_s, self._on_failed, call, MAX_FAILURES)
             return
         callee.calls_in[call] = None
         self._events.at(arrival, self._arrive, call)
@@ -215,7 +215,7 @@ class HopSimulation:
         delay_s = call.callee.equipment.link.delay_to(call.caller.peer.equipment.link)
         self._events.after(delay_s, then, *args)
 
-    def _accepted(self, call: Call, queue: int) -> None:
+    def _on_accepted(self, call: Call, queue: int) -> None:
         """Called when the caller learns that its call got a seat; counts a message to each peer before the caller."""
         if call.ended or not call.caller.peer.is_up:
             return
@@ -226,13 +226,13 @@ class HopSimulation:
             1 for entry in call.caller.microbatch.path.peers if entry < call.caller.entry
         )
 
-    def _busy(self, call: Call, retry_s: float) -> None:
+    def _on_busy(self, call: Call, retry_s: float) -> None:
         """Called when the caller receives BUSY: routes the visit to another peer."""
         if self._end(call):
             call.caller.peer.table.record_busy(self._events.now, call.attempt, retry_s)
             self._reroute(call)
 
-    def _failed(self, call: Call, max_failures: int) -> None:
+    def _on_failed(self, call: Call, max_failures: int) -> None:
         """Called when the caller learns that a call has failed: routes the visit to another peer."""
         if self._end(call):
             now, attempt = self._events.now, call.attempt
@@ -244,12 +244,12 @@ class HopSimulation:
             self._measurements.rerouted += 1
             self._reroute(call)
 
-    def _timed_out(self, call: Call) -> None:
+    def _on_deadline(self, call: Call) -> None:
         """Called at a call's deadline: the call fails at its caller, and the callee loses that caller."""
         if not call.ended and call.caller.peer.is_up:
             self._measurements.timeouts += 1
             callee_visit = call.visit
-            self._failed(call, MAX_FAILURES)
+            self._on_failed(call, MAX_FAILURES)
             self._forget_caller(callee_visit, call)
 
     def _end(self, call: Call) -> bool:
@@ -268,7 +268,7 @@ class HopSimulation:
         self._route(visit)
         self.route_waiting(visit.peer)
 
-    def _answered(self, call: Call) -> None:
+    def _on_answered(self, call: Call) -> None:
         """Called when the gradient reaches the caller: records the times, queues its backward, and routes what waits.
 
         Does nothing if the caller no longer waits for it.
@@ -288,16 +288,16 @@ class HopSimulation:
         visit.state, visit.committed, visit.queued_at = "backward", True, now
         seconds = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed)
         peer.device.submit(
-            JobOrder.BACKWARD, seconds * (1.0 - self._workload.forward_share), self._backward_done, visit
+            JobOrder.BACKWARD, seconds * (1.0 - self._workload.forward_share), self._on_backward_done, visit
         )
         self.route_waiting(peer)
 
-    def _backward_done(self, visit: Visit) -> None:
+    def _on_backward_done(self, visit: Visit) -> None:
         """Called at the end of a visit's backward: records how long it took, and finishes the visit."""
         visit.peer.backward_s = visit.peer.backward_s.with_sample(self._events.now - visit.queued_at)
-        self._finished(visit)
+        self._on_finished(visit)
 
-    def _finished(self, visit: Visit) -> None:
+    def _on_finished(self, visit: Visit) -> None:
         """Called when a visit's work is done: counts it, keeps its answer and sends it to all that wait for it."""
         if visit.state == "cancelled":
             return
@@ -329,7 +329,7 @@ class HopSimulation:
         self._measurements.messages += 2  # "finished", and the answer
         link, to = visit.peer.equipment.link, call.caller.peer.equipment.link
         arrival = link.send(to, self._workload.gradient_bytes, self._events.now, self._rng)
-        self._events.at(arrival, self._answered, call)
+        self._events.at(arrival, self._on_answered, call)
 
     # --- visits that end without an answer
 
@@ -338,7 +338,7 @@ class HopSimulation:
         callers = list(visit.callers)
         self._cancel(visit)
         for call in callers:
-            self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
+            self._reply(call, self._on_failed, call, UNAVAILABLE_FAILURES)
         if visit.is_root:
             self._root().on_unfinished(visit, 0.0, True)
 
@@ -371,7 +371,7 @@ class HopSimulation:
             callers, was_root = list(visit.callers), visit.is_root
             self._cancel(visit)
             for call in callers:
-                self._reply(call, self._failed, call, UNAVAILABLE_FAILURES)
+                self._reply(call, self._on_failed, call, UNAVAILABLE_FAILURES)
             if was_root:
                 self._root().on_unfinished(visit, 0.0, True)
         peer.waiting.clear()
@@ -380,7 +380,7 @@ class HopSimulation:
         """Ends all calls of a peer that has gone: its callers notice after half a round trip, its callees at once."""
         for call in list(peer.calls_in):
             delay_s = peer.equipment.link.delay_to(call.caller.peer.equipment.link)
-            self._events.after(delay_s, self._failed, call, MAX_FAILURES)
+            self._events.after(delay_s, self._on_failed, call, MAX_FAILURES)
         for visit in list(peer.visits.values()):
             self._cancel(visit)
         peer.waiting.clear()

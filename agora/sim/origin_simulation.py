@@ -12,7 +12,7 @@ from statistics import median
 from agora_protocol.ids import microbatch_id
 
 from agora.pipeline import opening
-from agora.pipeline.opening import Surroundings
+from agora.pipeline.opening import OpeningInputs
 from agora.pipeline.origin import MAX_PATIENCE_S, MAX_RETRY_S, MIN_PATIENCE_S, PATIENCE_FACTOR, RETRY_S
 from agora.sim.event_queue import EventQueue
 from agora.sim.hop_simulation import HopSimulation
@@ -67,7 +67,7 @@ class OriginSimulation:
         state = peer.origin
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
-            seen = Surroundings(
+            seen = OpeningInputs(
                 path_s=median(peer.paths_s) if peer.paths_s else None, staleness_ceiling=self._staleness_ceiling(peer)
             )
             state.credit = self._credit(state, seen)
@@ -79,7 +79,7 @@ class OriginSimulation:
             state.next_number += 1
             self._attempt(SimulatedMicrobatch(identity, peer, now))
 
-    def _credit(self, state: OriginState, seen: Surroundings) -> opening.Credit:
+    def _credit(self, state: OriginState, seen: OpeningInputs) -> opening.Credit:
         """Returns how many microbatches an origin may have in flight, by the same rule as pipeline/origin.py."""
         rules = self._rules
         if rules.max_in_flight:

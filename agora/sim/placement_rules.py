@@ -21,7 +21,7 @@ JUDGED_S = 2.0
 """Seconds for which a cached verdict on a span and machine kind is reused."""
 
 
-class _LeastDraws(random.Random):
+class _ZeroDraws(random.Random):
     """Always draws 0: with it judge_move returns a move if any draw at all could lead to one."""
 
     def random(self) -> float:
@@ -60,7 +60,7 @@ class DaemonPlacement:
         alike = (peer.span, peer.equipment.kind)
         judged_at, may_move = self._may_move.get(alike, (-math.inf, False))
         if now - judged_at > JUDGED_S:
-            may_move = self._place_after_move(view(), peer, _LeastDraws()) is not None
+            may_move = self._place_after_move(view(), peer, _ZeroDraws()) is not None
             self._may_move[alike] = now, may_move
         return self._place_after_move(view(), peer, self._rng) if may_move else None
 

@@ -115,7 +115,7 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
     """
     top = SettingsTable(raw, "the scenario", ScenarioError)
     model = _model(top.table("model"))
-    groups = tuple(_machines(table, model.stages) for table in top.tables("machines"))
+    groups = tuple(_machine_group(table, model.stages) for table in top.tables("machines"))
     scenario = Scenario(
         name=top.text("name", name),
         machines=groups,
@@ -157,7 +157,7 @@ def _model(table: SettingsTable) -> SimulatedModel:
     return model
 
 
-def _machines(table: SettingsTable, stages: int) -> MachineGroup:
+def _machine_group(table: SettingsTable, stages: int) -> MachineGroup:
     """Returns the group of equal machines that one table [[machines]] describes.
 
     Raises ScenarioError for unknown keys, values out of range, and stages beyond the last one.

@@ -167,7 +167,7 @@ class StateKeeper:
                 if own is None:
                     raise
                 decision = rules.choose_start(own.step, {}, rules.LAG_LIMIT)
-                self._report(events.TaskFailed("fetch state", f"{error}; the own checkpoint is used"))
+                self._report(events.TaskFailed("fetch state", f"{error}; this peer's checkpoint is used"))
         if own is not None and decision.action == "load":
             layout = self._stages.layout(stage)
             await self._stages.load_state(await run_in_thread(lambda: read_checkpoint(own, layout)))

@@ -25,7 +25,7 @@ class StartDecision:
 
     | action               | at_least                     | sources                                          |
     |----------------------|------------------------------|--------------------------------------------------|
-    | load                 | step of the own checkpoint   | ()                                               |
+    | load                 | this peer's checkpoint's     | ()                                               |
     | fetch                | the lowest step to accept    | peers to fetch from, the most advanced one first |
     | keep initial weights | 0                            | ()                                               |
     """

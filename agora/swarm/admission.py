@@ -125,23 +125,23 @@ def judge_admission(
     return Admission(READER, math.inf, "everyone may read the status") if policy.public_status else allowed
 
 
-Shown = Admission | NoAdmission
+ProofVerdict = Admission | NoAdmission
 """What `judge_proof` returns about the tickets that a peer shows."""
 
 
-def _admit_everyone(peer: PeerId, policy: AdmissionPolicy, shown: Shown) -> Shown:
+def _admit_everyone(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
     """Mode open: admits everyone as a member."""
     return Admission(MEMBER, math.inf, "the run is open to everyone")
 
 
-def _admit_listed(peer: PeerId, policy: AdmissionPolicy, shown: Shown) -> Shown:
+def _admit_listed(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
     """Mode listed: admits the peers that the manifest lists; tickets have no effect."""
     if peer in policy.listed:
         return Admission(MEMBER, math.inf, "the manifest lists it")
     return NoAdmission(f"the run admits only listed peers, and {peer} is none of them; ask its founder")
 
 
-def _admit_by_ticket(peer: PeerId, policy: AdmissionPolicy, shown: Shown) -> Shown:
+def _admit_by_ticket(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
     """Mode ticket: admits with the role of the tickets, if `judge_proof` has accepted them."""
     if isinstance(shown, Admission):
         return shown
@@ -149,7 +149,7 @@ def _admit_by_ticket(peer: PeerId, policy: AdmissionPolicy, shown: Shown) -> Sho
     return NoAdmission(f"the run admits only who has a ticket: {shown.reason}; {advice}")
 
 
-_ADMITTED_BY_MODE: Final[Mapping[str, Callable[[PeerId, AdmissionPolicy, Shown], Shown]]] = {
+_ADMITTED_BY_MODE: Final[Mapping[str, Callable[[PeerId, AdmissionPolicy, ProofVerdict], ProofVerdict]]] = {
     OPEN: _admit_everyone,
     LISTED: _admit_listed,
     TICKET: _admit_by_ticket,

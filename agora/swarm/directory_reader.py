@@ -139,7 +139,7 @@ class DirectoryReader:
 
     @property
     def linger_s(self) -> float:
-        """Seconds for which a peer of the own stages or the next one stays in the view after a read found it."""
+        """Seconds for which a peer of this peer's stages or the next one stays in the view after a read found it."""
         return self._linger_s(self._plan.close)
 
     def samples(self, span: Span | None) -> dict[int, StageSample]:
@@ -156,7 +156,7 @@ class DirectoryReader:
         return samples
 
     def _split_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
-        """Returns the records in two groups: first of other stages, then of the own stages and the next one.
+        """Returns the records in two groups: first of other stages, then of the reader's stages and the next one.
 
         The latter are read again sooner, so their peers stay in the view for a shorter time.
         """

@@ -7,7 +7,7 @@ number of peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is
 
 | shards | how many | read again after |
 |---|---|---|
-| of the own stages | those of OWN_SHARDS around the own hash; all, up to some 500 replicas | one cycle |
+| of the reader's stages | those of OWN_SHARDS around its hash; all, up to some 500 replicas | one cycle |
 | of the stage after the span | MIN_NEXT_SHARDS to MAX_NEXT_SHARDS at random, exchanged one by one | one cycle |
 | of every other stage | one at random | some cycles |
 
@@ -37,13 +37,13 @@ MIN_NEXT_SHARDS, MAX_NEXT_SHARDS = 4, 16
 CALLERS_PER_SHARD = 4
 """Least peers that should know each shard of the next stage, if MAX_NEXT_SHARDS for each of them are enough."""
 OTHERS_PER_CYCLE = 8
-"""Stages, other than the own ones and the next, of which a shard is read in one cycle."""
+"""Stages, other than the reader's and the next, of which a shard is read in one cycle."""
 MIN_WAIT_OF_OTHERS = 4.0
 """Least cycles after which such a shard is read again."""
 EXCHANGE_S = 1920.0
 """Seconds after which each random shard of the next stage is replaced by another; they take turns."""
 MIX_S = 600.0
-"""Seconds after which other shards of the own stages are read, where not all are: the same for all peers in them."""
+"""Seconds after which other shards of the reader's stages are read, where not all are; the same for all in them."""
 READINGS_S = 300.0
 """A reading no longer counts when it is this many seconds older than the stage's newest one."""
 DEPTH_0_MARGIN = 1.5
@@ -81,8 +81,8 @@ class ReaderIdentity:
 class ReadPlan:
     """The shards to read next. Immutable.
 
-    is_small: whether everything is read each time. close: number of reads after which a shard of the own stages or the
-    next one is read again. other: the same for the other stages.
+    is_small: whether everything is read each time. close: number of reads after which a shard of the reader's stages
+    or the next one is read again. other: the same for the other stages.
     """
 
     shards: tuple[Shard, ...]
@@ -167,7 +167,8 @@ def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[
 def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ReadPlan:
     """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
 
-    Shuffles with `rng`, so that shards that are equally overdue are read in random order.
+    In a run of up to SMALL_RUN peers these are all shards. Shuffles with `rng`, so that shards that are equally overdue
+    are read in random order.
     """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:
@@ -219,7 +220,7 @@ def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
 def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float) -> set[Shard]:
     """Returns the shards to read of one own stage, when the span has `stages`: all, or about OWN_SHARDS / stages.
 
-    If not all, they have the bits of the own hash, except for a few bits, of which all values are read. Which bits
+    If not all, they have the bits of the reader's hash, except for a few bits, of which all values are read. Which bits
     these are changes every MIX_S. All peers of these shards then read the same shards, so that they agree on who
     averages with whom; over time each peer averages with all others.
     """

@@ -94,9 +94,10 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
 
 
 def _patience_s(replicas: Sequence[PeerView]) -> float:
-    """Returns after how many seconds without a step a stage is stalled: 10 times its usual step time, at least 60 s.
+    """Returns after how many seconds without a step a stage counts as stalled.
 
-    The usual step time is the shortest that any of the replicas has.
+    PATIENCE_STEPS times its usual step time, which is the shortest that any of the replicas has; at least
+    MIN_PATIENCE_S.
     """
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)

@@ -120,7 +120,7 @@ class Membership:
         self.lost_peers = LostPeers()
         """Who counts as gone although its claim has not ended; such peers are in no view."""
 
-    # --- the own claim
+    # --- this peer's claim
 
     async def claim_span(self, demands: StageDemands, ability: Ability, pinned: Span | None = None) -> Placement:
         """Claims a span as joining: `pinned`, or the best one for `ability`, chosen again while others collide.
@@ -177,7 +177,8 @@ class Membership:
     def update_ability(self, capacity: float, bandwidth: float) -> None:
         """Sets the claim's capacity and bandwidth from its next publication on; does nothing without a claim.
 
-        capacity: microbatches per second for its span. bandwidth: bytes per second. Both 0 for unknown.
+        capacity: microbatches per second for its span, at most MAX_CAPACITY. bandwidth: bytes per second, at most
+        MAX_BANDWIDTH. Both 0 for unknown.
         """
         if self.claim is not None:
             capacity, bandwidth = min(capacity, MAX_CAPACITY), min(bandwidth, MAX_BANDWIDTH)
@@ -196,9 +197,9 @@ class Membership:
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
-        told = self._announcement
-        claim = Claim(self._me, span, incarnation, told.addresses, "joining", 0.0, proof=self._config.proof)
-        await self._change_and_publish(replace(claim, reachability=told.reachability, relays_for=told.relays_for))
+        ways = self._announcement
+        claim = Claim(self._me, span, incarnation, ways.addresses, "joining", 0.0, proof=self._config.proof)
+        await self._change_and_publish(replace(claim, reachability=ways.reachability, relays_for=ways.relays_for))
 
     async def _change_and_publish(self, claim: Claim) -> None:
         """Sets this peer's claim, merges it into its view, and publishes it; errors are reported, not raised."""

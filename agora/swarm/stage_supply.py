@@ -110,7 +110,7 @@ class StageSupply:
         return max(self._work[min(span.last + 1, self.stage_count)] - self._work[span.first], 1e-9)
 
     def speed_of(self, peer: PeerView) -> float:
-        """Returns the peer's speed by its claim, in stages of mean work per second; the usual one if it is unknown."""
+        """Returns the speed that the peer claims, in stages of mean work per second, as `believed_speed` bounds it."""
         known = peer.capacity * self.work_of(peer.span)
         return self.believed_speed(known)
 
@@ -202,9 +202,10 @@ class StageSupply:
         return [span for span in raised if levels[span] == best]
 
     def _spans_that_leave_least_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
-        """Returns those of `spans` that leave the fewest stages at the slowest rate, which must be the same with each.
+        """Returns those of `spans` with which the fewest stages stay at the slowest rate; all of them if it is one.
 
-        This decides most cases before the rates of all stages have to be compared.
+        The slowest rate must be the same with each of them. This decides most cases before the rates of all stages
+        have to be compared.
         """
         if len(spans) < 2:
             return spans

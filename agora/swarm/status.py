@@ -136,14 +136,14 @@ def _mean_metrics(view: View, objective: str) -> dict[str, float]:
     """Returns the mean of each metric of the objective over the peers that report it, by name; others are left out."""
     means = {}
     for index, name in enumerate(METRIC_NAMES[objective]):
-        told = [(seen, seen.metrics[index]) for seen in view.peers.values() if index < len(seen.metrics)]
-        if (mean := _mean_over_peers(told)) is not None:
+        reported = [(seen, seen.metrics[index]) for seen in view.peers.values() if index < len(seen.metrics)]
+        if (mean := _mean_over_peers(reported)) is not None:
             means[name] = mean
     return means
 
 
-def _mean_over_peers(told: Iterable[tuple[PeerView, float | None]]) -> float | None:
+def _mean_over_peers(reported: Iterable[tuple[PeerView, float | None]]) -> float | None:
     """Returns the mean of what peers report, weighted by their tokens per second; None if no peer reports a number."""
-    known = [(value, max(seen.tokens_per_second, 1e-3)) for seen, value in told if value is not None]
+    known = [(value, max(seen.tokens_per_second, 1e-3)) for seen, value in reported if value is not None]
     weights = sum(weight for _, weight in known)
     return round(sum(value * weight for value, weight in known) / weights, 4) if known else None

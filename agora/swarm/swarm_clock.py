@@ -48,25 +48,25 @@ class ClockCorrection:
     refused_s: float | None = None
 
 
-def correct_clock(current: ClockCorrection, told: Collection[float]) -> ClockCorrection:
+def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> ClockCorrection:
     """Returns the correction that follows `current`, by the module's table.
 
-    told: by how many seconds the time of each other peer is ahead of this machine's uncorrected clock.
+    offsets_s: by how many seconds the time of each other peer is ahead of this machine's uncorrected clock.
     """
-    if current.is_settled and len(told) < 2:
+    if current.is_settled and len(offsets_s) < 2:
         return current
-    if not told:
+    if not offsets_s:
         return ClockCorrection(current.seconds, is_settled=True)
-    wanted = _median_with_own(list(told), current.seconds)
+    wanted = _median_with_own(list(offsets_s), current.seconds)
     if abs(wanted) > MAX_CORRECTION_S:
         return ClockCorrection(current.seconds, is_settled=True, refused_s=wanted)
     is_same = current.is_settled and abs(wanted - current.seconds) < STEADY_S
     return ClockCorrection(current.seconds if is_same else wanted, is_settled=True)
 
 
-def _median_with_own(told: Sequence[float], own: float) -> float:
-    """Returns the median of `told`; if their number is even, `own` is counted too, so that one of the values wins."""
-    return statistics.median(told if len(told) % 2 else [*told, own])
+def _median_with_own(offsets_s: Sequence[float], own: float) -> float:
+    """Returns the median of `offsets_s`; of an even number, `own` is counted too, so that one of the values wins."""
+    return statistics.median(offsets_s if len(offsets_s) % 2 else [*offsets_s, own])
 
 
 def clock_remark(correction: ClockCorrection) -> str:

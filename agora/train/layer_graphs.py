@@ -46,7 +46,7 @@ class _Repeated:
 
     @classmethod
     def of(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _Repeated:
-        """Returns `compute` with the current random state and autocast."""
+        """Returns `compute` with the present random state and autocast, so that a repetition draws the same."""
         device = hidden.device
         states = [torch.get_rng_state()]
         if device.type == "cuda":

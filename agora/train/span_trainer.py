@@ -297,7 +297,10 @@ class SpanTrainer:
         return keep_graph if fits else repeat_in_backward
 
     def _must_keep_graph(self, first: int) -> bool:
-        """Returns whether to keep the graph of a forward that enters at `first`: with "keep", or "auto" if all fit."""
+        """Returns whether to keep the graph of a forward that enters at `first`, rather than recompute it.
+
+        With "keep" always; with "auto" if memory suffices for the graphs of all microbatches in flight.
+        """
         if self._activations != "auto":
             return self._activations == "keep"
         graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)

@@ -76,9 +76,9 @@ def run(
     try:
         with terminable(), tempfile.TemporaryDirectory(prefix="agora-bench-") as folder:
             if options:
-                report = _imported(WITH_OPTIONS[name])(quick, Path(folder), options)
+                report = _import_bench(WITH_OPTIONS[name])(quick, Path(folder), options)
             else:
-                report = _imported(benches[name])(quick, Path(folder))
+                report = _import_bench(benches[name])(quick, Path(folder))
         if as_json:
             print(json.dumps(report.to_json(), allow_nan=False), flush=True)
         else:
@@ -116,7 +116,7 @@ def main() -> int:
     return run(given.name, given.quick, given.json, given.write, options=options)
 
 
-def _imported(function: str) -> Benchmark:
+def _import_bench(function: str) -> Benchmark:
     module, _, name = function.partition(":")
     benchmark: Benchmark = getattr(importlib.import_module(module), name)
     return benchmark

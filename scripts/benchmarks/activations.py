@@ -40,7 +40,7 @@ CHILD_S: Final = 300.0
 
 def run(quick: bool, folder: Path) -> Report:
     """Measures every way for spans of every number of layers; fewer microbatches when `quick`."""
-    rows = [_measured_row(way, layers, 2 if quick else 5) for layers in LAYERS for way in WAYS]
+    rows = [_measure_row(way, layers, 2 if quick else 5) for layers in LAYERS for way in WAYS]
     most = {row["way"]: row for row in rows if row["layers"] == max(LAYERS)}
     repeated, by_layer = most["graph repeated"], most["layers repeated"]
     ratios = {
@@ -108,7 +108,7 @@ def _resident_kib(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def _measured_row(way: str, layers: int, microbatches: int) -> dict[str, Cell]:
+def _measure_row(way: str, layers: int, microbatches: int) -> dict[str, Cell]:
     """Returns the row of one way, measured in a process of its own. Raises BenchFailed."""
     command = [sys.executable, "-m", "benchmarks.activations", way, str(layers), str(microbatches)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}

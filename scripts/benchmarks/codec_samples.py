@@ -38,7 +38,7 @@ class Samples:
     backward: list[Tensor] = field(default_factory=list)
 
 
-def unchanged(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
+def cross_unchanged(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, stage: int) -> Tensor:
     """Returns the tensor as it is: a crossing that changes nothing."""
     return tensor
 
@@ -46,7 +46,7 @@ def unchanged(tensor: Tensor, direction: Direction, microbatch: MicrobatchId, st
 class Stages:
     """All stages of a model, one after the other; every step is one microbatch."""
 
-    def __init__(self, manifest: Manifest, folder: Path, crossing: Crossing = unchanged) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, crossing: Crossing = cross_unchanged) -> None:
         corpus = open_corpus(manifest.data.corpus, ByteTokenizer(), cache_dir=folder)
         self._sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
         self._manifest, self._crossing = manifest, crossing

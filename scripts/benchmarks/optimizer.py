@@ -100,7 +100,7 @@ def measure_stage(size: StageSize, repeats: int) -> dict[str, Cell]:
         "muon": lambda: muon.step(flat, gradient.clone(), 0),
         "orthogonalising": lambda: list(hidden.directions(gradient)),
     }
-    seconds = {name: statistics.median(times) for name, times in _timed(work, repeats).items()}
+    seconds = {name: statistics.median(times) for name, times in _time_work(work, repeats).items()}
     compute_s = seconds["microbatch"] * size.step_tokens / size.microbatch_tokens
     return {
         "width": size.width,
@@ -123,7 +123,7 @@ def train_microbatch(stage: Stage, manifest: Manifest) -> tuple[Tensor, ...]:
     return torch.autograd.grad(stage(hidden, tokens).square().sum(), [hidden, *stage.parameters()])
 
 
-def _timed(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def _time_work(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Returns the processor seconds of each piece of work in `repeats` turns, after one turn that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 1):

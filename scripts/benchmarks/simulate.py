@@ -76,10 +76,10 @@ def run(quick: bool, folder: Path) -> Report:
     """Runs all simulations, and the real swarms beside theirs. Raises BenchFailed when one of these ends by itself."""
     extent = QUICK if quick else FULL
     report = Report("simulate", "Simulation: the daemon's decisions on thousands of machines", describe())
-    moving, unmoved = (_simulated(heavy_churn(extent, moves, False), report) for moves in (True, False))
-    _simulated(heavy_churn(extent, True, True), report)
-    _simulated(large_fleet(extent.sizes[0], extent.large_s, per_stage=0), report)
-    fleets = {peers: _simulated(large_fleet(peers, extent.large_s), report) for peers in (*extent.sizes, extent.large)}
+    moving, unmoved = (_simulate(heavy_churn(extent, moves, False), report) for moves in (True, False))
+    _simulate(heavy_churn(extent, True, True), report)
+    _simulate(large_fleet(extent.sizes[0], extent.large_s, per_stage=0), report)
+    fleets = {peers: _simulate(large_fleet(peers, extent.large_s), report) for peers in (*extent.sizes, extent.large)}
     large = fleets[extent.large]
     report.pictures = {FIGURE: _picture_of(fleets)}
     errors = _compare(folder, extent.real_s, report)
@@ -151,7 +151,7 @@ def _scenario(
     return Scenario(name, machines, model, churn, seconds=seconds, warmup_s=warmup_s, sample_s=10.0)
 
 
-def _simulated(scenario: Scenario, report: Report) -> SimulationReport:
+def _simulate(scenario: Scenario, report: Report) -> SimulationReport:
     """Runs a scenario, adds its row, and returns its report."""
     started = time.monotonic()
     found = SimulationReport(scenario, Simulation(scenario).run())

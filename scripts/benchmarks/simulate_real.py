@@ -101,7 +101,7 @@ def observe(swarm: LocalSwarm, case: Case, seconds: float, warm: int | None = No
     swarm.until(lambda: all(daemon.is_serving for daemon in daemons), "all daemons to serve", START_S)
     if warm is None:
         warm = 3 * IN_FLIGHT * sum(peer.stages.startswith("0") for peer in case)
-    swarm.until(lambda: sum(_completed(daemon) for daemon in daemons) >= warm, "the pipeline to fill", START_S)
+    swarm.until(lambda: sum(_count_completed(daemon) for daemon in daemons) >= warm, "the pipeline to fill", START_S)
     before = [_look(daemon) for daemon in daemons]
     end = time.monotonic() + seconds
     swarm.until(lambda: time.monotonic() >= end, "the window to pass", seconds + 60.0)
@@ -166,7 +166,7 @@ def _look(daemon: LocalDaemon) -> _Look:
     return _Look(now, busy_s, counted, _completed_in(report), float(report["bytes"]["boundary"]))
 
 
-def _completed(daemon: LocalDaemon) -> int:
+def _count_completed(daemon: LocalDaemon) -> int:
     """Returns how many training microbatches a daemon has brought home; 0 while it does not answer."""
     report = daemon.try_ask("report")
     return 0 if report is None else _completed_in(report)

@@ -22,7 +22,7 @@ from agora.stepping import StepPolicy
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from benchmarks.codec_samples import ORIGIN, Crossing, unchanged
+from benchmarks.codec_samples import ORIGIN, Crossing, cross_unchanged
 from benchmarks.codecs import crossing
 from benchmarks.worker import Channel
 
@@ -82,7 +82,7 @@ def tune(manifest: Manifest, base_model: Path, cache: Path, steps: int, batches:
     cross = crossing(BoundaryCodec(manifest.boundary.codec, manifest.seed))
     for step in range(steps):
         stages.learn(step, cross)
-    return stages.loss(batches, cross), stages.loss(batches, unchanged)
+    return stages.loss(batches, cross), stages.loss(batches, cross_unchanged)
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:

@@ -82,7 +82,7 @@ def plan_spans(cost: RunCost, flops: float) -> Plan:
     return make_plan(cost, machines, random.Random(0))
 
 
-def planned_case(plan: Plan) -> Case:
+def make_planned_case(plan: Plan) -> Case:
     """Returns the swarm that a plan describes. Raises BenchFailed if it leaves a machine idle."""
     spans = [assignment.span for assignment in plan.assignments]
     if None in spans:
@@ -141,8 +141,8 @@ def run(quick: bool, folder: Path) -> Report:
     profile = measure_profile(described, torch.device("cpu"), PROFILE_S, clock=time.process_time)
     plan = plan_spans(cost, profile.flops)
     report = Report("uneven", "Uneven machines: real daemons with the spans of a plan", describe())
-    observed = partial(_observed, folder, described, seconds, report)
-    planned = observed(planned_case(plan), plan.rate)
+    observed = partial(_observe_case, folder, described, seconds, report)
+    planned = observed(make_planned_case(plan), plan.rate)
     equal = observed(equal_case(), None)
     one_stage = observed(one_stage_case(), None)
     last = [1.0 / s for s, span in zip(one_stage.device_s, one_stage.spans, strict=True) if span.first == STAGES - 1]
@@ -164,7 +164,7 @@ def run(quick: bool, folder: Path) -> Report:
     return report
 
 
-def _observed(
+def _observe_case(
     folder: Path, described: Manifest, seconds: float, report: Report, case: Case, predicted: float | None
 ) -> Observation:
     """Runs a case in a folder of its own, adds its row, and ends its daemons whatever happens."""

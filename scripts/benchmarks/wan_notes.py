@@ -45,7 +45,7 @@ def _speeds(results: Results, speeds: Speeds) -> str:
         f"Width {results.runs.width}: without a link {dense:,.0f} tokens/s in dense bf16, {published:,.0f} by the "
         f"published recipe, {speeds.pace:,.0f} by the presets' boundary, the pace, whose windows lay between "
         f"{min(speeds.paces):,.0f} and {max(speeds.paces):,.0f}. Over today's link dense bf16 takes "
-        f"{_shown(slower(results))} times as long, the presets' boundary keeps {_shown(results.kept)}. Others used up "
+        f"{_text(slower(results))} times as long, the presets' boundary keeps {_text(results.kept)}. Others used up "
         f"to {speeds.others:.2f} cores, the swarm that was at rest among them."
     )
 
@@ -59,9 +59,9 @@ def _over_link(results: Results, speeds: Speeds, rate: str, bits_per_s: float) -
     total, parts = results.against_adamw(rate), (results.boundarys_part(rate), results.optimizers_part(rate))
     return (
         f"Width {results.runs.width}, link {rate} ({bits_per_s / 1e6:.3f} Mbit/s, {RTT_MS} ms): {limits}. Time against "
-        f"the published recipe: both Muon {_shown(both['muon'])}, both AdamW {_shown(both['adamw'])}; ours with Muon "
-        f"against its AdamW {_shown(total)}, of which the boundary is {_shown(parts[0])} and the optimizer "
-        f"{_shown(parts[1])}."
+        f"the published recipe: both Muon {_text(both['muon'])}, both AdamW {_text(both['adamw'])}; ours with Muon "
+        f"against its AdamW {_text(total)}, of which the boundary is {_text(parts[0])} and the optimizer "
+        f"{_text(parts[1])}."
     )
 
 
@@ -75,7 +75,7 @@ def _limit(speed: Speed) -> str:
     return f"{words} (wire busy {speed.wire:.0%}, processors {speed.processor:.0%}, others' {speed.others:.0%})"
 
 
-def _shown(value: float) -> str:
+def _text(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "-"
 
 

@@ -56,7 +56,7 @@ def dpo_records(names: Sequence[DocumentedName]) -> list[Record]:
     """
     records: list[Record] = []
     for number, (name, following) in enumerate(pairwise(names)):
-        worse = following.summary if number % 2 and following.summary != name.summary else shouted(name.summary)
+        worse = following.summary if number % 2 and following.summary != name.summary else shout(name.summary)
         records.append(
             {
                 "prompt": [_message("user", question(name))],
@@ -74,7 +74,7 @@ def question(name: DocumentedName) -> str:
     return f"Describe {name.signature} of {name.name.rpartition('.')[0]}."
 
 
-def shouted(sentence: str) -> str:
+def shout(sentence: str) -> str:
     """Returns a sentence in capitals with exclamation marks."""
     return sentence.upper().rstrip(".") + "!!!"
 

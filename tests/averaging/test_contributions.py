@@ -11,7 +11,7 @@ from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.messages import Recall
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging.contributions import Contributions
+from agora.averaging.contributions import ContributionBuilder
 from agora.averaging.exchange import INT8_ROUNDS, Exchange, Part, RoundConfig
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
 from agora.observe.events import RoundDone
@@ -101,7 +101,7 @@ def test_another_form_is_refused(change: object) -> None:
 def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> None:
     """The sum of all that was sent stays within one contribution's error of the sum of all gradients."""
     terms, rounds = config(name), 200
-    contributions = Contributions(terms)
+    contributions = ContributionBuilder(terms)
     sent, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         made = contributions.build(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]

@@ -12,10 +12,10 @@ from benchmarks.uneven import (
     FACTORS,
     STAGES,
     equal_case,
+    make_planned_case,
     manifest,
     one_stage_case,
     plan_spans,
-    planned_case,
     possible_rate,
 )
 from benchmarks.uniform_node import EvenTable
@@ -27,11 +27,11 @@ from agora.swarm.view import PeerView
 
 def test_every_swarm_holds_every_stage_and_has_the_same_machines() -> None:
     plan = plan_spans(run_cost(manifest()), 2e10)
-    for case in (planned_case(plan), equal_case(), one_stage_case()):
+    for case in (make_planned_case(plan), equal_case(), one_stage_case()):
         assert {stage for peer in case.peers for stage in Span.parse(peer.stages).stages} == set(range(STAGES))
-    for case in (planned_case(plan), equal_case()):
+    for case in (make_planned_case(plan), equal_case()):
         assert sorted(peer.slowdown for peer in case.peers) == sorted(BASE * factor for factor in FACTORS)
-    assert len({peer.stages for peer in planned_case(plan).peers}) > 1, "a pipeline, not eight whole models"
+    assert len({peer.stages for peer in make_planned_case(plan).peers}) > 1, "a pipeline, not eight whole models"
 
 
 def test_even_routing_asks_a_slow_peer_as_often_as_a_fast_one() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from agora.cli.console import Failure
 from agora.cli.demo import DemoPlan
-from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
+from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
 from agora.observe import events, journal
 
-MEASURED = Measured("ab" * 32, 0.5, 9.0, (24, 4.0), 3.05)
+MEASURED = DemoMeasurements("ab" * 32, 0.5, 9.0, (24, 4.0), 3.05)
 
 
 def journal_line(event: events.Event, at_unix: float = 1.0) -> dict[str, Any]:

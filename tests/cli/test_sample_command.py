@@ -12,7 +12,7 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.cli import console, sample_command
 from agora.cli.console import Failure
-from agora.cli.sample_command import Sampling, base_model_folder, decode_pieces
+from agora.cli.sample_command import SamplingOptions, base_model_folder, decode_pieces
 from agora.data.tokenizer import ByteTokenizer
 from agora.node import paths, runs
 from agora.node.settings import SettingsError
@@ -25,14 +25,14 @@ from tests.model.tiny_models import make_model, manifest_of, save, stages_of
 __all__ = ["demo"]
 
 
-def ask(demo: Path, prompt: str, sampling: Sampling, *, as_json: bool = True) -> int:
+def ask(demo: Path, prompt: str, sampling: SamplingOptions, *, as_json: bool = True) -> int:
     return sample_command.run(str(demo / "run.toml"), prompt, sampling=sampling, as_json=as_json)
 
 
 def test_the_same_seed_draws_the_same_text_of_so_many_tokens(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for seed in (1, 1, 2, None):
-        assert ask(demo, "for ", Sampling(20, seed=seed)) == console.DONE
+        assert ask(demo, "for ", SamplingOptions(20, seed=seed)) == console.DONE
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0] | {"seconds": 0} == answers[1] | {"seconds": 0}
     assert len({answer["text"] for answer in answers[1:]}) == 3
@@ -43,20 +43,20 @@ def test_the_same_seed_draws_the_same_text_of_so_many_tokens(demo: Path, capsys:
 
 
 def test_people_see_prompt_and_text_and_the_seed(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask(demo, "a\x1b[31mb", Sampling(10, seed=3), as_json=False) == console.DONE
+    assert ask(demo, "a\x1b[31mb", SamplingOptions(10, seed=3), as_json=False) == console.DONE
     shown = capsys.readouterr()
     assert shown.out.startswith("a?[31mb") and shown.out.endswith("\n") and "\x1b" not in shown.out
     assert "--seed 3 draws them again" in shown.err
 
 
 def test_an_empty_prompt_begins_a_document(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask(demo, "", Sampling(5, seed=1)) == console.DONE
+    assert ask(demo, "", SamplingOptions(5, seed=1)) == console.DONE
     assert json.loads(capsys.readouterr().out)["prompt"] == ""
 
 
 def test_a_run_that_nobody_has_here_is_one_sentence(tmp_path: Path, demo: Path) -> None:
     with pytest.raises(Failure, match="has not joined run"):
-        sample_command.run("cd" * 32, "a", [tmp_path], sampling=Sampling())
+        sample_command.run("cd" * 32, "a", [tmp_path], sampling=SamplingOptions())
 
 
 @pytest.mark.parametrize(("text", "pieces"), [("añb", ["a", "", "ñ", "b", ""]), ("€", ["", "", "€", ""]), ("", [""])])
@@ -99,7 +99,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sampled(tuned: Path, capsys: pytest.CaptureFixture[str], **options: object) -> str:
     """The text of a sample with seed 1."""
     run = str(tuned / "run.toml")
-    given = {"sampling": Sampling(20, seed=1), "as_json": True, **options}
+    given = {"sampling": SamplingOptions(20, seed=1), "as_json": True, **options}
     assert sample_command.run(run, "a", [tuned / "peer"], **given) == console.DONE  # type: ignore[arg-type]
     return str(json.loads(capsys.readouterr().out)["text"])
 

@@ -11,12 +11,12 @@ from agora_protocol.manifest import HfSection
 
 from agora.cli.console import USAGE, Failure
 from agora.cli.demo import DemoPlan, tuning_totals
-from agora.cli.demo_totals import DemoTotals, Measured, failure_of, result_of, summary_of
+from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
 from agora.cli.tuning_totals import TuningTotals
 from agora.data.tokenizer import byte_tokenizer
 from tests.model.tiny_models import make_model, save
 
-MEASURED = Measured("ab" * 32, 0.5, 9.0, (24, 4.0), 0.5)
+MEASURED = DemoMeasurements("ab" * 32, 0.5, 9.0, (24, 4.0), 0.5)
 
 
 @pytest.fixture(scope="module")

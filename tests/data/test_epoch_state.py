@@ -10,9 +10,9 @@ from agora.data.epoch_state import (
     MAX_INT,
     MAX_STATE_INTS,
     MAX_TALLIES,
+    DifferentRowsError,
     EpochPart,
     EpochState,
-    OtherRows,
     Tally,
     open_epochs,
     read_state,
@@ -87,9 +87,9 @@ def test_a_changed_state_is_read_or_refused_and_never_an_accident(
 
 def test_the_state_of_other_rows_is_known_as_such() -> None:
     state = EpochState(1, 1, 0)
-    with pytest.raises(OtherRows):
+    with pytest.raises(DifferentRowsError):
         read_state(write_state(state, BlockLayout(40), 5, None), BlockLayout(40), 6)
-    with pytest.raises(OtherRows):
+    with pytest.raises(DifferentRowsError):
         read_state(write_state(state, BlockLayout(41), 5, None), BlockLayout(40), 5)
 
 

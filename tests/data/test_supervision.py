@@ -128,7 +128,7 @@ def test_only_answers_after_the_prompt_are_learnt(tmp_path: Path) -> None:
 
 
 def test_an_excluded_answer_is_not_learnt(tmp_path: Path) -> None:
-    excluded = Conversation((*TWO_TURNS.messages[:4], ChatMessage("assistant", "Yes.", is_learnt=False)))
+    excluded = Conversation((*TWO_TURNS.messages[:4], ChatMessage("assistant", "Yes.", is_trainable=False)))
     for template in (CHATML, CHATML_WITH_BLOCKS):
         assert "[Yes" not in marked(excluded, with_template(tmp_path, template))
     once = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"

@@ -183,7 +183,7 @@ def test_a_stage_takes_what_the_owners_files_lack_from_those_that_were_fetched(
     owner = tmp_path / "owner"
     owner.mkdir()
     values = load_file(single / "model.safetensors")
-    fetched = base_model.fetched_tensors(store.folder)
+    fetched = base_model.read_fetched_tensors(store.folder)
     assert 0 < len(fetched) < len(values)
     rest = {name: tensor for name, tensor in values.items() if name not in fetched}
     save_file(rest, owner / "model.safetensors", {"format": "pt"})
@@ -210,7 +210,7 @@ def test_a_weights_file_comes_before_a_fetched_tensor_and_is_checked_by_its_own_
 def test_a_damaged_fetched_tensor_is_one_sentence_before_any_value_is_read(
     single: Path, store: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, stored = next(iter(base_model.fetched_tensors(store.folder).items()))
+    name, stored = next(iter(base_model.read_fetched_tensors(store.folder).items()))
     wanted = {"w": WantedTensor((name,), stored.shape)}
     assert [key for key, _ in base_model.read_tensors(store.folder, [], wanted)] == ["w"]
     _flip_a_bit(stored.path)
@@ -223,7 +223,7 @@ def test_a_damaged_fetched_tensor_is_one_sentence_before_any_value_is_read(
 
 def test_fetched_tensors_count_only_beside_the_list_that_the_folder_is_named_by(store: TensorStore) -> None:
     other = store.folder.rename(store.folder.with_name("0" * 64))
-    assert base_model.fetched_tensors(other) == {} and base_model.fetched_tensors(other / "tensors") == {}
+    assert base_model.read_fetched_tensors(other) == {} and base_model.read_fetched_tensors(other / "tensors") == {}
 
 
 def test_the_hash_of_the_list_is_that_of_the_model_however_it_is_cut(single: Path, tmp_path: Path) -> None:

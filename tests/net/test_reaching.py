@@ -14,7 +14,7 @@ from agora.net.circuit_wire import HOP_PROTOCOL, CircuitMessage, HopType, Status
 from agora.net.hole_punching import HolePuncher
 from agora.net.host import Host
 from agora.net.network_errors import ConnectionBroken
-from agora.net.reaching import Ways, relays_of
+from agora.net.reaching import WaysToReach, relays_of
 from agora.net.relay import RelayService
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, make_host, make_peer, peers, process, run, until
 
@@ -110,7 +110,7 @@ def test_a_call_goes_through_a_hole_where_there_is_one_and_both_ends_know(tmp_pa
                 asked.append((peer, relay_peer))
                 await holes.connect(peer, other.addresses[0].partition("/p2p/")[0])
 
-            one.network.reach_by(Ways(punch_hole=punch_hole))
+            one.network.reach_by(WaysToReach(punch_hole=punch_hole))
             circuit = f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{other.id}"
             one.network.learn(other.id, [circuit])
             try:
@@ -132,7 +132,7 @@ def test_without_an_open_hole_or_a_relay_there_is_an_error_that_says_what_was_tr
             async def punch_hole(_peer: PeerId, _relay: PeerId) -> None:
                 raise ConnectionBroken("no hole today")
 
-            one.network.reach_by(Ways(punch_hole=punch_hole))
+            one.network.reach_by(WaysToReach(punch_hole=punch_hole))
             one.network.learn(PeerId(gone), [f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{gone}"])
             with pytest.raises(AgoraError, match="no hole today"):
                 await one.network.connect(PeerId(gone))
@@ -146,7 +146,7 @@ def test_what_may_not_be_dialled_is_not_learnt_from_those_who_announce_it(tmp_pa
             one, other = [await make_peer(tmp_path, name) for name in ("one", "other")]
             stack.push_async_callback(one.close)
             stack.push_async_callback(other.close)
-            one.network.reach_by(Ways(may_dial=lambda address: "/127." not in address))
+            one.network.reach_by(WaysToReach(may_dial=lambda address: "/127." not in address))
             one.network.learn_announced(other.id, other.addresses)
             with pytest.raises(ConnectionBroken):
                 await one.network.connect(other.id)

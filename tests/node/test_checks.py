@@ -14,7 +14,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.manifest import SignedManifest, preset
 
 from agora.cli.doctor_command import lines_of
-from agora.node.machine_checks import Check, PackageReading, PeerReading, Readings, judge, worst
+from agora.node.machine_checks import Check, PackageReading, PeerReading, Readings, judge_machine, worst
 from agora.node.paths import Home
 from agora.node.readings import listen_problem, read_peers, take_readings
 
@@ -93,7 +93,7 @@ def not_passed(checks: list[Check]) -> list[Check]:
 
 
 def test_a_healthy_machine_passes_every_check() -> None:
-    checks = judge(HEALTHY)
+    checks = judge_machine(HEALTHY)
     assert not_passed(checks) == [] and worst(checks) == "pass"
     assert all(check.value and not check.remedy for check in checks)
 
@@ -104,13 +104,13 @@ def test_a_healthy_machine_passes_every_check() -> None:
 def test_each_fault_is_named_with_its_remedy_and_no_other(
     name: str, readings: Readings, state: str, remedy: str
 ) -> None:
-    (found,) = not_passed(judge(readings))
+    (found,) = not_passed(judge_machine(readings))
     assert (found.name, found.state) == (name, state) and remedy in found.remedy
-    assert worst(judge(readings)) == state
+    assert worst(judge_machine(readings)) == state
 
 
 def test_what_others_wrote_cannot_move_the_cursor() -> None:
-    lines = lines_of(judge(replace(HEALTHY, answer_problem="\x1b[2J\rall is well")))
+    lines = lines_of(judge_machine(replace(HEALTHY, answer_problem="\x1b[2J\rall is well")))
     assert not any("\x1b" in line or "\r" in line for line in lines)
 
 
@@ -144,13 +144,13 @@ def test_a_fault_of_the_data_directory_is_found(tmp_path: Path, inject: Callable
     home = Home(tmp_path / "home")
     home.root.mkdir()
     inject(home)
-    checks = {check.name: check for check in judge(take_readings(home, {"device": "cpu"}, None))}
+    checks = {check.name: check for check in judge_machine(take_readings(home, {"device": "cpu"}, None))}
     assert checks[name].state == "fail" and checks[name].remedy
 
 
 def test_a_machine_without_a_fault_is_found_healthy(tmp_path: Path) -> None:
     home = Home(tmp_path / "new")
-    checks = judge(take_readings(home, {"device": "cpu"}, None))
+    checks = judge_machine(take_readings(home, {"device": "cpu"}, None))
     assert {check.name for check in checks if check.state == "fail"} == set()
     assert not home.root.exists(), "nothing is changed"
 
@@ -162,7 +162,7 @@ def test_a_device_that_is_not_there_and_a_taken_port_are_found(tmp_path: Path) -
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
         assert listen_problem(address)
         flags = {"device": "cuda:99", "listen": (address,)}
-        checks = {check.name: check.state for check in judge(take_readings(Home(tmp_path), flags, None))}
+        checks = {check.name: check.state for check in judge_machine(take_readings(Home(tmp_path), flags, None))}
     assert checks["device"] == checks["port"] == "fail"
     assert not listen_problem(address)
 
@@ -175,7 +175,7 @@ def test_a_run_that_does_not_admit_this_machine_and_one_that_is_not_there_are_fo
     file = tmp_path / "run.toml"
     file.write_text(SignedManifest.sign(listed, founder).to_toml())
     for run, words in ((str(file), "admits only listed peers"), (str(tmp_path / "no.toml"), "There is no manifest")):
-        checks = {check.name: check for check in judge(take_readings(home, {"device": "cpu"}, run))}
+        checks = {check.name: check for check in judge_machine(take_readings(home, {"device": "cpu"}, run))}
         assert checks["run"].state == "fail" and words in checks["run"].value
 
 
@@ -194,7 +194,7 @@ def test_addresses_that_do_not_answer_are_told_apart_from_one_that_does() -> Non
 def test_a_data_directory_that_holds_more_than_its_owner_allows_is_found(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(bytes(3 * 2**20))
     (tmp_path / "agora.toml").write_text("disk_gib = 0.002\n")
-    checks = {check.name: check for check in judge(take_readings(Home(tmp_path), {"device": "cpu"}, None))}
+    checks = {check.name: check for check in judge_machine(take_readings(Home(tmp_path), {"device": "cpu"}, None))}
     assert checks["disk"].state == "fail" and "`disk_gib` allows" in checks["disk"].value
 
 
@@ -202,7 +202,7 @@ def test_an_identity_that_others_can_read_is_found(tmp_path: Path) -> None:
     home = Home(tmp_path)
     Identity.create(home.identity)
     home.identity.chmod(0o640)
-    checks = {check.name: check for check in judge(take_readings(home, {"device": "cpu"}, None))}
+    checks = {check.name: check for check in judge_machine(take_readings(home, {"device": "cpu"}, None))}
     assert checks["identity"].state == "fail" and "chmod 600" in checks["identity"].remedy
 
 
@@ -210,5 +210,7 @@ def test_a_directory_that_cannot_be_written_is_found(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    checks = {check.name: check.state for check in judge(take_readings(Home(tmp_path), {"device": "cpu"}, None))}
+    checks = {
+        check.name: check.state for check in judge_machine(take_readings(Home(tmp_path), {"device": "cpu"}, None))
+    }
     assert checks["disk"] == "fail"

@@ -10,7 +10,7 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import GRACE_S, StepState, Surroundings, equal_quota
+from agora.pipeline.opening import GRACE_S, OpeningInputs, StepState, equal_quota
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
 from agora.sim.virtual_time import run
 from tests.pipeline.world import TOKENS, Source, peer_id
@@ -39,9 +39,9 @@ class Stage:
     def _origin(self, index: int, ceiling: int) -> Origin:
         config = OriginConfig(peer_id(f"origin {index}"), 2, ceiling)
 
-        def look() -> Surroundings:
+        def look() -> OpeningInputs:
             lacking = STEP - self.tokens // TOKENS
-            return Surroundings(self.ready[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
+            return OpeningInputs(self.ready[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
 
         entrance, session = _Entrance(self, index), bytes([index]) * 8
         return Origin(config, entrance, Source(), lambda event: None, look, session=session)

@@ -31,7 +31,7 @@ from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
-from agora.pipeline.opening import Surroundings
+from agora.pipeline.opening import OpeningInputs
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.router import Router
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
@@ -312,7 +312,7 @@ class World:
         values = {"ceiling": 16, "first_patience_s": 30.0} | settings
         config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
         session = hashlib.sha256(node.name.encode()).digest()[:8]
-        look = lambda: Surroundings(path_s=node.hop.path_s())  # noqa: E731
+        look = lambda: OpeningInputs(path_s=node.hop.path_s())  # noqa: E731
         return Origin(config, node.hop, Source(), node.events.append, look, session=session)
 
     def counts(self, stage: int, microbatch: bytes) -> dict[PeerId, int]:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from agora_protocol.ids import Span
 
 from agora.plan.assignment import Assignment, Bottleneck, Plan
-from agora.plan.cost import Rate, RunCost, StageCost
+from agora.plan.cost import RunCost, SpanRate, StageCost
 from agora.plan.drawing import picture_lines, picture_svg, plan_rows, plan_table
 from agora.plan.machine import Machine
 
@@ -28,9 +28,9 @@ def plan_of(stages: int) -> Plan:
     twins = [Machine(f"twin-{number}", 1e12, 8e9) for number in (1, 2)]
     return Plan(
         (
-            Assignment(HOME, rest, Rate(3.0, "upload", in_host=True), share=1.0),
-            *(Assignment(twin, first, Rate(2.5, "compute"), share=0.5) for twin in twins),
-            Assignment(FAST, None, Rate(0.0, "memory")),
+            Assignment(HOME, rest, SpanRate(3.0, "upload", in_host=True), share=1.0),
+            *(Assignment(twin, first, SpanRate(2.5, "compute"), share=0.5) for twin in twins),
+            Assignment(FAST, None, SpanRate(0.0, "memory")),
         ),
         (5.0,) * middle + (3.0,) * (stages - middle),
         3.0,
@@ -66,7 +66,10 @@ def test_many_stages_fit_into_one_line() -> None:
 
 def test_one_stage_is_drawn_too() -> None:
     plan = Plan(
-        (Assignment(FAST, Span(0, 0), Rate(1.0, "compute"), share=1.0),), (1.0,), 1.0, Bottleneck(Span(0, 0), "compute")
+        (Assignment(FAST, Span(0, 0), SpanRate(1.0, "compute"), share=1.0),),
+        (1.0,),
+        1.0,
+        Bottleneck(Span(0, 0), "compute"),
     )
     assert picture_lines(cost_of(1), plan)[1].endswith("#  compute")
 

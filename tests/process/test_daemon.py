@@ -148,7 +148,7 @@ def test_an_unreadable_corpus_is_one_sentence(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2, data={"corpus": [str(tmp_path / "poems.txt")]})) as made:
         said = refused(made, "corpus")
         assert "poems.txt" in said
-        assert not list(paths.runtime_directory().glob(f"{paths.Home(tmp_path / 'corpus').name}*"))
+        assert not list(paths.runtime_directory().glob(f"{paths.Home(tmp_path / 'corpus').socket_stem}*"))
 
 
 def test_an_invite_may_not_make_this_machine_read_its_files(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_base import model_folder
 from tiny_base.__main__ import app
-from tiny_base.example_data import dpo_records, sft_records, shouted
+from tiny_base.example_data import dpo_records, sft_records, shout
 from tiny_base.model_folder import TinyBase, make_base
 from tiny_base.pretraining import CONTEXT, PEAK_RATE, WARMUP_STEPS, Budget, learning_rate, split_windows
 from tiny_base.pretraining_text import documents
@@ -86,7 +86,7 @@ def test_the_data_files_are_recognised_and_their_answers_are_what_is_learnt(made
         assert len(samples) == report.examples[f"{name}.jsonl"] > 20
         assert all(len(sample) == sides and not any(part.truncated for part in sample) for sample in samples)
         first = samples[0][0]
-        (learnt,) = [text for text, is_learnt in supervised_parts(first.text, first.spans()) if is_learnt]
+        (learnt,) = [text for text, is_trainable in supervised_parts(first.text, first.spans()) if is_trainable]
         assert learnt.endswith(".<|im_end|>") and learnt[0].isupper()
 
 
@@ -150,7 +150,7 @@ def test_the_worse_answer_of_a_preference_is_shouted_or_of_another_name() -> Non
     rejected = [record["rejected"][0]["content"] for record in dpo_records(names)]
     assert rejected[:3] == ["RETURN THE NUMBER 0!!!", "Return the number 2.", "RETURN THE NUMBER 2!!!"]
     assert len(rejected) == 6 and all(r["chosen"] != r["rejected"] for r in dpo_records([names[0], names[3], names[6]]))
-    assert shouted("Ok so.") == "OK SO!!!"
+    assert shout("Ok so.") == "OK SO!!!"
     questions = [record["messages"][0]["content"] for record in sft_records(names)]
     assert {text.split()[0] for text in questions} == {"What", "Describe"}
 
