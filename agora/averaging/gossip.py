@@ -20,6 +20,7 @@ from agora.averaging.plausible_steps import FORGIVE_S
 from agora.averaging.replica_progress import GossipEntry, KnownReplicas, ReplicaCounts
 from agora.calls import BROKEN, Caller
 from agora.clock import loop_time
+from agora.observe import faults
 
 INTERVAL_S: Final = 0.25
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
@@ -167,6 +168,7 @@ class StepGossip:
 
     def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
         """Returns the entries to send about a stage: this peer's `own` counts, then the last known ones of others."""
+        own = own._replace(step=int(faults.say("gossip.step", own.step)))
         return replica_progress.compose_gossip(
             self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time()
         )

@@ -1,6 +1,7 @@
 """Keeps all traffic of this daemon within its owner's limits: counts what p2pd's sockets carry, and slows down streams.
 
-Knows: p2pd's process, the streams' access link. Must not know: how a rate follows from the counts (rate_limits.py).
+Knows: p2pd's process, the streams' access link, on which circuits that this peer relays take their turns as well. Must
+not know: how a rate follows from the counts (rate_limits.py).
 Received bytes are braked by not reading them; p2pd then holds up to a flow-control window of each connection.
 """
 
@@ -36,6 +37,18 @@ class LineBrake:
         self._brakes = StreamBrake(limits.up), StreamBrake(limits.down)
         self.link.brake(limits.up, limits.down)
         self._task = asyncio.create_task(self._run(), name="line brake")
+
+    async def let_pass(self, size: int) -> None:
+        """Waits until `size` bytes may pass that come in and go out again, as a circuit's do; streams share the rate."""
+        link, left = self.link, size
+        while left > 0:
+            piece = min(left, link.sent_at_once)  # as much as a stream sends at its turn, so that all get as much
+            left -= piece
+            now = link.clock()
+            passed_at = max(link.up.take(piece, now), link.down.take(piece, now))
+            link.passed_up += piece
+            link.passed_down += piece
+            await asyncio.sleep(max(0.0, passed_at - now))
 
     def close(self) -> None:
         """Stops measuring; the rates stay as they are."""

@@ -2,9 +2,9 @@
 
 Knows: rates, byte counts. Must not know: clocks, sockets, streams.
 
-All traffic of a daemon leaves through p2pd: streams (microbatches, averaging, state), which the daemon can slow down,
-and the DHT, dials, relayed circuits and protocol overhead, which it cannot. So what p2pd's sockets carry is counted,
-and streams get what the rest leaves.
+All traffic of a daemon leaves through p2pd: streams (microbatches, averaging, state, relayed circuits), which the
+daemon can slow down, and the DHT, dials and protocol overhead, which it cannot. So what p2pd's sockets carry is
+counted, and streams get what the rest leaves.
 """
 
 from __future__ import annotations

@@ -139,8 +139,10 @@ class RelayService:
         return stream
 
     async def _carry(self, size: int) -> None:
-        """Counts `size` bytes of a circuit, and waits until the owner's limit lets them pass."""
+        """Counts `size` bytes of a circuit, and waits until the owner's limits, of relaying and of all, let them pass."""
         self.carried_bytes += size
+        if self._host.brake is not None:
+            await self._host.brake.let_pass(size)
         if self._bucket is not None:
             await asyncio.sleep(max(0.0, self._bucket.take(size, loop_time()) - loop_time()))
 

@@ -43,13 +43,17 @@ from agora.swarm.view import View
 
 LOOK_S: Final = 2.0
 """Seconds between two checks of what is due: asking neighbours, renewing reservations, announcing."""
+FIRST_LOOKS_S: Final = 0.25
+"""Seconds between two checks while nobody has said yet whether this peer can be dialled, in its first NEW_S."""
+NEW_S: Final = 10.0
+"""Seconds for which a peer counts as just started."""
 RENEW_S: Final = 40.0
 """Seconds after which a reservation at a relay is renewed: it lasts three times as long (relay.RESERVED_S)."""
 DIAL_S: Final = 3.0
 """Seconds within which a TCP connection to a caller's port must open, for that port to count as reached."""
 ANSWER_S: Final = 6.0
 """Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them."""
-FINDING_S: Final = 1.5
+FINDING_S: Final = 2.5
 """Seconds for which a hole waits until neighbours have said for the first time whether this peer can be dialled."""
 AGAIN_S: Final = 1.5
 """Seconds after which a peer that should dial this one is told so again."""
@@ -101,11 +105,16 @@ class ReachabilityKeeper:
         return self._may_be_used(address)
 
     async def run(self) -> None:
-        """Does every LOOK_S what is due (see `_look`), until it is cancelled; then closes all holes."""
+        """Does every LOOK_S what is due (see `_look`), until it is cancelled; then closes all holes.
+
+        In its first seconds it looks more often: others are called as soon as a neighbour has told how they are met.
+        """
+        began = loop_time()
         try:
             while True:
                 await self._look()
-                await asyncio.sleep(LOOK_S)
+                is_new = self.findings.asked_at is None and loop_time() - began < NEW_S
+                await asyncio.sleep(FIRST_LOOKS_S if is_new else LOOK_S)
         finally:
             await self._holes.close()
 

@@ -1,6 +1,6 @@
-"""Named points of the program at which tests kill, freeze or delay a real daemon.
+"""Named points of the program at which tests kill, freeze or delay a real daemon, or have it lie.
 
-Knows: AGORA_FAULTS ("point:action[=seconds][:nth[+]][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the
+Knows: AGORA_FAULTS ("point:action[=number][:nth[+]][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the
 points. Without AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for
 the third and every later one. A line is appended to the file AGORA_FAULTS_LOG before each fault acts, so that a test
 can count them.
@@ -33,6 +33,8 @@ POINTS = {
     "averaging.answered": "an owner's answer to one member is ready to leave",
     "daemon.started": "the process has begun and has read no clock",
     "clock.asked": "the other peers' clocks are about to be asked",
+    "gossip.step": "the other replicas are told how many steps this one has taken",
+    "averaging.scale": "the values of a part are multiplied by this before they are sent: 1",
 }
 ACTIONS = {
     "kill": "SIGKILL to this process",
@@ -42,11 +44,16 @@ ACTIONS = {
     "exit": "this thread ends; the rest of the process runs on",
     "sleep": "sleep=SECONDS: this task, or this thread, waits that long",
     "shift": "shift=SECONDS: the wall clock of this process is set forward, back if negative",
+    "say": "say=NUMBER: the others are told this in place of the true number",
 }
 HANG_S = 1e8
 _SECONDS_PATTERN: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
-ACTIONS_WITH_SECONDS: Final = {"sleep": re.compile(_SECONDS_PATTERN), "shift": re.compile("-?" + _SECONDS_PATTERN)}
-"""The actions that take a number of seconds, and the pattern of that number."""
+ACTIONS_WITH_NUMBER: Final = {
+    "sleep": re.compile(_SECONDS_PATTERN),
+    "shift": re.compile("-?" + _SECONDS_PATTERN),
+    "say": re.compile(r"-?[0-9]{1,12}(e[0-9]{1,2})?"),
+}
+"""The actions that take a number, and its pattern."""
 _ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
 ReachFault = Callable[[str], Awaitable[None]]
@@ -57,23 +64,23 @@ ReachFault = Callable[[str], Awaitable[None]]
 class Fault:
     """One entry of AGORA_FAULTS: `action` acts at the `nth` arrival at `point`, the first one being 1.
 
-    seconds: how long a "sleep" lasts, how far a "shift" goes; 0 for other actions. repeats: whether it acts at every
-    later arrival, too.
+    number: how long a "sleep" lasts and how far a "shift" goes, in seconds; what "say" tells; 0 for other actions.
+    repeats: whether it acts at every later arrival, too.
     """
 
     point: str
     action: str
-    seconds: float
+    number: float
     nth: int
     repeats: bool
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Returns the faults of "point:action[=seconds][:nth[+]][,...]", the text of AGORA_FAULTS.
+    """Returns the faults of "point:action[=number][:nth[+]][,...]", the text of AGORA_FAULTS.
 
-    seconds: for "sleep" and "shift", and only for these. nth: the arrival at which it acts, counted from 1, by default
-    the first; with "+" at all later ones, too. Raises InputError for an unknown point or action and for a malformed
-    number.
+    number: for "sleep", "shift" and "say", and only for these. nth: the arrival at which it acts, counted from 1, by
+    default the first; with "+" at all later ones, too. Raises InputError for an unknown point or action and for a
+    malformed number.
     """
     return tuple(_parse_fault(entry) for part in text.split(",") if (entry := part.strip()))
 
@@ -82,17 +89,17 @@ def _parse_fault(entry: str) -> Fault:
     """Returns the fault of one entry of AGORA_FAULTS. Raises InputError as `parse` does."""
     point, _, rest = entry.partition(":")
     what, has_arrival, nth = rest.partition(":")
-    action, has_seconds, seconds = what.partition("=")
+    action, has_number, number = what.partition("=")
     if point not in POINTS:
         raise InputError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
     if action not in ACTIONS:
         raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
     arrival = _ARRIVAL.fullmatch(nth if has_arrival else "1")
-    wanted = ACTIONS_WITH_SECONDS.get(action)
-    is_duration_right = bool(wanted.fullmatch(seconds)) if wanted else not has_seconds
-    if arrival is None or not is_duration_right:
+    wanted = ACTIONS_WITH_NUMBER.get(action)
+    is_number_right = bool(wanted.fullmatch(number)) if wanted else not has_number
+    if arrival is None or not is_number_right:
         raise InputError(f"AGORA_FAULTS has a malformed number in {entry!r}; write it like sleep=0.5:2 or kill:3+")
-    return Fault(point, action, float(seconds or 0.0), int(arrival[1]), bool(arrival[2]))
+    return Fault(point, action, float(number or 0.0), int(arrival[1]), bool(arrival[2]))
 
 
 class Faults:
@@ -110,17 +117,9 @@ class Faults:
         "kill" and "stop" send a signal to this process, "shift" sets its wall clock, "fail" raises DeviceError and
         "exit" SystemExit. Returns the seconds that the caller must wait, for "hang" and "sleep"; otherwise 0.0.
         """
-        with self._lock:
-            self._counts[point] += 1
-            count = self._counts[point]
-        for fault in self._plan:
-            if fault.point == point and (count == fault.nth or (fault.repeats and count > fault.nth)):
-                break
-        else:
+        fault = self._due(point)
+        if fault is None:
             return 0.0
-        if self._log_path:
-            with open(self._log_path, "a", encoding="utf-8") as log:
-                log.write(f"{os.getpid()} {point} {fault.action} {count} {time.time():.6f}\n")
         if fault.action in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
         if fault.action == "fail":
@@ -128,9 +127,29 @@ class Faults:
         if fault.action == "exit":
             raise SystemExit
         if fault.action == "shift":
-            _shift_wall_clock(fault.seconds)
+            _shift_wall_clock(fault.number)
             return 0.0
-        return HANG_S if fault.action == "hang" else fault.seconds
+        return HANG_S if fault.action == "hang" else fault.number
+
+    def say(self, point: str, truth: float) -> float:
+        """Counts an arrival at `point`; returns the number of a planned "say" that is due there, else `truth`."""
+        fault = self._due(point)
+        return truth if fault is None else fault.number
+
+    def _due(self, point: str) -> Fault | None:
+        """Counts an arrival at `point`; returns the first planned fault that is due there, once it is on record."""
+        with self._lock:
+            self._counts[point] += 1
+            count = self._counts[point]
+        for fault in self._plan:
+            if fault.point == point and (count == fault.nth or (fault.repeats and count > fault.nth)):
+                break
+        else:
+            return None
+        if self._log_path:
+            with open(self._log_path, "a", encoding="utf-8") as log:
+                log.write(f"{os.getpid()} {point} {fault.action} {count} {time.time():.6f}\n")
+        return fault
 
 
 def _shift_wall_clock(seconds: float) -> None:
@@ -174,3 +193,8 @@ def reach_blocking(point: str) -> None:
     """
     if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)
+
+
+def say(point: str, truth: float) -> float:
+    """Returns what to tell other peers at `point`: `truth`, or the number of a "say" that is due there."""
+    return truth if _active is None else _active.say(point, truth)

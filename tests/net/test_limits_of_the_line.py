@@ -7,16 +7,19 @@ import os
 import random
 import socket
 import threading
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from agora_protocol.errors import InputError
 
 from agora.clock import loop_time
+from agora.net import relay
 from agora.net.link import LinkSpec
 from agora.net.rate_limits import MIN_SHARE, RateLimits, StreamBrake, parse_rate
 from agora.net.shaping import AccessLink
 from agora.net.socket_bytes import SocketCounter
-from tests.net.helpers import after, boundary, echo, peers, process, run
+from tests.net.helpers import after, boundary, echo, make_host, make_peer, peers, process, run
 
 
 @pytest.mark.parametrize(
@@ -135,5 +138,35 @@ def test_a_peer_reads_no_faster_than_its_owner_allows() -> None:
             began = loop_time()
             await a.network.call(b.id, process(a.id), boundary(size), deadline=after(20))
             assert 2 * size / limit * 0.85 < loop_time() - began
+
+    run(scenario)
+
+
+def test_what_a_relay_carries_for_others_keeps_to_its_owners_limit(tmp_path: Path) -> None:
+    """1 MB there and back between two peers that have no limit, through one that may send 1 MB/s."""
+    size, limit = 1_000_000, 1e6
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            one, other = [await make_peer(tmp_path, name, allow_private=False) for name in ("one", "other")]
+            stack.push_async_callback(one.close)
+            stack.push_async_callback(other.close)
+            middle, _ = await make_host(tmp_path, "middle", limits=RateLimits(up=limit))
+            stack.push_async_callback(middle.close)
+            service = relay.RelayService(middle, 1, lambda peer: True)
+            await service.start()
+            addresses = await middle.addresses()
+            await other.host.reach(middle.peer, addresses, 5.0)
+            await relay.reserve(other.host, middle.peer)
+            one.network.learn(other.id, [f"{address}/p2p-circuit/p2p/{other.id}" for address in addresses])
+            await one.network.call(other.id, process(one.id), boundary(1000), deadline=after(20))
+            began, counter = loop_time(), SocketCounter(middle.p2p._child.pid)
+            former = counter.read()
+            await one.network.call(other.id, process(one.id), boundary(size), deadline=after(20))
+            seconds, latest = loop_time() - began, counter.read()
+            assert one.network.paths == {other.id: "relayed"} and service.carried_bytes > 2 * size
+            assert 2 * size / limit * 0.9 < seconds
+            if former is not None:
+                assert latest is not None and 1.9 * size < latest.sent - former.sent < 1.15 * limit * seconds
 
     run(scenario)

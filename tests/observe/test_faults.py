@@ -54,7 +54,7 @@ def test_a_malformed_plan_says_what_is_wrong(text: str, wrong: str) -> None:
 def test_a_plan_reads_as_written() -> None:
     first, second, third = faults.parse("hop.accepted:kill:3, device.job:sleep=0.5:2+,hop.forwarded:hang")
     assert (first.nth, first.repeats, first.action) == (3, False, "kill")
-    assert (second.seconds, second.nth, second.repeats) == (0.5, 2, True)
+    assert (second.number, second.nth, second.repeats) == (0.5, 2, True)
     assert (third.action, third.nth) == ("hang", 1)
 
 
@@ -71,6 +71,19 @@ def test_faults_fire_at_their_turn_and_are_counted(tmp_path: Path) -> None:
     assert [(point, action, count) for _, point, action, count, _ in lines] == [
         ("device.job", "sleep", "2"),
         ("device.job", "sleep", "3"),
+    ]
+
+
+def test_a_lie_is_told_from_its_turn_on_and_is_on_record(tmp_path: Path) -> None:
+    log = tmp_path / "faults.log"
+    assert faults.say("gossip.step", 7) == 7
+    faults.activate(faults.Faults(faults.parse("gossip.step:say=1000000000:2+,averaging.scale:say=1e30"), str(log)))
+    assert [faults.say("gossip.step", 7) for _ in range(3)] == [7, 10**9, 10**9]
+    assert [faults.say("averaging.scale", 1.0) for _ in range(2)] == [1e30, 1.0]
+    assert [line.split()[1:4:2] for line in log.read_text().splitlines()] == [
+        ["gossip.step", "2"],
+        ["gossip.step", "3"],
+        ["averaging.scale", "1"],
     ]
 
 

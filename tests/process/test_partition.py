@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from tests.process.harness import last_step, tiny
+from tests.process.heldout import checkpoints, weights_of
 from tests.process.sites import Sites, can_make_sites
 
 pytestmark = [
@@ -37,16 +36,6 @@ def peers_seen(daemon: LocalDaemon) -> int:
     """How many peers the daemon sees, itself included; 0 when it does not answer."""
     answer = daemon.try_ask("status")
     return len(answer["peers"]) if answer is not None else 0
-
-
-def checkpoints(daemon: LocalDaemon) -> dict[int, Path]:
-    """The folders of its checkpoints, by step; a daemon of these tests holds one stage."""
-    found = sorted(daemon.root.glob("runs/*/checkpoints/stage-*/step-*/checkpoint.json"))
-    return {int(json.loads(path.read_text())["step"]): path.parent for path in found}
-
-
-def weights_of(folder: Path) -> dict[str, np.ndarray]:
-    return dict(load_file(folder / "weights.safetensors"))
 
 
 def equal_after(replicas: list[LocalDaemon], step: int) -> bool:
