@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 START_S: Final = 120.0
 STOP_S: Final = 10.0
+ANSWER_S: Final = 60.0
 POLL_S: Final = 0.05
 CAUSE_S: Final = 3.0
 
@@ -82,7 +83,7 @@ class LocalDaemon:
         """Its peer id, from the PeerStarted event. Raises IndexError before that event."""
         return str(self.events("PeerStarted")[0]["peer"])
 
-    def ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
+    def ask(self, question: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
         """Sends a question with these arguments to its control socket, and returns the answer.
 
         Raises DaemonUnreachable when no answer comes within `timeout_s`, DaemonRefused when the answer is an error.

@@ -1,6 +1,7 @@
 """Real daemons for tests: a LocalSwarm whose daemons are forked, with faults to inject and every log in a failure.
 
-A test waits for what it needs with `Swarm.until`; nothing here sleeps for a fixed time and hopes.
+A test waits for what it needs with `Swarm.until`; nothing here sleeps for a fixed time and hopes. The limits are far
+above what a quiet machine needs: they end a test that would wait forever, and say nothing about how fast daemons are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import psutil
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
+from safetensors.numpy import load_file
 
 from agora.cli.local_swarm import LocalDaemon as Daemon
 from agora.cli.local_swarm import LocalSwarm, SwarmFailed
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from tests.oracle import Batches
 
 T = TypeVar("T")
-START_S = 60.0
+WAIT_S = 180.0
+"""Seconds that a test waits for a condition, and a daemon's answer, before it fails."""
+LEAVE_S = 60.0
+"""Seconds after which a daemon that was told to leave is killed."""
 ENOUGH = 30
 """Microbatches after which a swarm is seen to go on."""
 MICROBATCHES_PER_STEP = 8
@@ -60,12 +65,16 @@ class Swarm(LocalSwarm):
         environment = {"AGORA_SLOWDOWN": str(slowdown), **(injected if faults else {})}
         return super().start(name, run=run, flags=["--stages", stages, *flags], environment=environment)
 
-    def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_S) -> T:
+    def until(self, condition: Callable[[], T | None], description: str, within_s: float = WAIT_S) -> T:
         """See LocalSwarm; a failure shows the end of every daemon's log."""
         try:
             return super().until(condition, description, within_s)
         except SwarmFailed as error:
             raise AssertionError(f"{error}\n{self.logs()}") from error
+
+    def stop(self, within_s: float = LEAVE_S) -> dict[str, int | None]:
+        """See LocalSwarm."""
+        return super().stop(within_s)
 
     def check_alive(self) -> None:
         """See LocalSwarm; a daemon that left in order, or that a fault has killed, fails no test."""
@@ -128,7 +137,7 @@ def swarm(directory: Path, manifest: Manifest) -> Iterator[Swarm]:
 def drained(made: Swarm, *origins: Daemon) -> None:
     """Makes the origins open no more microbatches, and asserts that every one that was started has come home."""
     for origin in origins:
-        origin.ask("drain", timeout_s=60)
+        origin.ask("drain", timeout_s=WAIT_S)
         report = origin.ask("report")["microbatches"]
         assert report["started"] == report["completed"], report
         assert report["dropped"] == 0
@@ -155,6 +164,12 @@ def last_step(daemon: Daemon) -> int:
 def steps_of(daemon: Daemon, stage: int) -> list[dict[str, Any]]:
     """The optimizer steps of a stage, in order."""
     return sorted(daemon.events("StepTaken", stage=stage), key=lambda e: int(e["step"]))
+
+
+def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
+    """The stage's tensors as the daemon, which holds it, has them now."""
+    files = daemon.ask("weights")["files"]
+    return dict(load_file(files[str(stage)]))
 
 
 def p2pd_of(daemon: Daemon) -> psutil.Process:

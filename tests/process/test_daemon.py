@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import pytest
 from agora.node import paths
 from agora.node.control_client import DaemonRefused
 from tests.process.forked import Forked
-from tests.process.harness import Daemon, Swarm, p2pd_of, swarm, tiny
+from tests.process.harness import LEAVE_S, WAIT_S, Daemon, Swarm, p2pd_of, swarm, tiny
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 class Manager:
@@ -56,8 +55,9 @@ def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytes
         made.serving()
         stated = "waiting for a peer of stage 1"
         made.until(lambda: any(line.startswith("STATUS=") and stated in line for line in lines), stated)
-        assert "WATCHDOG=1" in lines and "READY=1" not in lines
-        assert first.ask("status")["health"]["state"] == "STALLED"
+        made.until(lambda: "WATCHDOG=1" in lines, "the watchdog to be fed")
+        made.until(lambda: first.ask("status")["health"]["state"] == "STALLED", "the health to say so")
+        assert "READY=1" not in lines
 
         second = made.start("second", "1")
         made.until(lambda: "READY=1" in lines, "READY after the first hop")
@@ -65,29 +65,30 @@ def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytes
         a_second_daemon_on_the_directory_is_refused(made, first)
 
         p2pd_of(second).kill()
-        assert second.process.wait(20) == 1
+        assert second.process.wait(WAIT_S) == 1
         assert "p2pd ended by itself" in second.log().splitlines()[-1]
         second.end_is_intended = True
         assert not paths.socket_of(paths.Home(second.root)).exists()
 
-        leaves_within_ten_seconds(first)
-        made.until(lambda: "STOPPING=1" in lines, "the manager to hear of the end", 5)
+        leaves_in_order(first)
+        made.until(lambda: "STOPPING=1" in lines, "the manager to hear of the end")
         assert first.events("StateChanged", state="left")
 
 
 def a_second_daemon_on_the_directory_is_refused(made: Swarm, daemon: Daemon) -> None:
     command = [sys.executable, "-m", "agora.cli.main_node", "join", str(made.file), "--dir", str(daemon.root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 1
     assert f"in use by the daemon with pid {daemon.process.pid}" in done.stderr
 
 
-def leaves_within_ten_seconds(daemon: Daemon) -> None:
-    """With microbatches in flight that nobody downstream will ever answer."""
-    began = time.monotonic()
+def leaves_in_order(daemon: Daemon) -> None:
+    """With microbatches in flight that nobody downstream will ever answer: it gives them up, and is soon gone."""
     daemon.kill(signal.SIGTERM)
-    assert daemon.process.wait(15) == 0
-    assert time.monotonic() - began < 10.0
+    assert daemon.process.wait(LEAVE_S) == 0
+    home = {event["microbatch"] for event in daemon.events("MicrobatchCompleted")}
+    given_up = {event["microbatch"] for event in daemon.events("MicrobatchDropped")}
+    assert {event["microbatch"] for event in daemon.events("MicrobatchStarted")} == home | given_up
     assert not paths.socket_of(paths.Home(daemon.root)).exists()
 
 
@@ -95,11 +96,11 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
     with swarm(tmp_path, tiny(2)) as made:
         daemon = made.start("whole", "0-1", flags=["--link", "9Mbit,1ms"])
         made.until(lambda: made.completed(daemon) > 3, "it to train alone, holding both stages")
-        assert daemon.ask("evaluate", timeout_s=60, batches=2)["loss"] > 0
+        assert daemon.ask("evaluate", batches=2)["loss"] > 0
         assert daemon.ask("link", rate="2Mbit") == {"link": "2Mbit,1ms"}
         with pytest.raises(DaemonRefused, match="no rate like 20Mbit"):
             daemon.ask("link", rate="fast")
-        assert daemon.ask("drain", timeout_s=60) == {"in_flight": 0}
+        assert daemon.ask("drain") == {"in_flight": 0}
         drained_at = made.completed(daemon)
         daemon.ask("refill")
         made.until(lambda: made.completed(daemon) > drained_at, "a drained origin to go on")
@@ -115,11 +116,10 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         daemon.process.send_signal(signal.SIGSTOP)  # both signals are pending before it can act on the first
         daemon.process.send_signal(signal.SIGTERM)
         daemon.process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        daemon.process.send_signal(signal.SIGCONT)
-        assert daemon.process.wait(10) in (0, 1)
-        assert time.monotonic() - began < 5.0
         daemon.end_is_intended = True
+        daemon.process.send_signal(signal.SIGCONT)
+        assert daemon.process.wait(LEAVE_S) == 1, "an ordered end would be 0"
+        assert not daemon.events("StateChanged", state="left")
 
 
 def refused(made: Swarm, name: str, *flags: str, run: str = "", file_bytes: int | None = None) -> str:
@@ -129,7 +129,7 @@ def refused(made: Swarm, name: str, *flags: str, run: str = "", file_bytes: int 
     log = made.directory / f"{name}.txt"
     process = Forked(arguments, os.environ, log, file_bytes=file_bytes)
     try:
-        code = process.wait(60)
+        code = process.wait(WAIT_S)
     finally:
         process.send_signal(signal.SIGKILL)
     said = log.read_text()

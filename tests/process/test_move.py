@@ -10,9 +10,20 @@ from agora_protocol.errors import InputError
 
 from agora.cli.local_swarm import LocalDaemon
 from agora.node.control_client import DaemonRefused
-from tests.process.harness import Swarm, counted_twice, drained, nothing_lost, p2pd_of, swarm, tiny
+from tests.process.harness import (
+    WAIT_S,
+    Swarm,
+    counted_twice,
+    drained,
+    fired,
+    last_step,
+    nothing_lost,
+    p2pd_of,
+    swarm,
+    tiny,
+)
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 ENOUGH = 20
 
@@ -43,13 +54,13 @@ def test_a_daemon_moves_to_another_stage_and_back_without_losing_a_microbatch(tm
         )
         network, peer = p2pd_of(moves).pid, moves.peer
 
-        assert moves.ask("move", stages="1", timeout_s=60)["span"] == [1, 1]
+        assert moves.ask("move", WAIT_S, stages="1")["span"] == [1, 1]
         assert moves.ask("report")["span"] == [1, 1]
         made.until(lambda: counted_after(moves, 1), "microbatches through its new stage")
         trains_on(made, stays)
         drawn = len(moves.events("MicrobatchStarted"))
 
-        assert moves.ask("move", stages="0", timeout_s=60)["span"] == [0, 0]
+        assert moves.ask("move", WAIT_S, stages="0")["span"] == [0, 0]
         made.until(lambda: counted_after(moves, 0), "microbatches through its old stage again")
         assert len(moves.events("MicrobatchStarted")) > drawn, "it originates again"
 
@@ -64,12 +75,15 @@ def test_a_daemon_moves_to_another_stage_and_back_without_losing_a_microbatch(tm
 
 
 def test_a_daemon_moves_to_a_stage_that_has_no_peer_and_the_swarm_goes_on(tmp_path: Path) -> None:
-    """Its own microbatches could not come back: it gives them up soon, and says so."""
+    """Its own microbatches could not come back: it gives them up soon, and says so.
+
+    Soon: it would wait 30 s and more for them if that stage had a peer.
+    """
     with swarm(tmp_path, tiny(2)) as made:
         stays, moves = made.start("stays", "0"), made.start("moves", "0")
         made.serving()
         made.until(lambda: moves.events("MicrobatchStarted") and stays.events("MicrobatchStarted"), "both to originate")
-        assert moves.ask("move", stages="1", timeout_s=60)["seconds"] < 30.0
+        assert moves.ask("move", WAIT_S, stages="1")["seconds"] < 30.0
         trains_on(made, stays)
         made.until(lambda: counted_after(moves, 1), "microbatches through its new stage")
         started = {event["microbatch"] for event in moves.events("MicrobatchStarted")}
@@ -88,7 +102,7 @@ def test_a_daemon_that_cannot_load_the_wanted_stages_goes_back_to_its_own(tmp_pa
         made.serving()
         trains_on(made, origin)
         with pytest.raises(DaemonRefused, match="--allow-files"):
-            last.ask("move", stages="0", timeout_s=60)
+            last.ask("move", WAIT_S, stages="0")
         assert last.ask("report")["span"] == [1, 1]
         trains_on(made, origin)
         drained(made, origin)
@@ -96,9 +110,7 @@ def test_a_daemon_that_cannot_load_the_wanted_stages_goes_back_to_its_own(tmp_pa
 
 def test_a_move_that_cannot_begin_is_one_sentence_and_changes_nothing(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2)) as made:
-        daemon = made.start("whole", "0-1")
-        with pytest.raises(DaemonRefused, match="still starting"):
-            daemon.ask("move", stages="0")
+        daemon = made.start("whole", "0-1", faults="state.giving:hang:1+")
         made.serving()
         for stages, text in (
             ("0-2", "beyond the run's last stage; give stages within 0-1"),
@@ -109,4 +121,9 @@ def test_a_move_that_cannot_begin_is_one_sentence_and_changes_nothing(tmp_path: 
                 daemon.ask("move", stages=stages)
             assert refusal.value.code in {"local", InputError.code}
         trains_on(made, daemon)
+        assert last_step(daemon) > 0, "it has a state that a joiner must have"
+        waiting = made.start("waiting", "1")
+        made.until(lambda: fired(daemon), "the joiner to ask for the state, which it does not get")
+        with pytest.raises(DaemonRefused, match="still starting"):
+            waiting.ask("move", stages="0")
         assert not daemon.events("StateChanged", state="moving")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from agora_protocol.manifest import Manifest
-from safetensors.numpy import load_file
 
 from agora.data.sampling import Sampler
 from agora.model import family_of, stage_loss
@@ -19,15 +18,17 @@ from tests.oracle import Batches, relative_difference, run_plain_loop
 from tests.process.harness import (
     Daemon,
     Swarm,
+    drained,
     drawn_by,
     microbatches_of_a_step,
     oracle_manifest,
     sampler_of,
     steps_of,
     swarm,
+    weights_of,
 )
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 MIN_STEPS = 6
 ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 40, 32
@@ -41,23 +42,16 @@ def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) ->
 def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:
     """One daemon for each stage, trained for at least `steps` steps and drained."""
     peers = [made.start(f"stage-{k}", str(k)) for k in range(stages)]
-    made.until(lambda: len(steps_of(peers[0], 0)) >= steps, f"{steps} steps", within_s=200)
-    peers[0].ask("drain", timeout_s=60)
+    made.until(lambda: len(steps_of(peers[0], 0)) >= steps, f"{steps} steps")
+    drained(made, peers[0])
     counts = {peers[0].ask("report")["microbatches"]["completed"] // microbatches_of_a_step(made.manifest)}
     if made.manifest.schedule.kind != "synchronous":
         counts = set(range(max(counts) + 1))
     made.until(
         lambda: len(found := {len(steps_of(peer, k)) for k, peer in enumerate(peers)}) == 1 and found <= counts,
         "the last step in every journal",
-        within_s=20,
     )
     return peers
-
-
-def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
-    """The stage's tensors as the daemon, which holds it, has them now."""
-    files = daemon.ask("weights")["files"]
-    return dict(load_file(files[str(stage)]))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from benchmarks.simulate_real import CASES, manifest, observe, simulate
 from agora.cli.local_swarm import LocalSwarm
 from tests.process.forked import Forked
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
+# In the slow tier: a rate of real daemons is another one on a machine that has other work.
 
 AGREES = 0.15
 """The simulated throughput differs by at most so much of the real one."""
@@ -33,7 +34,6 @@ def test_the_simulator_finds_the_throughput_of_equal_peers(tmp_path: Path) -> No
     assert abs(error_of(tmp_path, "equal peers", 12.0)) <= AGREES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if name != "equal peers"])
 def test_the_simulator_finds_the_throughput_of(case: str, tmp_path: Path) -> None:
     assert abs(error_of(tmp_path, case, 30.0)) <= AGREES
