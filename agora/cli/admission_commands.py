@@ -32,10 +32,10 @@ def invite(
     directory: console.DIRECTORY = None,
     as_json: JSON = False,
 ) -> None:
-    """Print an invite of a run; where the run admits by ticket, with a ticket signed on this machine.
+    """Print an invite of a run, with a ticket where it needs one.
 
-    Only the founder's machine, or a delegate's, can sign tickets. Without --peer the invite is a secret: whoever has it
-    may join. The run's id does not change, and no peer needs to be told.
+    Only the founder's machine, or a delegate's, can sign tickets. Keep an invite with a ticket secret unless --peer
+    names its machine: whoever has it may join. The run's id does not change, and no peer needs to be told.
 
     \b
     Examples:

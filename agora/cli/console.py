@@ -45,7 +45,7 @@ LINK = Annotated[
     str | None,
     typer.Option(
         metavar="RATE,RTT[,JITTER[,LOSS]]",
-        help="Put each daemon behind a link such as 200Mbit,50ms; see docs/links.md. Default the network as it is.",
+        help="Imitate a link such as 200Mbit,50ms for each daemon started; see docs/links.md. Default none.",
     ),
 ]
 

@@ -14,7 +14,7 @@ import typer
 from agora.cli import console
 from agora.node import control_client, paths
 
-app = console.new_app("Contribute this machine to a training run: one daemon, started and stopped by you.")
+app = console.new_app("Contribute this machine to a training run.\n\nExample: agora-node join agora://...")
 
 ANSWER_S = 12.0
 MOVE_S = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs
@@ -124,7 +124,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Examine this machine: can it join a run, and if not, what is to be done?
+    """Check whether this machine can join a run, and what to do if not.
 
     Every check has a measured value, a limit, and a remedy where it does not pass. With RUN, the run's peers are called
     and its manifest is read too. Nothing is changed. Exit code 0: all pass; 3: something warns; 1: something fails.
@@ -162,7 +162,7 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
 
 @app.command()
 def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
-    """Use the machine and its line for something else: the daemon rests until `agora-node resume`, restarts included.
+    """Let the daemon rest until `agora-node resume`, restarts included.
 
     Within 10 s it finishes or hands back what it holds, writes its checkpoints, withdraws its claim and closes all
     connections. Only its control socket is left; `swarm status` shows PAUSED.
@@ -214,7 +214,7 @@ def ban(
     run: RUN_OR_NONE = None,
     directory: console.DIRECTORY = None,
 ) -> None:
-    """Have nothing to do with a peer on this machine, in any run, for good.
+    """Have nothing to do with a peer on this machine, in any run.
 
     The running daemon ends its connection at once and forgets it; without a daemon it is only noted for the next start.
     It stays in banned.txt in the data directory; remove the line and start again to lift it. Others go on with the

@@ -12,7 +12,7 @@ import typer
 
 from agora.cli import admission_commands, console
 
-app = console.new_app("Start, watch and measure training runs that belong to nobody in particular.")
+app = console.new_app("Start, watch and use training runs.\n\nExample: swarm demo")
 
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
 PRESET = Annotated[
@@ -44,7 +44,8 @@ BEGINNING = Annotated[
     ),
 ]
 TUNED_MODEL = Annotated[
-    Path | None, typer.Option("--base-model", metavar="DIR", help="Tune the Hugging Face model in this folder instead.")
+    Path | None,
+    typer.Option("--base-model", metavar="DIR|ORG/NAME", help="Tune this Hugging Face model instead."),
 ]
 TEXTS = Annotated[
     list[str] | None,
@@ -55,7 +56,8 @@ SHARD_SIZE = Annotated[
 ]
 MERGE = Annotated[bool, typer.Option("--merge", help="Write the base model with the run's LoRA adapter added to it.")]
 MERGED_MODEL = Annotated[
-    Path | None, typer.Option("--base-model", metavar="DIR", help="The base model's folder; --merge needs it.")
+    Path | None,
+    typer.Option(metavar="DIR|ORG/NAME", help="The base model's folder or Hub id; --merge needs it."),
 ]
 
 
@@ -105,7 +107,7 @@ def status(
     as_json: JSON = False,
     directory: console.DIRECTORY = None,
 ) -> None:
-    """Show stages, peers, step, loss, throughput, and whether the run is healthy and why.
+    """Show a run's stages, peers, step, loss, throughput and health.
 
     A daemon of the run on this machine answers at once; otherwise a peer of the invite is asked over the network.
     Exit code: 0 OK or paused, 3 degraded, 4 stalled or unreachable.
@@ -144,7 +146,7 @@ def demo(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Train a whole swarm on this machine: real daemons, one process each, for --steps steps.
+    """Train a whole swarm on this machine, one process a daemon.
 
     Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
     --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch is lost.
@@ -181,11 +183,11 @@ def export(
     directories: console.CHECKPOINTS = None,
     as_json: JSON = False,
 ) -> None:
-    """Write the run's model as a Hugging Face folder: AutoModelForCausalLM.from_pretrained(DIR) loads it.
+    """Write the run's model as a Hugging Face folder.
 
-    Of a run that trains LoRA it writes the adapter, which PeftModel.from_pretrained(base, DIR) loads onto the base
-    model; with --merge the whole model. Without --base-model, AGORA_BASE_MODEL or the data directory's agora.toml names
-    the folder to merge into, as for a daemon.
+    AutoModelForCausalLM.from_pretrained(DIR) loads it. Of a run that trains LoRA it writes the adapter, which
+    PeftModel.from_pretrained(base, DIR) loads onto the base model; with --merge the whole model. Without --base-model,
+    AGORA_BASE_MODEL or the data directory's agora.toml names the folder to merge into, as for a daemon.
 
     A daemon of the run on this machine collects every stage from the swarm; without one, the newest whole checkpoints
     in the data directories are taken. Everything is checked against the manifest before anything is written.
@@ -230,7 +232,9 @@ def sample(
     average: console.AVERAGE = True,
     base_model: Annotated[
         Path | None,
-        typer.Option("--base-model", metavar="DIR", help="The base model's folder; a run that trains LoRA needs it."),
+        typer.Option(
+            metavar="DIR|ORG/NAME", help="The base model's folder or Hub id; a run that trains LoRA needs it."
+        ),
     ] = None,
     directories: console.CHECKPOINTS = None,
     as_json: JSON = False,
@@ -262,7 +266,7 @@ def data(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A data file, or a folder saved by `datasets`.")],
     base_model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The model folder with tokenizer and chat template; default plain bytes."),
+        typer.Option(metavar="DIR|ORG/NAME", help="The model with tokenizer and chat template; default plain bytes."),
     ] = None,
     columns: COLUMNS = None,
     objective: OBJECTIVE = None,
@@ -300,9 +304,10 @@ def mesh(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Put a run inside a network of your own: write one WireGuard configuration for each machine of a list.
+    """Write a WireGuard configuration for each machine of a list.
 
-    Each machine makes its key itself and only its public part goes into the list, so no configuration holds a secret.
+    So a run can have a network of its own. Each machine makes its key itself and only its public part goes into the
+    list, so no configuration holds a secret.
     Machines behind NATs reach each other through the first one that has an endpoint.
 
     \b
@@ -326,10 +331,10 @@ def simulate(
     seed: Annotated[int | None, typer.Option(min=0, help="The seed of all chance, instead of the scenario's.")] = None,
     as_json: JSON = False,
 ) -> None:
-    """Run the daemon's own decisions on thousands of simulated machines.
+    """Run the daemon's own decisions on simulated machines.
 
-    Routing, the opening of microbatches and placement are the functions that `agora-node` runs; machines,
-    links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
+    Routing, the opening of microbatches and placement are the functions that `agora-node` runs; machines, thousands of
+    them, links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
 
     \b
     Examples:
@@ -352,8 +357,9 @@ def plan(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Show which machine should hold which stages, what speed to expect, and what holds it back.
+    """Show which machine should hold which stages, and the speed.
 
+    It also says what holds the swarm back, and what one more machine would add.
     Each table of peers.toml has a kind (h100, a100, a6000, t4 ...) or flops_tflops and memory_gb, and upload_mbps;
     also name, count, download_mbps, host_memory_gb and latency_ms. Nothing is started or measured.
 

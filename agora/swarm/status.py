@@ -93,7 +93,7 @@ def _expected_path(seen: PeerView) -> str:
 
 
 def _peer_status(seen: PeerView, path: str, now_unix: float) -> dict[str, Any]:
-    """Returns a peer's entry in the status's "peers", see docs of `--json`. path: how the asked peer reaches it."""
+    """Returns a peer's entry in the status's "peers". path: how the asked peer reaches it."""
     return {
         "peer": seen.peer,
         "name": peer_name(seen.peer),

@@ -49,7 +49,8 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "nadam", "muon", "adamw8bit"] = Field(
         default="adamw",
-        description="adamw; nadam where staleness is high; muon for the layers' matrices, with adamw for the rest",
+        description="adamw; adamw8bit keeps moments in 8 bits; nadam where staleness is high; muon for the layers' "
+        "matrices, with adamw for the rest",
     )
     learning_rate: float = Field(default=3e-3, gt=0, le=100, description="peak learning rate")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's mean")
@@ -154,7 +155,9 @@ class DataSection(Section):
         default="", max_length=1024, description="sft and dpo: a .jsonl, .json or .parquet file, or a datasets folder"
     )
     columns: tuple[tuple[PathText, PathText], ...] = Field(
-        default=(), max_length=16, description='["prompt", "question"]: the file calls the prompt question'
+        default=(),
+        max_length=16,
+        description='pairs: ["prompt", "question"] takes the prompt from the column question',
     )
     samples_hash: str = Field(
         default="", pattern=SHA256_OR_EMPTY, description="SHA-256 of the samples' file or files; empty: not checked"

@@ -1,4 +1,4 @@
-"""`./scripts/bench agreement`: the loss that replicas reach by the default, by synchronous steps, and alone.
+"""`./scripts/bench agreement`: the loss that replicas reach by gradients in few bits, by synchronous steps, and alone.
 
 Knows: settings, how child processes share the work, the ratios of the contract. Must not know: torch (only children
 import it). Every setting trains on the same samples from the same weights; a ratio is the median over seeds of the
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from agora.model import family_of
 from benchmarks.agreement_settings import (
-    DEFAULT,
     DELAY,
+    FEWEST_BITS,
     FULL,
     QUICK,
     RATES,
@@ -69,10 +69,10 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
 
 def ratios(found: Mapping[Setting, Sequence[Found]]) -> dict[str, Ratio]:
     """Returns the ratios of the contract, from the answers of each of NEEDED."""
-    default = losses(found[DEFAULT])
-    same, adamw = (paired_ratio(default, losses(found[other])) for other in (DEFAULT.baseline, SYNCHRONOUS_ADAMW))
-    sent = statistics.fmean(answer["bytes"] for answer in found[DEFAULT])
-    meaning = "held-out loss of a replica by the manifest's defaults / of synchronous steps with"
+    default = losses(found[FEWEST_BITS])
+    same, adamw = (paired_ratio(default, losses(found[other])) for other in (FEWEST_BITS.baseline, SYNCHRONOUS_ADAMW))
+    sent = statistics.fmean(answer["bytes"] for answer in found[FEWEST_BITS])
+    meaning = "held-out loss of a replica by gradients in 2 bits / of synchronous steps with"
     return {
         "default_vs_synchronous": Ratio(same, "<= 1.01", f"{meaning} the same optimizer"),
         "default_vs_synchronous_adamw": Ratio(adamw, "<= 1.01", f"{meaning} AdamW"),
@@ -87,12 +87,12 @@ def losses(found: Sequence[Found]) -> list[float]:
 
 def row(setting: Setting, found: Mapping[Setting, Sequence[Found]]) -> dict[str, Cell]:
     """Returns one line of the table; percentages are of the synchronous loss of the same seed."""
-    baseline = setting.baseline if setting.baseline in found else DEFAULT.baseline
+    baseline = setting.baseline if setting.baseline in found else FEWEST_BITS.baseline
     these, synchronous = found[setting], losses(found[baseline])
     lost = [100 * (ours / theirs - 1) for ours, theirs in zip(losses(these), synchronous, strict=False)]
     by_mean = [100 * (own["loss_of_mean"] / theirs - 1) for own, theirs in zip(these, synchronous, strict=False)]
     return {
-        "name": f"{setting.name} (the default)" if setting == DEFAULT else setting.name,
+        "name": f"{setting.name} (the ratios)" if setting == FEWEST_BITS else setting.name,
         "seeds": len(these),
         "loss_of_replica": round(statistics.fmean(losses(these)), 4),
         "lost_%": round(statistics.fmean(lost), 2),

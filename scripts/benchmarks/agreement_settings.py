@@ -85,25 +85,25 @@ class Setting:
         return Setting("synchronous", exact=0, stale=0.0, optimizer=self.optimizer, replicas=self.replicas)
 
 
-DEFAULT: Final = Setting(optimizer=DEFAULT_OPTIMIZER, gradient_wire="normal2")
+FEWEST_BITS: Final = Setting(optimizer=DEFAULT_OPTIMIZER, gradient_wire="normal2")
 """What a peer sends whose uplink carries 0.28 bytes for each parameter in a step: the fewest bits."""
-SYNCHRONOUS: Final = DEFAULT.baseline
+SYNCHRONOUS: Final = FEWEST_BITS.baseline
 SYNCHRONOUS_ADAMW: Final = replace(SYNCHRONOUS, optimizer="adamw")
 NONE: Final = Setting("none", exact=0, optimizer=DEFAULT_OPTIMIZER)
 BITS: Final[Mapping[WireName, Setting]] = {
-    "normal3": replace(DEFAULT, gradient_wire="normal3"),
-    "normal4": replace(DEFAULT, gradient_wire="normal4"),
-    "int8": replace(DEFAULT, gradient_wire="int8"),
+    "normal3": replace(FEWEST_BITS, gradient_wire="normal3"),
+    "normal4": replace(FEWEST_BITS, gradient_wire="normal4"),
+    "int8": replace(FEWEST_BITS, gradient_wire="int8"),
 }
-AT_ONCE: Final = replace(DEFAULT, stale=0.0)
-SIXTEEN: Final = replace(DEFAULT, replicas=16)
-UNEQUAL: Final = replace(DEFAULT, unequal=True)
-MISSING: Final = replace(DEFAULT, missing=0.1)
-SLICES: Final = replace(DEFAULT, exact=0)
+AT_ONCE: Final = replace(FEWEST_BITS, stale=0.0)
+SIXTEEN: Final = replace(FEWEST_BITS, replicas=16)
+UNEQUAL: Final = replace(FEWEST_BITS, unequal=True)
+MISSING: Final = replace(FEWEST_BITS, missing=0.1)
+SLICES: Final = replace(FEWEST_BITS, exact=0)
 """Slices from the first step on: the fewest bytes."""
-SLICES_LATER: Final = {steps: replace(DEFAULT, exact=steps) for steps in (267, 400)}
+SLICES_LATER: Final = {steps: replace(FEWEST_BITS, exact=steps) for steps in (267, 400)}
 """2-bit gradients for a third of a run, then slices: by the steps of a quick run's third, and of a full one's."""
-NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, DEFAULT)
+NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, FEWEST_BITS)
 """What the ratios are made of."""
 MORE: Final = (*BITS.values(), AT_ONCE, SIXTEEN, UNEQUAL, MISSING, SLICES, *SLICES_LATER.values())
 """What is trained with the first seed only."""

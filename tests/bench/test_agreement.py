@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from benchmarks import agreement
 from benchmarks.agreement_replicas import Anchored, Exact, Replica, agree, judge, train
 from benchmarks.agreement_settings import (
-    DEFAULT,
+    FEWEST_BITS,
     FULL,
     MORE,
     NEEDED,
@@ -191,8 +191,8 @@ def test_replicas_whose_gradients_travel_in_few_bits_are_the_same_bits(
 
 def test_rows_compare_within_a_seed() -> None:
     one = {"loss_of_replica": 1.0, "loss_of_mean": 1.0, "apart": 0.0, "bytes": 4.0}
-    found = {SYNCHRONOUS: [one, one], DEFAULT: [one | {"loss_of_replica": 1.1}, one | {"loss_of_replica": 1.3}]}
-    row = agreement.row(DEFAULT, found)
+    found = {SYNCHRONOUS: [one, one], FEWEST_BITS: [one | {"loss_of_replica": 1.1}, one | {"loss_of_replica": 1.3}]}
+    row = agreement.row(FEWEST_BITS, found)
     assert agreement.row(NONE, found | {NONE: [one]})["lost_%"] == 0.0
     assert (row["lost_%"], row["low"], row["high"]) == pytest.approx((20.0, 10.0, 30.0))
     assert columns([row])[0] == "name"

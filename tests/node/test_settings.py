@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agora.node.settings import SettingsError, load
+from agora.node.settings import Settings, SettingsError, load
+
+OWNERS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "owner.md"
 
 
 def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
@@ -63,3 +65,8 @@ def test_private_addresses_and_upnp_are_off_and_relaying_is_bounded_by_the_owner
     assert chosen.allow_private and chosen.relay_peers == 0
     with pytest.raises(SettingsError, match="relay_peers"):
         load(tmp_path / "agora.toml", {}, {"AGORA_RELAY_PEERS": "2000"})
+
+
+def test_the_owners_page_names_every_setting() -> None:
+    page = OWNERS_PAGE.read_text(encoding="utf-8")
+    assert not [name for name in Settings.model_fields if f"`{name}" not in page]

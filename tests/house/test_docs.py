@@ -1,0 +1,54 @@
+"""The pages lead somewhere: links and headings exist, code files that pages name exist, the README lists every page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "protocol" / "SPEC.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "deploy").rglob("*.md"))
+CODE = [
+    path.relative_to(ROOT) for room in ("agora", "protocol", "scripts", "tests") for path in (ROOT / room).rglob("*.py")
+]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub makes them: lower case, hyphens, no punctuation."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Returns whether a relative link of `page` names a file that exists and, after #, a heading of that file."""
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    return target.exists() and (not anchor or anchor in anchors_of(target))
+
+
+def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
+    dead = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+        if not link.startswith("http") and not leads_somewhere(page, link)
+    ]
+    assert not dead, "\n".join(dead)
+
+
+def test_every_code_file_that_a_page_names_exists() -> None:
+    known = {part for path in CODE for part in (path.as_posix(), "/".join(path.parts[1:]), "/".join(path.parts[-2:]))}
+    named = [
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"`(?:\./)?([a-z_0-9]+(?:/[a-z_0-9]+)+\.py)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 100
+    missing = [f"{page.relative_to(ROOT)}: {name}" for page, name in named if name not in known]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_readme_lists_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in readme]
