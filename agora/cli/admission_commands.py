@@ -11,8 +11,6 @@ import typer
 
 from agora.cli import console
 
-JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
-
 
 def add_to(app: typer.Typer) -> None:
     """Adds both commands to `swarm`."""
@@ -30,7 +28,7 @@ def invite(
         str, typer.Option(metavar="member|reader|delegate", help="To train, to read the status, or to invite others.")
     ] = "member",
     directory: console.DIRECTORY = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Print an invite of a run, with a ticket where it needs one.
 
@@ -54,7 +52,7 @@ def ban(
         str, typer.Argument(metavar="PEER", help="A peer's id, or that of a bearer ticket as `swarm invite` prints it.")
     ],
     directory: console.DIRECTORY = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Ban a peer from a run for good, in every mode.
 

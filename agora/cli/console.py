@@ -30,6 +30,7 @@ STALLED = 4  # or unreachable
 LINE_S = 2.0
 
 RUN = Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")]
+JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
 DIRECTORY = Annotated[
     Path | None,
     typer.Option("--dir", metavar="DIR", help="The data directory; default $AGORA_HOME or ~/.local/share/agora."),

@@ -6,6 +6,7 @@ Knows: the commands, their flags, how to find the daemon that is meant. Must not
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,7 +123,7 @@ def doctor(
     listen: Annotated[
         list[str] | None, typer.Option(metavar="ADDR", help="Where it would listen; may be repeated.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Check whether this machine can join a run, and what to do if not.
 
@@ -142,7 +143,7 @@ def doctor(
 
 
 @app.command()
-def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
+def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json: console.JSON = False) -> None:
     """Make the daemon on this machine leave its run, as SIGTERM would.
 
     It tells the other peers first, finishes what it holds and exits. Nothing is lost, and it can join again later.
@@ -151,17 +152,19 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
     Example:
       agora-node leave
     """
-    entry = _ask_and_print("leave", run, directory)
+    entry, answer = _ask("leave", run, directory)
+    if not as_json:
+        _print_answer(answer, as_json)
     deadline = time.monotonic() + ANSWER_S
     while entry.is_alive:
         if time.monotonic() > deadline:
             raise console.Failure(f"the daemon (pid {entry.pid}) is still there; stop it with `kill -9 {entry.pid}`")
         time.sleep(0.1)
-    console.print_line("it has left.")
+    _print_answer({**answer, "text": "it has left."}, as_json)
 
 
 @app.command()
-def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
+def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json: console.JSON = False) -> None:
     """Let the daemon rest until `agora-node resume`, restarts included.
 
     Within 10 s it finishes or hands back what it holds, writes its checkpoints, withdraws its claim and closes all
@@ -171,11 +174,11 @@ def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
     Example:
       agora-node pause
     """
-    _ask_and_print("pause", run, directory)
+    _print_answer(_ask("pause", run, directory)[1], as_json)
 
 
 @app.command()
-def resume(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None:
+def resume(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json: console.JSON = False) -> None:
     """Let a paused daemon work again.
 
     It joins as it did at its start: it claims stages, fetches what its checkpoints lack, and serves.
@@ -184,7 +187,7 @@ def resume(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None) -> None
     Example:
       agora-node resume
     """
-    _ask_and_print("resume", run, directory)
+    _print_answer(_ask("resume", run, directory)[1], as_json)
 
 
 @app.command()
@@ -192,6 +195,7 @@ def move(
     stages: Annotated[str, typer.Option(metavar="A-B", help="The stages to hold from now on; one stage is A.")],
     run: RUN_OR_NONE = None,
     directory: console.DIRECTORY = None,
+    as_json: console.JSON = False,
 ) -> None:
     """Let the running daemon hold other stages, without leaving the run.
 
@@ -203,7 +207,7 @@ def move(
       agora-node move --stages 2-3
       agora-node move --stages 0 --dir /data/agora
     """
-    _ask_and_print("move", run, directory, MOVE_S, stages=stages)
+    _print_answer(_ask("move", run, directory, MOVE_S, stages=stages)[1], as_json)
 
 
 @app.command()
@@ -213,6 +217,7 @@ def ban(
     ],
     run: RUN_OR_NONE = None,
     directory: console.DIRECTORY = None,
+    as_json: console.JSON = False,
 ) -> None:
     """Have nothing to do with a peer on this machine, in any run.
 
@@ -229,9 +234,10 @@ def ban(
     if run is None and not _entries_in(directory):
         home = paths.home_at(directory)
         admission_files.add_banned(home, peer)
-        console.print_line(f"{peer} is banned here; no daemon runs, so it holds from the next start on.")
+        text = f"{peer} is banned here; no daemon runs, so it holds from the next start on."
+        _print_answer({"text": text, "peer": peer}, as_json)
         return
-    _ask_and_print("ban", run, directory, peer=peer)
+    _print_answer(_ask("ban", run, directory, peer=peer)[1], as_json)
 
 
 def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
@@ -243,10 +249,10 @@ def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
     return [entry for entry in entries if str(Path(entry.root).resolve()) == root]
 
 
-def _ask_and_print(
+def _ask(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_S, **arguments: Any
-) -> paths.DaemonEntry:
-    """Sends a question to the daemon that RUN and --dir mean, prints its answer, and returns its registry entry.
+) -> tuple[paths.DaemonEntry, Mapping[str, Any]]:
+    """Sends a question to the daemon that RUN and --dir mean; returns its registry entry and its answer.
 
     Raises Failure when there is not exactly one such daemon, when it refuses, or when it does not answer within
     `timeout_s` seconds.
@@ -259,8 +265,15 @@ def _ask_and_print(
     except control_client.DaemonUnreachable as error:
         text = f"the daemon with pid {entry.pid} does not answer ({error}); stop it with `kill {entry.pid}`"
         raise console.Failure(text) from None
-    console.print_line(str(answer.get("text", "done")))
-    return entry
+    return entry, answer
+
+
+def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
+    """Prints a daemon's answer: the whole of it as one JSON object with `schema`, or only its text."""
+    if as_json:
+        console.print_json({"schema": 1, **answer})
+    else:
+        console.print_line(str(answer.get("text", "done")))
 
 
 def _the_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:

@@ -14,7 +14,6 @@ from agora.cli import admission_commands, console
 
 app = console.new_app("Start, watch and use training runs.\n\nExample: swarm demo")
 
-JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
 PRESET = Annotated[
     str | None, typer.Option(help="The model: tiny, small, 150m, 1b or 8b. Default tiny.", show_default=False)
 ]
@@ -73,6 +72,7 @@ def new(
     frozen_as: FROZEN_AS = None,
     epochs: EPOCHS = None,
     name: Annotated[str | None, typer.Option(help="The run's name; default the file's.")] = None,
+    as_json: console.JSON = False,
 ) -> None:
     """Write a commented manifest to edit.
 
@@ -97,14 +97,14 @@ def new(
     from agora.cli import new_run, tuning_manifest
 
     choice = tuning_manifest.TuningChoice(data, objective, columns, train, frozen_as, epochs)
-    new_run.run(path, preset, base_model, name, choice)
+    new_run.run(path, preset, base_model, name, choice, as_json=as_json)
 
 
 @app.command()
 def status(
     run: console.RUN,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 seconds until Ctrl-C.")] = False,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
     directory: console.DIRECTORY = None,
 ) -> None:
     """Show a run's stages, peers, step, loss, throughput and health.
@@ -144,7 +144,7 @@ def demo(
     directory: Annotated[
         Path | None, typer.Option("--dir", metavar="DIR", help="Keep everything here; default a temporary directory.")
     ] = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Train a whole swarm on this machine, one process a daemon.
 
@@ -181,7 +181,7 @@ def export(
     base_model: MERGED_MODEL = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is an earlier export.")] = False,
     directories: console.CHECKPOINTS = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Write the run's model as a Hugging Face folder.
 
@@ -237,7 +237,7 @@ def sample(
         ),
     ] = None,
     directories: console.CHECKPOINTS = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Let the run's present model go on from a text.
 
@@ -273,7 +273,7 @@ def data(
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a sequence; default 1024, or what the model has.")
     ] = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Show what a data file is before anything is trained on it.
 
@@ -302,7 +302,7 @@ def mesh(
         Path | None,
         typer.Option("--new-key", metavar="FILE", help="Make this machine's key and print its public part."),
     ] = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Write a WireGuard configuration for each machine of a list.
 
@@ -329,7 +329,7 @@ def simulate(
     scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="Machines, a model, churn and faults.")],
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures (SVG) into this folder.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The seed of all chance, instead of the scenario's.")] = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Run the daemon's own decisions on simulated machines.
 
@@ -355,7 +355,7 @@ def plan(
         str | None,
         typer.Option(metavar="KIND", help="Say what one more of this kind adds; default: of each kind."),
     ] = None,
-    as_json: JSON = False,
+    as_json: console.JSON = False,
 ) -> None:
     """Show which machine should hold which stages, and the speed.
 

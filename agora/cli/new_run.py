@@ -13,7 +13,7 @@ from pathlib import Path
 from agora_protocol import manifest
 from agora_protocol.errors import ManifestError
 
-from agora.cli.console import USAGE, Failure, print_line
+from agora.cli.console import USAGE, Failure, print_json, print_line
 from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
 from agora.data.tokenizer import BYTES
 from agora.state.hub_models import fetch_model, hub_id_of
@@ -28,12 +28,14 @@ def run(
     base_model: Path | None,
     name: str | None,
     choice: TuningChoice = NOTHING_CHOSEN,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Writes a manifest to the new file `path`, and prints a summary and the next command. The arguments are flags.
 
-    name: the run's name, None to make it of the file's. Raises Failure when the file exists or cannot be written, for
-    both a preset and a base model, for a choice without a base model, and for an invalid manifest; BaseModelError for a
-    base model that cannot be fetched or read.
+    name: the run's name, None to make it of the file's. as_json: prints one JSON object instead. Raises Failure when
+    the file exists or cannot be written, for both a preset and a base model, for a choice without a base model, and for
+    an invalid manifest; BaseModelError for a base model that cannot be fetched or read.
     """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model are two beginnings; give one of them", USAGE)
@@ -58,10 +60,14 @@ def run(
             file.write(made.to_toml())
     except OSError as error:
         raise Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
+    flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
+    next_command = f"agora-node join {shlex.quote(str(path))}{flag}"
+    if as_json:
+        print_json({"schema": 1, "manifest": str(path), "name": name, "summary": found, "next": next_command})
+        return
     for line in found:
         print_line(line)
-    flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
-    print_line(f"wrote {path}: edit it, then start the run with `agora-node join {path}{flag}`")
+    print_line(f"wrote {path}: edit it, then start the run with `{next_command}`")
 
 
 def _tokenizer_lines(made: manifest.Manifest) -> list[str]:

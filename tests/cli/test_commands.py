@@ -147,10 +147,12 @@ def test_move_asks_the_daemon_for_the_stages_and_prints_its_answer(
     monkeypatch.setattr(paths, "daemons", lambda: [entry])
     monkeypatch.setattr(control_client, "ask", ask)
     moved = CliRunner().invoke(main_node.app, ["move", "--stages", "2-3"])
-    assert moved.exit_code == 0 and "moved to stages 2-3" in moved.stderr
+    assert moved.exit_code == 0 and "moved to stages 2-3" in moved.stderr and not moved.stdout
+    moved = CliRunner().invoke(main_node.app, ["move", "--stages", "2-3", "--json"])
+    assert json.loads(moved.stdout) == {"schema": 1, "text": "moved to stages 2-3"} and not moved.stderr
     refused = CliRunner().invoke(main_node.app, ["move", "--stages", "9"])
     assert isinstance(refused.exception, Failure) and "stages 0 to 3" in str(refused.exception)
-    assert asked == [("/nowhere.sock", "move", {"stages": stages}) for stages in ("2-3", "9")]
+    assert asked == [("/nowhere.sock", "move", {"stages": stages}) for stages in ("2-3", "2-3", "9")]
     assert CliRunner().invoke(main_node.app, ["move"]).exit_code == 2
 
 

@@ -37,7 +37,17 @@ def test_the_manifest_of_a_base_model_is_read_again_and_its_stages_are_built(
     assert manifest.data.tokenizer == str(base / "tokenizer.json")
     assert open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary).vocabulary == 256
     assert len(stages_of(manifest, base)) == 2
-    assert "agora-node join poems of mine.toml --base-model base" in capsys.readouterr().err
+    assert "agora-node join 'poems of mine.toml' --base-model base" in capsys.readouterr().err
+
+
+def test_the_json_object_names_the_file_and_the_next_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_run.run(tmp_path / "my poems.toml", None, None, None, as_json=True)
+    printed = capsys.readouterr()
+    said = json.loads(printed.out)
+    assert said["schema"] == 1 and said["name"] == "mypoems" and said["summary"] == [] and not printed.err
+    assert said["manifest"] == str(tmp_path / "my poems.toml") and said["next"].endswith("/my poems.toml'")
 
 
 def test_without_a_base_model_it_is_a_preset(tmp_path: Path) -> None:
