@@ -170,6 +170,7 @@ class SpanTrainer:
             if purpose == "reference":
                 return self._reference(microbatch, first, logits, batch)
             loss, metrics = self.objective.loss(logits, batch, references)
+            del logits  # the loss does not need them, and their gradient is as large as they are
         loss_sum = float(loss.detach())
         self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, first, microbatch, "the loss")
         if purpose != "train":
