@@ -39,7 +39,7 @@ class LineBrake:
         self._task = asyncio.create_task(self._run(), name="line brake")
 
     async def let_pass(self, size: int) -> None:
-        """Waits until `size` bytes may pass that come in and go out again, as a circuit's do; streams share the rate."""
+        """Waits until `size` bytes may pass that come in and go out again, as those of a circuit do."""
         link, left = self.link, size
         while left > 0:
             piece = min(left, link.sent_at_once)  # as much as a stream sends at its turn, so that all get as much
