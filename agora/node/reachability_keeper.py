@@ -217,7 +217,7 @@ class ReachabilityKeeper:
             if any(await asyncio.gather(*(_can_open(place[1], place[2]) for place in direct))):
                 with contextlib.suppress(ConnectionBroken):
                     await self._host.disconnect(peer)
-                await self.try_to_connect(peer)
+                await self._network.greet(peer, anew=True)  # the stream may not have noticed yet that it is gone
             return
 
     # --- holes

@@ -45,6 +45,11 @@ class AnsweringNetwork:
     async def connect(self, peer: PeerId) -> None:
         self.dialled.append(peer)
 
+    async def greet(self, peer: PeerId, *, anew: bool) -> bool:
+        assert anew
+        self.dialled.append(peer)
+        return True
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(asyncio.create_task(work))
 
