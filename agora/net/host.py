@@ -123,8 +123,8 @@ class Host:
 
         Raises ConnectionBroken when p2pd is gone or does not answer.
         """
-        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
-        found = [f"{address}/p2p/{self.peer}" for raw in response.identify.addrs if (address := _address_text(raw))]
+        told = (await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)).identify.addrs
+        found = [f"{address}/p2p/{self.peer}" for raw in told if (address := _address_text(raw))]
         return tuple(a for a in found if address_problem(a) is None and not a.startswith(NOWHERE))
 
     def remote_address(self, peer: PeerId) -> str:
@@ -177,8 +177,12 @@ class Host:
 
     async def is_connected(self, peer: PeerId) -> bool:
         """Returns whether p2pd has a connection to `peer`. Raises ConnectionBroken when p2pd is gone."""
-        answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), ANSWER_S)
-        return PeerID.from_base58(peer).to_bytes() in {info.id for info in answer.peers}
+        return peer in await self.connected_peers()
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Has p2pd end all its connections with `peer`. Raises ConnectionBroken when p2pd is gone or refuses."""
+        wanted = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=wanted), ANSWER_S)
 
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
@@ -352,8 +356,7 @@ class Host:
 
 def _check_listen(address: str) -> None:
     """Raises LocalError for a malformed address, or a TCP port that this machine cannot listen on now."""
-    parsed = _parse_multiaddr(address)
-    if parsed is None:
+    if _parse_multiaddr(address) is None:
         raise LocalError(f"{address!r} is no address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
     direct = own_addresses.host_and_port(address)
     if direct is not None and direct[2] != 0:

@@ -139,7 +139,7 @@ class RelayService:
         return stream
 
     async def _carry(self, size: int) -> None:
-        """Counts `size` bytes of a circuit; waits until the owner's limits, of relaying and of all, let them pass."""
+        """Counts `size` bytes of a circuit, and waits until the owner's limits let them pass."""
         self.carried_bytes += size
         if self._host.brake is not None:
             await self._host.brake.let_pass(size)

@@ -88,6 +88,7 @@ class ReachabilityKeeper:
         self._relays_for = relays_for
         self._holes = HolePuncher(host)
         self._no_hole_until: dict[PeerId, float] = {}
+        self._circuit_until: dict[PeerId, float] = {}
         self._renewed_at: dict[PeerId, float] = {}
         self._refusals = RelayRefusals()
         self._helped = 0
@@ -128,6 +129,7 @@ class ReachabilityKeeper:
         # Neighbours are asked first: a peer that can be dialled must not be met through a relay, since a circuit stays.
         is_needed = self.findings.asked_at is not None and needs_relays(self.findings, self._own)
         relays = await self._hold_relays(self._membership.view) if is_needed else ()
+        await self._leave_a_circuit()
         was_punched = self.findings.was_punched or "punched" in self._network.paths.values()
         self.findings = replace(self.findings, relays=relays, was_punched=was_punched)
         await self._membership.announce_addresses(self.announcement())
@@ -185,7 +187,8 @@ class ReachabilityKeeper:
         """
         now = loop_time()
         self._renewed_at = {peer: at for peer, at in self._renewed_at.items() if peer in self._network.paths}
-        chosen = choose_relays(self._host.peer, view, self._renewed_at, self._refusals.refusing_relays(now))
+        circuits = {peer for peer, path in self._network.paths.items() if path == "relayed"}  # no relay through a relay
+        chosen = choose_relays(self._host.peer, view, self._renewed_at, self._refusals.refusing_relays(now) | circuits)
         for peer in chosen:
             if now - self._renewed_at.get(peer, -RENEW_S) >= RENEW_S:
                 try:
@@ -196,6 +199,28 @@ class ReachabilityKeeper:
                     self._refusals.since[peer] = now
                     self._renewed_at.pop(peer, None)
         return tuple(peer for peer in chosen if peer in self._renewed_at)
+
+    async def _leave_a_circuit(self) -> None:
+        """Replaces the circuit to a peer that its claim calls public, if there is one, by a direct connection.
+
+        It came about before the peer knew that it is public, and would stay; over it nothing can be reserved there.
+        Calls in progress are made again. A peer that does not answer directly keeps its circuit for NO_HOLE_S.
+        """
+        now, view = loop_time(), self._membership.view
+        self._circuit_until = {known: until for known, until in self._circuit_until.items() if until > now}
+        circuits = [peer for peer, path in self._network.paths.items() if path == "relayed"]
+        for peer in circuits:
+            seen = view.peers.get(peer)
+            if seen is None or seen.reachability != "public" or peer in self._circuit_until:
+                continue
+            self._circuit_until[peer] = now + NO_HOLE_S
+            places = [host_and_port(address) for address in seen.addresses if self._may_be_used(address)]
+            direct = [place for place in places if place is not None]
+            if any(await asyncio.gather(*(_can_open(place[1], place[2]) for place in direct))):
+                with contextlib.suppress(ConnectionBroken):
+                    await self._host.disconnect(peer)
+                await self._network.greet(peer, anew=True)  # the stream may not have noticed yet that it is gone
+            return
 
     # --- holes
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from agora_protocol.messages import Averaged
 
-from agora.averaging.aggregate import Aggregation, aggregate, cap_weights, magnitude
+from agora.averaging.aggregate import MOST_TIMES_LONGER, Aggregation, aggregate, cap_weights, magnitude, shorten
 from agora.averaging.plausibility import MAX_RATIO, MagnitudeBound
 
 SIZE = 512
@@ -30,6 +30,32 @@ def averaged(values: list[torch.Tensor], weights: list[float] | None = None, rul
     found = aggregate(values, weights or [1.0] * len(values), rule, **settings)
     assert found is not None
     return found
+
+
+# --- lengths
+
+
+@pytest.mark.parametrize("scale", [1e30, -1e30, 100.0])
+def test_one_contribution_however_long_moves_the_mean_by_no_more_than_a_bound(scale: float) -> None:
+    others = [honest(index) for index in range(3)]
+    alone = averaged(others).values
+    beside = averaged([*others, honest(3) * scale]).values
+    assert magnitude(beside) < (MOST_TIMES_LONGER / 4 + 1.5) * magnitude(alone)
+    assert not MagnitudeBound(magnitude(alone)).why_implausible(magnitude(beside), magnitude(others[0]))
+    exact = averaged([*others, honest(3) * scale], cap=False).values
+    assert magnitude(exact) > 10 * magnitude(alone), "a synchronous run takes what it gets"
+
+
+def test_what_is_longer_because_few_tokens_are_behind_it_is_not_shortened() -> None:
+    """Noise: its length goes with one by the square root of the tokens. Nor is one of two, whichever is right."""
+    weights = [64.0, 6400.0, 12800.0, 25600.0]
+    noise = [torch.randn(SIZE, generator=torch.Generator().manual_seed(n)) / w**0.5 for n, w in enumerate(weights)]
+    assert all(short is value for short, value in zip(shorten(noise, weights), noise, strict=True))
+    pair = [honest(1), honest(2) * 1e6]
+    assert all(short is value for short, value in zip(shorten(pair, [1.0, 1.0]), pair, strict=True))
+    assert shorten([torch.zeros(4)] * 2 + [torch.ones(4)], [1.0] * 3)[2].tolist() == [1.0] * 4, (
+        "nothing to compare with"
+    )
 
 
 # --- weights

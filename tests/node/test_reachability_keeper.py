@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +45,11 @@ class AnsweringNetwork:
     async def connect(self, peer: PeerId) -> None:
         self.dialled.append(peer)
 
+    async def greet(self, peer: PeerId, *, anew: bool) -> bool:
+        assert anew
+        self.dialled.append(peer)
+        return True
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(asyncio.create_task(work))
 
@@ -54,10 +61,14 @@ class KnownHost:
 
     def __init__(self, own: tuple[str, ...], remote: dict[PeerId, str]) -> None:
         self.own, self.remote = own, remote
+        self.disconnected: list[PeerId] = []
         self.listens = {"ip4": ("127.0.0.1", 4001)}
 
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in self.remote
+
+    async def disconnect(self, peer: PeerId) -> None:
+        self.disconnected.append(peer)
 
     def remote_address(self, peer: PeerId) -> str:
         return self.remote.get(peer, "")
@@ -208,6 +219,25 @@ def test_a_peer_that_can_be_dialled_punches_no_hole_but_waits_for_the_other_to_d
     look(made, lambda: membership.announced.reachability == "public")
     asyncio.run(made.punch_hole(OTHER, CALLER))
     assert network.sent[-1] == (CALLER, Introduce(OTHER))
+
+
+def test_a_circuit_to_a_peer_that_turns_out_to_be_public_is_replaced_and_none_is_a_relay() -> None:
+    """Only where it answers directly: the listening socket stands for its address, which the other has not."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        places = {CALLER: f"/ip4/127.0.0.1/tcp/{there.getsockname()[1]}", OTHER: "/ip4/127.0.0.1/tcp/9"}
+        made, network, membership = keeper({}, dict.fromkeys(places, "relayed"), allow_private=True)
+        membership.view = View(
+            {
+                peer: PeerView(peer, Span(0, 0), 1, (f"{place}/p2p/{peer}",), reachability="public", relays_for=16)
+                for peer, place in places.items()
+            }
+        )
+        made.findings = replace(made.findings, asked_at=0.0)
+        host: Any = made._host
+        look(made, lambda: CALLER in network.dialled)
+        assert host.disconnected == [CALLER]
+        look(made, lambda: OTHER in made._circuit_until)
+        assert host.disconnected == [CALLER] == network.dialled, "the other keeps its circuit; nothing is reserved"
 
 
 def test_a_hole_that_could_not_be_opened_is_not_tried_again_for_a_while() -> None:

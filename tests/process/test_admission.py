@@ -105,9 +105,11 @@ def test_a_ban_reaches_all_by_any_peer_and_outlasts_every_daemon(
         for guest in (first, second):
             guest.end_is_intended = True
             guest.kill()
-        for name, stages in (("founder", "0"), ("first", "0"), ("second", "1")):
-            made.start(name, stages, run=text if name != "founder" else str(made.file))
-        made.serving("founder", "first", "second")
+        made.start("founder", "0", run=str(made.file))
+        made.serving("founder")  # all have new ports: the others learn of one that is there, on this machine
+        for name, stages in (("first", "0"), ("second", "1")):
+            made.start(name, stages, run=text)
+        made.serving("first", "second")
         daemons = [made.daemons[name] for name in ("founder", "first", "second")]
         everyone = {*honest, founder.peer}
         made.until(lambda: all(peers_seen(daemon) == everyone for daemon in daemons), "the three to see each other")

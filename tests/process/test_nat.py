@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.cli.local_swarm import LocalDaemon, LocalSwarm
+from agora.cli.local_swarm import LocalDaemon, LocalSwarm, SwarmFailed
 from tests.process.harness import last_step, tiny
 from tests.process.nat_lab import FULL_CONE, RESTRICTED, SYMMETRIC, NatLab, can_make_nats
 
@@ -47,6 +47,15 @@ def path(daemon: LocalDaemon, other: LocalDaemon) -> str:
     return rows(daemon).get(other.peer, {}).get("path", "")
 
 
+def until_paths(swarm: LocalSwarm, expected: list[tuple[LocalDaemon, LocalDaemon, str]]) -> None:
+    """Waits until the first of each pair reaches the second as it should; a failure shows how it does."""
+    try:
+        swarm.until(lambda: all(path(a, b) == wanted for a, b, wanted in expected), "the paths", 120)
+    except SwarmFailed as error:
+        found = [f"{a.name} to {b.name}: {path(a, b)}, not {wanted}" for a, b, wanted in expected]
+        raise AssertionError(f"{error}; {'; '.join(found)}") from error
+
+
 def reachability(daemon: LocalDaemon, other: LocalDaemon) -> str:
     """What another daemon's claim says of its reachability, as one sees it."""
     return rows(daemon).get(other.peer, {}).get("reachability", "")
@@ -84,7 +93,7 @@ def test_one_public_peer_and_four_behind_nats_train_together(tmp_path: Path, lab
             (cone, symmetric, "direct"),
         ]
         swarm.until(lambda: all(daemon.is_serving for daemon in swarm.daemons.values()), "all to serve", 120)
-        swarm.until(lambda: [path(a, b) for a, b, _ in expected] == [p for *_, p in expected], "the paths", 120)
+        until_paths(swarm, expected)
         claimed = {public: "public", first: "punched", second: "punched", symmetric: "relayed", cone: "public"}
         swarm.until(lambda: all(reachability(public, peer) == told for peer, told in claimed.items()), "claims", 60)
         begun, counts = last_step(first), [completed(origin) for origin in (public, first, cone)]
@@ -109,7 +118,7 @@ def kill_and_replace(swarm: LocalSwarm, name: str, survivor: LocalDaemon) -> Non
     again = swarm.start(name, flags=["--stages", "0"], environment={"AGORA_SLOWDOWN": "4"})
     swarm.until(lambda: len(again.events("StateChanged", state="serving")) > served, "the relay to be back", 120)
     behind = [swarm.daemons[name] for name in ("middle", "last")]
-    swarm.until(lambda: all(path(again, peer) == "direct" for peer in behind), "all to be connected to it", 120)
+    until_paths(swarm, [(again, peer, "direct") for peer in behind])
     both = {daemon.peer for daemon in (survivor, again)}
     swarm.until(lambda: all(relays(peer) == both for peer in behind), "places at both relays", 120)
     after = completed(survivor)

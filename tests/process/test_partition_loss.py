@@ -28,7 +28,7 @@ COVER = 20
 EVERY = 5
 """Steps from one checkpoint to the next: each gives an evaluation."""
 EVALUATED = 5
-"""The newest states whose losses are averaged: those of one cover."""
+"""The newest states whose losses are averaged: those of the second cover after the replicas were equal again."""
 MOST_LOSS = 1.02
 STAGE_OF = {"a0": 0, "a1": 1, "a2": 0, "b0": 0, "b1": 1, "b2": 0}
 """By machine, the stage that it holds; the letter is its site."""
@@ -86,7 +86,7 @@ def until_written(swarm: LocalSwarm, step: int) -> None:
 
 
 def test_a_split_that_has_healed_costs_no_loss_that_stays(tmp_path: Path, sites: Sites) -> None:
-    """At equal tokens, one cover after the replicas were equal again: those that the steps of the kept half hold."""
+    """At equal tokens, once a cover has passed: those tokens that the steps of the kept half hold."""
     section = {"target_tokens": 2048, "total_steps": 10**6}
     manifest = tiny(2, checkpoint={"every": EVERY, "keep": 1000}, optimizer=section)
     cache, losses, counted = tmp_path / "corpus", {}, 0
@@ -97,7 +97,7 @@ def test_a_split_that_has_healed_costs_no_loss_that_stays(tmp_path: Path, sites:
             daemons = start_all(swarm)
             if name == "split":
                 healed = split_and_heal(swarm, sites, daemons)
-                counted = -(-(healed + COVER) // EVERY) * EVERY
+                counted = -(-(healed + 2 * COVER) // EVERY) * EVERY
             until_written(swarm, counted)
             assert not [event for daemon in daemons for event in daemon.events("MicrobatchDropped")]
             swarm.stop()
