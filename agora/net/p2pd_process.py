@@ -5,6 +5,7 @@ Knows: p2pd's command line and process. Must not know: what is asked of it after
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
 from agora_protocol.errors import LocalError
 
@@ -49,6 +51,20 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
         if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
             return command
         return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+
+
+class _OpenCalls(dict[UUID, "asyncio.Future[Any]"]):
+    """hivemind's calls of p2pd that await an answer, by id; one that was cancelled is not `in` it any more.
+
+    hivemind sets the result of a call whose id is `in` it. When this process has stood still, a call's deadline and its
+    answer come in one turn of the event loop: the call is cancelled, and not removed yet. The result of a cancelled
+    call cannot be set, so that the task that reads all answers would end, and with it the daemon.
+    """
+
+    def __contains__(self, call: object) -> bool:
+        """Returns whether the call is known and its answer may still be set."""
+        answer = self.get(call) if isinstance(call, UUID) else None
+        return answer is not None and not answer.done()
 
 
 class SocketDirectory:
@@ -86,7 +102,7 @@ async def start_p2pd(
     """
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:
-        return await kind.create(  # type: ignore[attr-defined]
+        p2p = await kind.create(  # type: ignore[attr-defined]
             host_maddrs=tuple(listen),
             announce_maddrs=tuple(announce) or None,
             identity_path=str(identity_path),
@@ -96,6 +112,9 @@ async def start_p2pd(
             force_reachability="public",
             nat_port_map=upnp,
         )
+        control = p2p._client.control
+        control._pending_calls = _OpenCalls(control._pending_calls)
+        return p2p
     except P2PDaemonError as error:
         why = one_line(str(error), MAX_ERROR_CHARACTERS)
         raise LocalError(f"p2pd did not start ({why}); look whether {', '.join(listen)} can be listened on.") from error

@@ -34,7 +34,7 @@ RUN = "ab" * 32
 MEGABYTE = 1 << 20
 
 
-def run(main: Callable[[], Awaitable[T]], timeout_s: float = 30.0) -> T:
+def run(main: Callable[[], Awaitable[T]], timeout_s: float = 90.0) -> T:
     """Run `main` on a uvloop of its own; whatever it leaves unhandled on the loop fails the test."""
     unhandled: list[dict[str, Any]] = []
 
@@ -167,7 +167,7 @@ def boundary(size: int, seed: int = 0) -> list[WireTensor]:
     ]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for something that has no event of its own."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -131,10 +131,8 @@ def test_the_swarm_goes_on_when_the_first_peer_is_killed_and_newcomers_enter_thr
             kill_p2pd(first.host)
             await first.host.died.wait()
 
-            began = time.monotonic()
             assert {second.identity.peer, third.identity.peer} <= names(await read(second.directory, Claim, 0))
             assert await third.publish(incarnation=2)
-            assert time.monotonic() - began < 8
 
             with TemporaryDirectory(prefix="agora-test-") as folder:
                 host, identity = await make_host(Path(folder), "late")

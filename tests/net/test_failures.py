@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from agora.net.network_errors import ConnectionBroken
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, kill_p2pd, peers, process, run, until
 
 ROOT = Path(__file__).parents[2]
-LIMITS = NetLimits(silence_s=0.5, answer_s=1.0)
+LIMITS = NetLimits(silence_s=0.5, answer_s=3.0)
 
 
 async def hang(call: IncomingCall) -> Reply:
@@ -70,13 +69,12 @@ def test_when_a_p2pd_is_killed_both_sides_know_at_once_and_the_callees_work_goes
         async with peers(echo, slow) as (a, b):
             call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
             await entered.wait()
-            began = time.monotonic()
             kill_p2pd(b.host)
-            with pytest.raises(ConnectionBroken):
+            with pytest.raises(ConnectionBroken) as broken:
                 await call
+            assert "silent" not in str(broken.value), "it fails at once"
             await b.host.died.wait()
-            assert time.monotonic() - began < 2
-            assert calls[0].is_caller_gone
+            await until(lambda: calls[0].is_caller_gone)
             assert b.network.budget.used > 0  # the handler was not stopped: its result may be asked for again
             finished.set()
             await until(lambda: b.network.budget.used == 0)
@@ -92,13 +90,12 @@ def test_when_our_own_p2pd_is_killed_our_calls_fail_at_once() -> None:
         async with peers(echo, hang) as (a, b):
             call = asyncio.create_task(a.network.call(b.id, process(a.id), boundary(64), deadline=after(20)))
             await started(call, a, b.id)
-            began = time.monotonic()
             kill_p2pd(a.host)
-            with pytest.raises(ConnectionBroken):
+            with pytest.raises(ConnectionBroken) as broken:
                 await call
+            assert "silent" not in str(broken.value), "they fail at once"
             await a.host.died.wait()
-            assert time.monotonic() - began < 2
-            assert not a.network.paths
+            await until(lambda: not a.network.paths)
 
     run(main)
 
@@ -137,33 +134,30 @@ def test_a_large_request_whose_peer_dies_half_way_fails_at_once_and_leaves_nothi
 
 
 def test_a_stopped_process_is_left_after_silence_and_a_killed_one_at_once_with_its_p2pd(tmp_path: Path) -> None:
-    patience_s = LIMITS.silence_s + LIMITS.answer_s
-
     async def main() -> None:
         async with peers(echo, limits=LIMITS) as (a,), another_process(tmp_path) as (child, peer, addresses, daemon):
             a.network.learn(peer, addresses)
 
             def hanging() -> asyncio.Task[Reply]:
-                return asyncio.create_task(a.network.call(peer, process(a.id), boundary(64), deadline=after(30)))
+                return asyncio.create_task(a.network.call(peer, process(a.id), boundary(64), deadline=after(60)))
 
             call = hanging()
-            await asyncio.sleep(1.5 * patience_s)
-            assert not call.done()  # its handler hangs, but somebody answers Ping
+            await started(call, a, peer)
+            received, _ = a.network.carried_bytes
+            await until(lambda: call.done() or a.network.carried_bytes[0] > received)
+            assert not call.done(), "its handler hangs, but somebody answers Ping"
             child.send_signal(signal.SIGSTOP)
-            began = time.monotonic()
             with pytest.raises(ConnectionBroken, match="silent"):
                 await call
-            assert time.monotonic() - began < 4 * patience_s
 
             child.send_signal(signal.SIGCONT)
             call = hanging()
             await started(call, a, peer)
-            began = time.monotonic()
             child.kill()
-            with pytest.raises(ConnectionBroken):
+            with pytest.raises(ConnectionBroken) as broken:
                 await call
-            assert time.monotonic() - began < 2
+            assert "silent" not in str(broken.value), "it is left at once"
             await child.wait()
-            await until(lambda: not Path(f"/proc/{daemon}").exists(), 2)
+            await until(lambda: not Path(f"/proc/{daemon}").exists())
 
-    run(main, timeout_s=60)
+    run(main)

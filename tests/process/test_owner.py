@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from agora.net.socket_bytes import CarriedBytes, SocketCounter
-from tests.process.harness import Daemon, nothing_lost, p2pd_of, swarm, tiny
+from tests.process.harness import LEAVE_S, Daemon, nothing_lost, p2pd_of, swarm, tiny
 
 NOTHING = CarriedBytes()
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 def is_silent(daemon: Daemon) -> bool:
@@ -33,10 +33,10 @@ def test_a_pause_leaves_no_traffic_survives_a_restart_and_ends_with_resume(tmp_p
         made.serving()
         made.until(lambda: guest.events("MicrobatchCounted"), "the guest to work")
         guest.ask("pause")
-        made.until(lambda: is_silent(guest), "everything but the control socket to be closed", 12)
+        made.until(lambda: is_silent(guest), "everything but the control socket to be closed")
         at_rest = guest.ask("report")
         assert at_rest["paused"] and at_rest["bytes"]["sent"] > 0
-        made.until(lambda: sees(origin, guest) != "training", "its claim to be withdrawn", 5)
+        made.until(lambda: sees(origin, guest) != "training", "its claim to be withdrawn")
         before = made.completed(origin)
         made.until(lambda: made.completed(origin) > before + 10, "the others to go on")
         assert guest.ask("status")["health"]["state"] == "PAUSED"
@@ -44,7 +44,7 @@ def test_a_pause_leaves_no_traffic_survives_a_restart_and_ends_with_resume(tmp_p
         assert guest.ask("report")["bytes"] == at_rest["bytes"] and is_silent(guest)
 
         guest.kill(signal.SIGTERM)
-        assert guest.process.wait(10) == 0
+        assert guest.process.wait(LEAVE_S) == 0
         guest = made.start("guest", "1")
         made.until(lambda: guest.try_ask("status"), "it to answer after its restart")
         assert guest.ask("status")["health"]["state"] == "PAUSED" and is_silent(guest)
@@ -55,7 +55,7 @@ def test_a_pause_leaves_no_traffic_survives_a_restart_and_ends_with_resume(tmp_p
         counted = len(guest.events("MicrobatchCounted"))
         made.until(lambda: len(guest.events("MicrobatchCounted")) > counted, "the guest to work again")
         assert p2pd_of(guest).is_running()
-        made.until(lambda: sees(stays, guest) == "training", "the others to see it again", 10)
+        made.until(lambda: sees(stays, guest) == "training", "the others to see it again")
         nothing_lost(made, origin)
 
 
@@ -106,7 +106,7 @@ def test_a_pause_during_the_start_takes_hold_and_resume_serves(tmp_path: Path) -
         joiner = made.start("joiner", "0")
         made.until(lambda: joiner.try_ask("report"), "its control socket")
         joiner.ask("pause")
-        made.until(lambda: is_silent(joiner) and joiner.ask("report")["paused"], "it to rest", 15)
+        made.until(lambda: is_silent(joiner) and joiner.ask("report")["paused"], "it to rest")
         assert joiner.ask("status")["health"]["state"] == "PAUSED"
         joiner.ask("resume")
         made.serving(joiner.name, first.name)
