@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_high
 
@@ -19,6 +19,7 @@ from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
 from agora.moving_average import MovingAverage
+from agora.pipeline.callees import choose_callees
 from agora.pipeline.peer_choice import (
     BACKOFF_S,
     RELAYED_FACTOR,
@@ -74,15 +75,16 @@ def goes_through_relay(mine: str, theirs: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StagePeers:
-    """The peers of one stage at the last RoutingTable.update; immutable, but for the costs.
+    """The peers of one stage at the last RoutingTable.update; immutable, but for `callees` and `costs`.
 
-    live: the replicas other than this peer and those shut out. costs: the costs of the live ones, and of other peers
-    while calls to them are open.
+    live: the replicas other than this peer and those shut out. callees: those of them that are called, see callees.py.
+    costs: the costs of the callees, and of other peers while calls to them are open.
     """
 
     replicas: Sequence[PeerView] = ()
     shut_out: Collection[PeerId] = ()
-    live: Collection[PeerId] = ()
+    live: Mapping[PeerId, PeerView] = field(default_factory=dict)
+    callees: set[PeerId] = field(default_factory=set)
     costs: dict[PeerId, PeerCost] = field(default_factory=dict)
 
 
@@ -99,11 +101,11 @@ class RoutingTable:
         self._stages: defaultdict[int, StagePeers] = defaultdict(StagePeers)
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
-        """Returns the cost, by id, of each peer that served `stage` and was not shut out at the last `update`."""
+        """Returns the cost, by id, of each peer of `stage` that may be called, as of the last `update`."""
         peers = self._stages[stage]
-        if len(peers.costs) == len(peers.live):  # nobody has gone whose calls are still open
+        if len(peers.costs) == len(peers.callees):  # nobody has gone whose calls are still open
             return peers.costs
-        return {peer: cost for peer, cost in peers.costs.items() if peer in peers.live}
+        return {peer: cost for peer, cost in peers.costs.items() if peer in peers.callees}
 
     def update(
         self,
@@ -114,17 +116,21 @@ class RoutingTable:
     ) -> None:
         """Sets which peers serve `stage`: adds new ones, drops those gone or shut out, forgives restarted ones.
 
-        own_reachability: of this peer, by its claim.
+        Of many it keeps only those that choose_callees returns. own_reachability: of this peer, by its claim.
         """
         known = self._stages[stage]
         if known.replicas is replicas and known.shut_out == shut_out:
             return  # the same view as at the last microbatch
         live = {view.peer: view for view in replicas if view.peer != self._me and view.peer not in shut_out}
-        stayed = live.keys() & known.live
+        failing = {peer for peer, cost in known.costs.items() if cost.failures}
+        callees = choose_callees(self._me, live.values(), failing)
+        stayed = callees & known.callees
         costs = {peer: cost for peer, cost in known.costs.items() if cost.open_calls or peer in stayed}
-        self._stages[stage] = StagePeers(replicas, shut_out, live.keys(), costs)
-        siblings = [cost for peer, cost in costs.items() if peer in live]
+        self._stages[stage] = StagePeers(replicas, shut_out, live, callees, costs)
+        siblings = [cost for peer, cost in costs.items() if peer in callees]
         for peer, view in live.items():
+            if peer not in callees:
+                continue
             if peer not in costs:
                 costs[peer] = newcomer(siblings, view.incarnation, view.capacity)
             elif view.incarnation > costs[peer].incarnation:
@@ -135,10 +141,21 @@ class RoutingTable:
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses the peer of `stage` to ask for a microbatch, see choose_next; None if none can be asked now."""
+        self._admit_hinted(stage, hint)
         costs = self.costs(stage)
         if not costs and self._stages[stage].shut_out:
             return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
         return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
+
+    def _admit_hinted(self, stage: int, hint: PathHint) -> None:
+        """Makes the live peer of `stage` that holds a microbatch a callee until the next `update`, if it is none."""
+        peers, hinted = self._stages[stage], hint.peers.get(stage)
+        if hinted is None or hinted in peers.callees or hinted not in peers.live:
+            return
+        if hinted not in peers.costs:
+            view = peers.live[hinted]
+            peers.costs[hinted] = newcomer(self.costs(stage).values(), view.incarnation, view.capacity)
+        peers.callees.add(hinted)
 
     def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
         """Charges `peer` for a microbatch that will be sent to it; returns the attempt, which ends by `deadline`.
@@ -169,9 +186,14 @@ class RoutingTable:
             known = 0.0 if math.isinf(cost.bytes_per_s) else 1.0 / cost.bytes_per_s
             cost.bytes_per_s = 1.0 / _average(known, (waited_s - round_trip) / attempt.payload_bytes, cost.seats)
         cost.round_trip_s = _average(cost.round_trip_s, round_trip, cost.seats)
-        cost.queue, cost.queue_at, cost.sent_since = queue, now, 0
         cost.seats += 1
         cost.seat_waits_s.append(waited_s)
+        self.queue_reported(now, attempt, queue)
+
+    def queue_reported(self, now: float, attempt: Attempt, queue: int) -> None:
+        """Records that the peer has `queue` microbatches at its device, as it says when it accepts or finishes one."""
+        cost = attempt.cost
+        cost.queue, cost.queue_at, cost.sent_since = queue, now, 0
 
     def answered(self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float) -> float:
         """Records an answer, clears the peer's failures, and returns the seconds on the link, see PeerCost.crossing_s.

@@ -265,8 +265,11 @@ class HopSimulation:
         self._route(visit)
         self.route_waiting(visit.peer)
 
-    def _answered(self, call: Call) -> None:
-        """Called when the gradient reaches the caller: records the times and queues its backward."""
+    def _answered(self, call: Call, queue: int) -> None:
+        """Called when the gradient reaches the caller: records the times and queues its backward.
+
+        queue: of the callee's device when it finished; its message says so right before the gradient.
+        """
         if not self._end(call):
             return
         now, visit, below, peer = self._events.now, call.caller, call.visit, call.caller.peer
@@ -275,6 +278,7 @@ class HopSimulation:
         peer.pace = peer.pace.completed(now)
         period_s = peer.pace.period_s.value or math.inf
         service_s *= below.peer.device.slowdown
+        peer.table.queue_reported(now, call.attempt, queue)
         crossing_s = peer.table.answered(now, call.attempt, service_s, int(self._workload.gradient_bytes), period_s)
         visit.below_path_s = min(below.path_s + crossing_s, now - call.attempt.started)
         visit.state, visit.committed, visit.queued_at = "backward", True, now
@@ -302,7 +306,8 @@ class HopSimulation:
         self._measurements.count(visit)
         peer.visits.pop(visit.key, None)
         self._keep_answer(visit)
-        for call in visit.callers:
+        callers, visit.callers, visit.call = visit.callers, [], None  # without cycles, so that memory is freed at once
+        for call in callers:
             self._send_answer(visit, call)
         if visit.is_root:
             self._report_completed(visit)
@@ -311,6 +316,7 @@ class HopSimulation:
         """Keeps an answer for repeats, and forgets the oldest beyond KEPT_ANSWERS."""
         answers = visit.peer.answers
         answers[visit.key] = visit
+        visit.microbatch.kept.append(visit)
         if len(answers) > KEPT_ANSWERS:
             del answers[next(iter(answers))]
 
@@ -321,7 +327,7 @@ class HopSimulation:
         self._measurements.messages += 2  # "finished", and the answer
         link, to = visit.peer.equipment.link, call.caller.peer.equipment.link
         arrival = link.send(to, self._workload.gradient_bytes, self._events.now, self._rng)
-        self._events.at(arrival, self._answered, call)
+        self._events.at(arrival, self._answered, call, visit.peer.device.queue_length)
 
     # --- visits that end without an answer
 
@@ -378,7 +384,10 @@ class HopSimulation:
         peer.waiting.clear()
 
     def _report_completed(self, visit: Visit) -> None:
-        """Reports to the origin that a microbatch has come back."""
+        """Reports to the origin that a microbatch has come back; its kept answers are forgotten, as nobody asks again."""
+        kept, visit.microbatch.kept = visit.microbatch.kept, []
+        for answered in kept:
+            answered.peer.answers.pop(answered.key, None)
         self._root().completed(visit)
 
     def _root(self) -> RootListener:

@@ -187,7 +187,7 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
             return now - readings[shard].at if shard in readings else math.inf
         return (now - max((reading.at for reading in readings.values()), default=-math.inf)) / wait
 
-    candidates = [*close, *others]
+    candidates = sorted(close | others)  # sets of texts have another order in each process
     rng.shuffle(candidates)
     candidates.sort(key=lambda shard: (-lateness(shard), shard not in close))
     return ReadPlan(tuple(candidates[:SHARDS_PER_READ]), False, cycle, wait * cycle)
