@@ -19,7 +19,7 @@ from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
 from agora.moving_average import MovingAverage
-from agora.pipeline.callees import choose_callees
+from agora.pipeline.callees import choose_callees, place_of
 from agora.pipeline.peer_choice import (
     BACKOFF_S,
     RELAYED_FACTOR,
@@ -75,17 +75,18 @@ def goes_through_relay(mine: str, theirs: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StagePeers:
-    """The peers of one stage at the last RoutingTable.update; immutable, but for `callees` and `costs`.
+    """The peers of one stage at the last RoutingTable.update; immutable, but for the costs.
 
-    live: the replicas other than this peer and those shut out. callees: those of them that are called, see callees.py.
-    costs: the costs of the callees, and of other peers while calls to them are open.
+    live: the replicas other than this peer and those shut out. places: theirs, see callees.place_of. costs: of those of
+    them that are called, see callees.choose_callees. former: the costs of other peers while calls to them are open.
     """
 
     replicas: Sequence[PeerView] = ()
     shut_out: Collection[PeerId] = ()
     live: Mapping[PeerId, PeerView] = field(default_factory=dict)
-    callees: set[PeerId] = field(default_factory=set)
+    places: Mapping[PeerId, float] = field(default_factory=dict)
     costs: dict[PeerId, PeerCost] = field(default_factory=dict)
+    former: Mapping[PeerId, PeerCost] = field(default_factory=dict)
 
 
 class RoutingTable:
@@ -102,10 +103,7 @@ class RoutingTable:
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
         """Returns the cost, by id, of each peer of `stage` that may be called, as of the last `update`."""
-        peers = self._stages[stage]
-        if len(peers.costs) == len(peers.callees):  # nobody has gone whose calls are still open
-            return peers.costs
-        return {peer: cost for peer, cost in peers.costs.items() if peer in peers.callees}
+        return self._stages[stage].costs
 
     def update(
         self,
@@ -122,15 +120,14 @@ class RoutingTable:
         if known.replicas is replicas and known.shut_out == shut_out:
             return  # the same view as at the last microbatch
         live = {view.peer: view for view in replicas if view.peer != self._me and view.peer not in shut_out}
-        failing = {peer for peer, cost in known.costs.items() if cost.failures}
-        callees = choose_callees(self._me, live.values(), failing)
-        stayed = callees & known.callees
-        costs = {peer: cost for peer, cost in known.costs.items() if cost.open_calls or peer in stayed}
-        self._stages[stage] = StagePeers(replicas, shut_out, live, callees, costs)
-        siblings = [cost for peer, cost in costs.items() if peer in callees]
-        for peer, view in live.items():
-            if peer not in callees:
-                continue
+        places = {peer: known.places.get(peer) or place_of(self._me, peer) for peer in live}
+        callees = choose_callees(live, places, {peer for peer, cost in known.costs.items() if cost.failures})
+        former = {peer: cost for peer, cost in {**known.former, **known.costs}.items() if cost.open_calls}
+        costs = {peer: cost for peer, cost in {**former, **known.costs}.items() if peer in callees}
+        former = {peer: cost for peer, cost in former.items() if peer not in callees}
+        self._stages[stage] = StagePeers(replicas, shut_out, live, places, costs, former)
+        siblings = list(costs.values())
+        for peer, view in ((peer, view) for peer, view in live.items() if peer in callees):
             if peer not in costs:
                 costs[peer] = newcomer(siblings, view.incarnation, view.capacity)
             elif view.incarnation > costs[peer].incarnation:
@@ -150,12 +147,10 @@ class RoutingTable:
     def _admit_hinted(self, stage: int, hint: PathHint) -> None:
         """Makes the live peer of `stage` that holds a microbatch a callee until the next `update`, if it is none."""
         peers, hinted = self._stages[stage], hint.peers.get(stage)
-        if hinted is None or hinted in peers.callees or hinted not in peers.live:
+        if hinted is None or hinted in peers.costs or hinted not in peers.live:
             return
-        if hinted not in peers.costs:
-            view = peers.live[hinted]
-            peers.costs[hinted] = newcomer(self.costs(stage).values(), view.incarnation, view.capacity)
-        peers.callees.add(hinted)
+        view, siblings = peers.live[hinted], peers.costs.values()
+        peers.costs[hinted] = peers.former.get(hinted) or newcomer(siblings, view.incarnation, view.capacity)
 
     def sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
         """Charges `peer` for a microbatch that will be sent to it; returns the attempt, which ends by `deadline`.
@@ -235,7 +230,8 @@ class RoutingTable:
 
     def rejected(self, now: float, stage: int, peer: PeerId) -> None:
         """Counts a failure of `peer` after `answered`: its answer had the right form, but could not be used."""
-        if cost := self._stages[stage].costs.get(peer):
+        peers = self._stages[stage]
+        if cost := peers.costs.get(peer) or peers.former.get(peer):
             _count_failure(cost, now, 0.0, MAX_FAILURES)
 
 
