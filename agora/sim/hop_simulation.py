@@ -384,7 +384,7 @@ class HopSimulation:
         peer.waiting.clear()
 
     def _report_completed(self, visit: Visit) -> None:
-        """Reports to the origin that a microbatch has come back; its kept answers are forgotten, as nobody asks again."""
+        """Reports to the origin that a microbatch has come back, and forgets its kept answers: nobody asks again."""
         kept, visit.microbatch.kept = visit.microbatch.kept, []
         for answered in kept:
             answered.peer.answers.pop(answered.key, None)
