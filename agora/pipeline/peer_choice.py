@@ -125,7 +125,8 @@ def choose_next(
 
     The peer is None when none is ready, and when the hinted one holds the result and will be ready within BACKOFF_S.
     """
-    hinted = next((c for c in candidates if c.peer == hint.peers.get(stage)), None)
+    held_by = hint.peers.get(stage)
+    hinted = next((c for c in candidates if c.peer == held_by), None) if held_by is not None else None
     if hinted is not None and hinted.ready_at <= now:
         verb = "already holds the result of" if hinted.peer in hint.finished else "already works on"
         return Choice(hinted.peer, f"{verb} this microbatch")
@@ -153,18 +154,21 @@ def candidates_of(now: float, costs: Mapping[PeerId, PeerCost], payload_bytes: i
     """
     if not costs:
         return []
-    idle_s = [cost.idle_finish_s(payload_bytes) for cost in costs.values()]
+    idle_s = [cost.round_trip_s + payload_bytes / cost.bytes_per_s + cost.service_s for cost in costs.values()]
     charged_s = [cost.virtual_s for cost in costs.values()]
     floor = _floor(charged_s, idle_s)
     least = max(min(charged_s), floor)
-    is_any_healthy = any(not cost.failures for cost in costs.values())
-    is_any_measured = any(cost.answers for cost in costs.values())
-    ranked = []
-    for (peer, cost), idle in zip(costs.items(), idle_s, strict=True):
+    is_any_healthy = is_any_measured = False
+    for cost in costs.values():
+        is_any_healthy |= not cost.failures
+        is_any_measured |= cost.answers > 0
+    ranked: list[Candidate] = []
+    for (peer, cost), idle, charged in zip(costs.items(), idle_s, charged_s, strict=True):
         ready_at, obstacle = _ready_at(cost, is_any_healthy, is_any_measured)
-        lead = cost.virtual_s - least if cost.virtual_s > floor else floor - least
+        lead = charged - least if charged > floor else floor - least
         finish = cost.queue_now(now) * cost.service_s + idle
-        finish *= RELAYED_FACTOR if cost.is_relayed else 1.0
+        if cost.is_relayed:
+            finish *= RELAYED_FACTOR
         ranked.append(Candidate(peer, ready_at, lead, finish, obstacle if ready_at > now else ""))
     return ranked
 

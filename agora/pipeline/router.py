@@ -205,13 +205,21 @@ class Router:
             if counts[news.event] > limit:
                 return
             is_new = routed.record_progress(news, peer)
-            if news.peer == peer and news.stage == stage and news.event == "accepted":
-                self.table.record_accepted(loop_time(), attempt, min(news.queue, 1 << 20), self._round_trip_s(peer))
+            if news.peer == peer and news.stage == stage:
+                self._record_news(attempt, news)
             if is_new:
                 routed.on_progress(news)
 
         request = routed.request(attempt.deadline_ms)
         return await self._caller.call(peer, request, routed.tensors, deadline=attempt.until, on_progress=on_progress)
+
+    def _record_news(self, attempt: Attempt, news: Advance) -> None:
+        """Records in the table what a peer says of its own work and queue; other progress changes nothing."""
+        now, queue = loop_time(), min(news.queue, 1 << 20)
+        if news.event == "accepted":
+            self.table.record_accepted(now, attempt, queue, self._round_trip_s(attempt.peer))
+        elif news.event == "finished":
+            self.table.record_queue(now, attempt, queue)
 
     def _check_reply(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
         """Returns a well-formed reply as a HopAnswer; for any other reports BAD_ANSWER and raises ProtocolError."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_high
 
@@ -19,6 +19,7 @@ from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
 from agora.moving_average import MovingAverage
+from agora.pipeline.callees import choose_callees, place_of
 from agora.pipeline.peer_choice import (
     BACKOFF_S,
     RELAYED_FACTOR,
@@ -76,14 +77,16 @@ def must_use_relay(mine: str, theirs: str) -> bool:
 class StagePeers:
     """The peers of one stage at the last RoutingTable.update; immutable, but for the costs.
 
-    live: the replicas other than this peer and those shut out. costs: the costs of the live ones, and of other peers
-    while calls to them are open.
+    live: the replicas other than this peer and those shut out. places: theirs, see callees.place_of. costs: of those of
+    them that are called, see callees.choose_callees. former: the costs of other peers while calls to them are open.
     """
 
     replicas: Sequence[PeerView] = ()
     shut_out: Collection[PeerId] = ()
-    live: Collection[PeerId] = ()
+    live: Mapping[PeerId, PeerView] = field(default_factory=dict)
+    places: Mapping[PeerId, float] = field(default_factory=dict)
     costs: dict[PeerId, PeerCost] = field(default_factory=dict)
+    former: Mapping[PeerId, PeerCost] = field(default_factory=dict)
 
 
 class RoutingTable:
@@ -99,11 +102,8 @@ class RoutingTable:
         self._stages: defaultdict[int, StagePeers] = defaultdict(StagePeers)
 
     def costs(self, stage: int) -> dict[PeerId, PeerCost]:
-        """Returns the cost, by id, of each peer that served `stage` and was not shut out at the last `update`."""
-        peers = self._stages[stage]
-        if len(peers.costs) == len(peers.live):  # nobody has gone whose calls are still open
-            return peers.costs
-        return {peer: cost for peer, cost in peers.costs.items() if peer in peers.live}
+        """Returns the cost, by id, of each peer of `stage` that may be called, as of the last `update`."""
+        return self._stages[stage].costs
 
     def update(
         self,
@@ -114,17 +114,20 @@ class RoutingTable:
     ) -> None:
         """Sets which peers serve `stage`: adds new ones, drops those gone or shut out, forgives restarted ones.
 
-        own_reachability: of this peer, by its claim.
+        Of many it keeps only those that choose_callees returns. own_reachability: of this peer, by its claim.
         """
         known = self._stages[stage]
         if known.replicas is replicas and known.shut_out == shut_out:
             return  # the same view as at the last microbatch
         live = {view.peer: view for view in replicas if view.peer != self._me and view.peer not in shut_out}
-        stayed = live.keys() & known.live
-        costs = {peer: cost for peer, cost in known.costs.items() if cost.open_calls or peer in stayed}
-        self._stages[stage] = StagePeers(replicas, shut_out, live.keys(), costs)
-        siblings = [cost for peer, cost in costs.items() if peer in live]
-        for peer, view in live.items():
+        places = {peer: known.places.get(peer) or place_of(self._me, peer) for peer in live}
+        callees = choose_callees(live, places, {peer for peer, cost in known.costs.items() if cost.failures})
+        former = {peer: cost for peer, cost in {**known.former, **known.costs}.items() if cost.open_calls}
+        costs = {peer: cost for peer, cost in {**former, **known.costs}.items() if peer in callees}
+        former = {peer: cost for peer, cost in former.items() if peer not in callees}
+        self._stages[stage] = StagePeers(replicas, shut_out, live, places, costs, former)
+        siblings = list(costs.values())
+        for peer, view in ((peer, view) for peer, view in live.items() if peer in callees):
             if peer not in costs:
                 costs[peer] = newcomer(siblings, view.incarnation, view.capacity)
             elif view.incarnation > costs[peer].incarnation:
@@ -135,10 +138,19 @@ class RoutingTable:
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses the peer of `stage` to ask for a microbatch, see choose_next; None if none can be asked now."""
+        self._admit_hinted(stage, hint)
         costs = self.costs(stage)
         if not costs and self._stages[stage].shut_out:
             return Choice(None, f"every live peer of stage {stage} is shut out for its conduct")
         return choose_next(now, microbatch, stage, candidates_of(now, costs, payload_bytes), hint)
+
+    def _admit_hinted(self, stage: int, hint: PathHint) -> None:
+        """Makes the live peer of `stage` that holds a microbatch a callee until the next `update`, if it is none."""
+        peers, hinted = self._stages[stage], hint.peers.get(stage)
+        if hinted is None or hinted in peers.costs or hinted not in peers.live:
+            return
+        view, siblings = peers.live[hinted], peers.costs.values()
+        peers.costs[hinted] = peers.former.get(hinted) or newcomer(siblings, view.incarnation, view.capacity)
 
     def record_sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
         """Charges `peer` for a microbatch that will be sent to it; returns the attempt, which ends by `deadline`.
@@ -169,9 +181,14 @@ class RoutingTable:
             known = 0.0 if math.isinf(cost.bytes_per_s) else 1.0 / cost.bytes_per_s
             cost.bytes_per_s = 1.0 / _average(known, (waited_s - round_trip) / attempt.payload_bytes, cost.seats)
         cost.round_trip_s = _average(cost.round_trip_s, round_trip, cost.seats)
-        cost.queue, cost.queue_at, cost.sent_since = queue, now, 0
         cost.seats += 1
         cost.seat_waits_s.append(waited_s)
+        self.record_queue(now, attempt, queue)
+
+    def record_queue(self, now: float, attempt: Attempt, queue: int) -> None:
+        """Records that the peer has `queue` microbatches at its device, as it says when it accepts or finishes one."""
+        cost = attempt.cost
+        cost.queue, cost.queue_at, cost.sent_since = queue, now, 0
 
     def record_answered(
         self, now: float, attempt: Attempt, service_s: float, answer_bytes: int, period_s: float
@@ -215,7 +232,8 @@ class RoutingTable:
 
     def record_rejected(self, now: float, stage: int, peer: PeerId) -> None:
         """Counts a failure of `peer` after `record_answered`: its answer had the right form, but could not be used."""
-        if cost := self._stages[stage].costs.get(peer):
+        peers = self._stages[stage]
+        if cost := peers.costs.get(peer) or peers.former.get(peer):
             _count_failure(cost, now, 0.0, MAX_FAILURES)
 
 

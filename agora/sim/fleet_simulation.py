@@ -30,6 +30,9 @@ DRAIN_LOOK_S = 1.0
 HANG_S = 60.0
 """Seconds after which a machine that hangs is ended, by its watchdog or its owner."""
 
+NAMED_S = LIFETIME_S + 600.0
+"""Seconds for which a machine that has gone is remembered: longer than its claim may be in any peer's view."""
+
 
 class PlacementRules(Protocol):
     """Interface: decides which stages each machine holds, and how often a machine asks again."""
@@ -98,11 +101,16 @@ class FleetSimulation:
         return peer
 
     def place(self, peer: SimulatedPeer, span: Span) -> None:
-        """Makes a machine serve a span from now on, without fetching its state."""
-        peer.span, peer.presence = span, Presence.JOINING
+        """Puts the claim of a machine that serves a span from the start into the directory; call `start` afterwards."""
+        peer.span, peer.presence = span, Presence.SERVING
         peer.incarnation += 1
-        self._serve(peer)
-        self._watch(peer)
+        self._directory.claim(peer, span, "serving")
+
+    def start(self, peer: SimulatedPeer) -> None:
+        """Lets a placed machine read the directory and begin its work, unless it has gone since."""
+        if peer.presence is Presence.SERVING:
+            self._begin_work(peer)
+            self._watch(peer)
 
     def join(self, equipment: Equipment) -> SimulatedPeer:
         """Adds a machine that starts its daemon, chooses a span, fetches its state and serves."""
@@ -151,8 +159,12 @@ class FleetSimulation:
             return
         peer.presence = Presence.SERVING
         self._directory.claim(peer, peer.span, "serving")
+        self._begin_work(peer)
+
+    def _begin_work(self, peer: SimulatedPeer) -> None:
+        """Lets a machine that serves read the directory, and makes it an origin at stage 0."""
         self._read_directory(peer)
-        if peer.span.first == 0:
+        if peer.span is not None and peer.span.first == 0:
             self.origins.begin(peer)
 
     # --- staying
@@ -279,7 +291,7 @@ class FleetSimulation:
         peer.presence = Presence.GONE
         peer.device.stop()
         self._departed[peer.id] = peer
-        self._events.after(2.0 * LIFETIME_S, self._forget, peer.id)
+        self._events.after(NAMED_S, self._forget, peer.id)
         self.hops.break_connections(peer)
 
     def _forget(self, peer: PeerId) -> None:

@@ -268,10 +268,11 @@ class HopSimulation:
         self._route(visit)
         self.route_waiting(visit.peer)
 
-    def _on_answered(self, call: Call) -> None:
+    def _on_answered(self, call: Call, queue: int) -> None:
         """Called when the gradient reaches the caller: records the times, queues its backward, and routes what waits.
 
-        Does nothing if the caller no longer waits for it.
+        Does nothing if the caller no longer waits for it. queue: of the callee's device when it finished; its message
+        says so right before the gradient.
         """
         if not self._end(call):
             return
@@ -281,6 +282,7 @@ class HopSimulation:
         peer.pace = peer.pace.after_completion(now)
         period_s = peer.pace.period_s.value or math.inf
         service_s *= below.peer.device.slowdown
+        peer.table.record_queue(now, call.attempt, queue)
         crossing_s = peer.table.record_answered(
             now, call.attempt, service_s, int(self._workload.gradient_bytes), period_s
         )
@@ -310,7 +312,8 @@ class HopSimulation:
         self._measurements.count(visit)
         peer.visits.pop(visit.key, None)
         self._keep_answer(visit)
-        for call in visit.callers:
+        callers, visit.callers, visit.call = visit.callers, [], None  # without cycles, so that memory is freed at once
+        for call in callers:
             self._send_answer(visit, call)
         if visit.is_root:
             self._report_completed(visit)
@@ -319,6 +322,7 @@ class HopSimulation:
         """Keeps an answer for repeats, and forgets the oldest beyond KEPT_ANSWERS."""
         answers = visit.peer.answers
         answers[visit.key] = visit
+        visit.microbatch.kept.append(visit)
         if len(answers) > KEPT_ANSWERS:
             del answers[next(iter(answers))]
 
@@ -329,7 +333,7 @@ class HopSimulation:
         self._measurements.messages += 2  # "finished", and the answer
         link, to = visit.peer.equipment.link, call.caller.peer.equipment.link
         arrival = link.send(to, self._workload.gradient_bytes, self._events.now, self._rng)
-        self._events.at(arrival, self._on_answered, call)
+        self._events.at(arrival, self._on_answered, call, visit.peer.device.queue_length)
 
     # --- visits that end without an answer
 
@@ -386,7 +390,10 @@ class HopSimulation:
         peer.waiting.clear()
 
     def _report_completed(self, visit: Visit) -> None:
-        """Reports to the origin that a microbatch has come back."""
+        """Reports to the origin that a microbatch has come back, and forgets its kept answers: nobody asks again."""
+        kept, visit.microbatch.kept = visit.microbatch.kept, []
+        for answered in kept:
+            answered.peer.answers.pop(answered.key, None)
         self._root().on_completed(visit)
 
     def _root(self) -> RootListener:

@@ -107,10 +107,10 @@ class SimulatedMicrobatch:
     """One microbatch of an origin. opened: simulated second at which it was opened. attempts: how often it was sent.
 
     path: the peer last known to hold it, by entry stage. counted: an integer with a bit for each stage at which its
-    gradient was counted.
+    gradient was counted. kept: its visits whose answers peers keep.
     """
 
-    __slots__ = ("attempts", "counted", "id", "opened", "origin", "path")
+    __slots__ = ("attempts", "counted", "id", "kept", "opened", "origin", "path")
 
     def __init__(self, identity: MicrobatchId, origin: SimulatedPeer, opened: float) -> None:
         self.id = identity
@@ -119,6 +119,7 @@ class SimulatedMicrobatch:
         self.attempts = 0
         self.path = PathHint()
         self.counted = 0
+        self.kept: list[Visit] = []
 
 
 VisitState = Literal["forward", "routing", "below", "backward", "answered", "cancelled"]

@@ -68,7 +68,8 @@ class SimulatedReader:
 
     def _forget(self, span: Span | None, now: float, after: int) -> bool:
         """Forgets shards that should have been read again by now; returns whether one of stage `after` was."""
-        ended = [shard for shard, (_, at) in self._known.items() if now - at > self._linger_s(shard.stage, span)]
+        lingers = [self._linger_s(stage, span) for stage in range(self._directory.stage_count)]
+        ended = [shard for shard, (_, at) in self._known.items() if now - at > lingers[shard.stage]]
         for shard in ended:
             del self._known[shard]
         return any(shard.stage == after for shard in ended)

@@ -21,6 +21,7 @@ import math
 import random
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from agora_protocol.ids import Span
@@ -46,6 +47,8 @@ MIX_S = 600.0
 """Seconds after which other shards of the reader's stages are read, where not all are; the same for all in them."""
 READINGS_S = 300.0
 """A reading no longer counts when it is this many seconds older than the stage's newest one."""
+CACHED = 1 << 17
+"""Most results of a pure function that are remembered: a simulation asks for those of 10,000 peers in turn."""
 DEPTH_0_MARGIN = 1.5
 """A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps."""
 
@@ -188,7 +191,7 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
             return now - readings[shard].at if shard in readings else math.inf
         return (now - max((reading.at for reading in readings.values()), default=-math.inf)) / wait
 
-    candidates = [*close, *others]
+    candidates = sorted(close | others)  # sets of texts have another order in each process
     rng.shuffle(candidates)
     candidates.sort(key=lambda shard: (-lateness(shard), shard not in close))
     return ReadPlan(tuple(candidates[:SHARDS_PER_READ]), False, cycle, wait * cycle)
@@ -226,14 +229,19 @@ def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float
     """
     depth = depth_to_read(peers)
     free = min(depth, int(math.log2(max(1, OWN_SHARDS // stages))))
-    turn = int(now // MIX_S) * free
-    places = [(turn + index) % depth for index in range(free)]
-    own, shards = list(shard_bits(peer_hash, depth)), set()
+    return {Shard(stage, bits) for bits in _bits_around(peer_hash, depth, free, int(now // MIX_S))}
+
+
+@lru_cache(maxsize=CACHED)
+def _bits_around(peer_hash: int, depth: int, free: int, turn: int) -> tuple[str, ...]:
+    """Returns the bits of the shards that agree with a hash but for `free` of `depth` bits; `turn` says for which."""
+    places = [(turn * free + index) % depth for index in range(free)]
+    own, around = list(shard_bits(peer_hash, depth)), []
     for bits in product("01", repeat=free):
         for place, bit in zip(places, bits, strict=True):
             own[place] = bit
-        shards.add(Shard(stage, "".join(own)))
-    return shards
+        around.append("".join(own))
+    return tuple(around)
 
 
 def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
@@ -259,6 +267,11 @@ def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
 
 def _random_hash(seed: int, index: int, now: float) -> int:
     """Returns a random hash that changes every EXCHANGE_S; hashes of different `index` change at different times."""
-    turn = math.floor(now / EXCHANGE_S + index / MAX_NEXT_SHARDS)
+    return _hash_of_turn(seed, index, math.floor(now / EXCHANGE_S + index / MAX_NEXT_SHARDS))
+
+
+@lru_cache(maxsize=CACHED)
+def _hash_of_turn(seed: int, index: int, turn: int) -> int:
+    """Returns the random hash of one turn."""
     digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()
     return int.from_bytes(digest[: HASH_BITS // 8], "big")

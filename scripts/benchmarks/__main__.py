@@ -48,7 +48,7 @@ NAMES: Final = (
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 """Name to `module:function`; a module is imported only when its benchmark runs."""
 WITH_OPTIONS: Final[Mapping[str, str]] = {
-    name: f"benchmarks.{name}:run_with_options" for name in ("learning", "wan", "tuning")
+    name: f"benchmarks.{name}:run_with_options" for name in ("learning", "wan", "tuning", "simulate")
 }
 """The same for benchmarks that have options of their own; used when some are given."""
 
@@ -102,7 +102,8 @@ def main() -> int:
         epilog="Example: ./scripts/bench pipeline --quick --json. For experiments `learning` takes more options: "
         "--peers 2,4,8 --steps 100,400 --seeds 3 --schedule synchronous --link 200Mbit,50ms --kill-every 10 "
         "--set SECTION.FIELD=VALUE (of the manifest, again and again); `wan` takes --losses --widths 64 128 --seeds 3; "
-        "`tuning` takes --speeds or --losses, --codecs int8,int4h/int3h --stages 2 --steps 100 --seeds 3.",
+        "`tuning` takes --speeds or --losses, --codecs int8,int4h/int3h --stages 2 --steps 100 --seeds 3; "
+        "`simulate` takes --simulated (no real daemons) or --real (only these).",
     )
     parser.add_argument("name", metavar="NAME", help=f"which comparison: {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="end within 5 minutes on 2 cores; same ratio names")
