@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from agora_protocol.ids import PeerId, Span, microbatch_id
 
-from agora.pipeline.callees import LEAST_TIMES_MEDIAN, MOST_CALLEES, MOST_TIMES_MEDIAN, choose_callees, place_of
+from agora.pipeline.callees import MIN_TIMES_MEDIAN, MAX_CALLEES, MAX_TIMES_MEDIAN, choose_callees, place_of
 from agora.pipeline.peer_choice import PathHint
 from agora.pipeline.routing import RoutingTable
 from agora.swarm.view import PeerView
@@ -29,15 +29,15 @@ def called(me: PeerId, live: dict[PeerId, PeerView], failing: set[PeerId] | None
 
 
 def test_of_a_few_peers_all_are_called() -> None:
-    live = peers(MOST_CALLEES)
+    live = peers(MAX_CALLEES)
     assert called(CALLERS[0], live) == set(live)
 
 
 def test_the_callers_of_many_peers_call_different_ones_and_nobody_is_left_out() -> None:
     live = peers(60)
     counts = Counter(peer for caller in CALLERS for peer in called(caller, live))
-    assert sum(counts.values()) == len(CALLERS) * MOST_CALLEES
-    usual = len(CALLERS) * MOST_CALLEES / len(live)
+    assert sum(counts.values()) == len(CALLERS) * MAX_CALLEES
+    usual = len(CALLERS) * MAX_CALLEES / len(live)
     assert set(counts) == set(live) and max(counts.values()) < 2.0 * usual and min(counts.values()) > 0.4 * usual
 
 
@@ -46,7 +46,7 @@ def test_a_peer_that_goes_is_replaced_without_changing_the_others() -> None:
     before = called(CALLERS[0], live)
     gone = min(before)
     after = called(CALLERS[0], {peer: view for peer, view in live.items() if peer != gone})
-    assert before - after == {gone} and len(after) == MOST_CALLEES
+    assert before - after == {gone} and len(after) == MAX_CALLEES
 
 
 def test_a_failing_peer_is_kept_and_a_further_one_is_called() -> None:
@@ -54,23 +54,23 @@ def test_a_failing_peer_is_kept_and_a_further_one_is_called() -> None:
     before = called(CALLERS[0], live)
     failing = set(sorted(before)[:3])
     after = called(CALLERS[0], live, failing)
-    assert before < after and len(after - failing) == MOST_CALLEES
+    assert before < after and len(after - failing) == MAX_CALLEES
     assert called(CALLERS[0], live, set(live)) == set(live), "if all fail, all are tried"
 
 
-@pytest.mark.parametrize(("capacity", "times"), [(4.0, 4.0), (0.01, LEAST_TIMES_MEDIAN)])
+@pytest.mark.parametrize(("capacity", "times"), [(4.0, 4.0), (0.01, MIN_TIMES_MEDIAN)])
 def test_a_peer_has_callers_in_proportion_to_its_capacity(capacity: float, times: float) -> None:
     live = peers(80)
     unusual = min(live)
     live[unusual] = replace(live[unusual], capacity=capacity)
     count = sum(unusual in called(caller, live) for caller in CALLERS)
-    assert count == pytest.approx(times * len(CALLERS) * MOST_CALLEES / len(live), rel=0.4)
+    assert count == pytest.approx(times * len(CALLERS) * MAX_CALLEES / len(live), rel=0.4)
 
 
 def test_a_claim_of_more_than_the_bound_brings_no_more_callers() -> None:
     live = peers(80)
     liar = min(live)
-    bounded, wild = (live | {liar: replace(live[liar], capacity=c)} for c in (MOST_TIMES_MEDIAN, 1e9))
+    bounded, wild = (live | {liar: replace(live[liar], capacity=c)} for c in (MAX_TIMES_MEDIAN, 1e9))
     assert all(called(caller, bounded) == called(caller, wild) for caller in CALLERS[:50])
 
 
