@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
+from agora.node import paths
+
 # One thread for arithmetic here: the tests' tensors are tiny, and threads that spin at barriers starve the daemons.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Daemons find others of their run on this machine: here only those of this session, not of tests that run beside it.
+RUNTIME = Path(f"/tmp/agora-test-{os.getpid()}")
+os.environ[paths.RUNTIME_VARIABLE] = str(RUNTIME)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(RUNTIME, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

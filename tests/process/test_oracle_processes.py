@@ -31,7 +31,7 @@ from tests.process.harness import (
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 MIN_STEPS = 6
-ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 40, 32
+ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 32, 32
 
 
 def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) -> Batches:

@@ -14,6 +14,7 @@ import pytest
 from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
+from agora.averaging.exchange import INT8_ROUNDS
 from tests.oracle import relative_difference, run_plain_loop
 from tests.process.harness import (
     Daemon,
@@ -142,17 +143,18 @@ def agreed_in_checkpoints(daemon: Daemon) -> dict[int, int]:
 
 
 def test_replicas_whose_gradients_travel_in_two_bits_are_the_same_bits_after_a_kill_and_a_join(tmp_path: Path) -> None:
-    """After 30 steps; one that had to step without the others has found out by then, and fetched their state."""
+    """One that had to step without the others finds out, and fetches their state. The first rounds are in int8."""
+    killed, joined, last = INT8_ROUNDS + 3, INT8_ROUNDS + 6, INT8_ROUNDS + 20
     base = averaging(1).model_dump()
     base["averaging"] = {"gradient_wire": "normal2"}
     base["checkpoint"] |= {"every": 1, "keep": 1000}
     with swarm(tmp_path, Manifest.model_validate(base)) as made:
         peers = [made.start(name, "0") for name in ("a", "b", "c")]
-        made.until(lambda: min(map(last_step, peers)) >= 15, "15 steps of three")
+        made.until(lambda: min(map(last_step, peers)) >= killed, "steps of three in two bits")
         peers.pop().kill()
-        made.until(lambda: min(map(last_step, peers)) >= 18, "steps of two")
+        made.until(lambda: min(map(last_step, peers)) >= joined, "steps of two")
         peers.append(made.start("d", "0"))
-        made.until(lambda: min(map(last_step, peers)) >= 30, "30 steps")
+        made.until(lambda: min(map(last_step, peers)) >= last, "steps of three again")
 
         def newest_common() -> int:
             """The newest step of which all have written a checkpoint; 0 without one."""
@@ -161,11 +163,11 @@ def test_replicas_whose_gradients_travel_in_two_bits_are_the_same_bits_after_a_k
 
         def are_equal() -> bool:
             step = newest_common()
-            first, *others = (checkpoint_at(daemon, 0, step) for daemon in peers) if step >= 30 else ({}, {1: 1})
+            first, *others = (checkpoint_at(daemon, 0, step) for daemon in peers) if step >= last else ({}, {1: 1})
             return all(np.array_equal(first.get(name), other[name]) for other in others for name in other)
 
         made.until(are_equal, "the same bits in a state of all")
-        rounds = [event for daemon in peers for event in rounds_of(daemon, "gradient") if event["round"] >= 10]
+        rounds = [event for daemon in peers for event in rounds_of(daemon, "gradient") if event["round"] >= INT8_ROUNDS]
         numel = sum(weights.size for weights in checkpoint_at(peers[0], 0, newest_common()).values())
         sent = [event["bytes_out"] / numel for event in rounds if event["bytes_out"]]
         assert statistics.median(sent) < 0.28, "two bits for each element, and eight for each block of 64"

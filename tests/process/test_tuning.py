@@ -21,7 +21,7 @@ from agora.data.sample_rows import SampleRows, open_sample_rows
 from tests.model.tiny_models import make_model, manifest_of, save
 from tests.process.harness import Swarm, counted_twice, drained, last_step, nothing_lost, swarm
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 MICROBATCH = 2
 SAMPLES = 1200
@@ -66,12 +66,11 @@ def trained_samples(daemon: Daemon) -> int:
     return int(step["note"].split(" ")[0].replace(",", ""))
 
 
-def first_epoch_done(made: Swarm, *origins: Daemon) -> dict[str, Any]:
-    """Waits until some origin knows that the first epoch is complete, and returns what it counted then."""
+def epochs_done(made: Swarm, epochs: int, *origins: Daemon) -> dict[str, Any]:
+    """Waits until some origin knows that so many epochs are complete, and returns what it counted then."""
     done = made.until(
-        lambda: next((e for o in origins for e in o.events("SamplesCounted") if e["epoch"] >= 1), None),
-        "the first epoch to be complete",
-        within_s=120,
+        lambda: next((e for o in origins for e in o.events("SamplesCounted") if e["epoch"] >= epochs), None),
+        f"{epochs} complete epochs",
     )
     return dict(done)
 
@@ -83,12 +82,12 @@ def test_an_epoch_covers_every_sample_though_origins_are_killed(tmp_path: Path) 
         last = [made.start(f"last-{n}", "1", flags=flags) for n in range(2)]
         made.serving()
         first = origins[0]
-        made.until(lambda: counted(first)["seen"] > SAMPLES / 10, "samples to be seen", within_s=60)
+        made.until(lambda: counted(first)["seen"] > SAMPLES / 10, "samples to be seen")
         origins.pop().kill()
-        made.until(lambda: counted(first)["seen"] > SAMPLES / 4, "others to go on", within_s=60)
+        made.until(lambda: counted(first)["seen"] > SAMPLES / 4, "others to go on")
         last.pop().kill()
         joiner = made.start("joiner", "0", flags=flags)
-        done = first_epoch_done(made, *origins, joiner)
+        done = epochs_done(made, 1, *origins, joiner)
         assert first.ask("status")["samples"]["seen"] > SAMPLES / 4 and last[0].ask("status")["samples"] is None
         each = trained_samples(first)
         assert SAMPLES * 0.9 < each < SAMPLES
@@ -98,31 +97,32 @@ def test_an_epoch_covers_every_sample_though_origins_are_killed(tmp_path: Path) 
         assert done["repeated"] <= in_hand, (
             "what the killed one had in hand, and the end of each epoch that is filled up"
         )
-        made.until(lambda: made.completed(joiner), "the joiner to take its share", within_s=60)
+        made.until(lambda: made.completed(joiner), "the joiner to take its share")
         drained(made, *origins, joiner)
         made.stop()
         nothing_lost(made, *origins, joiner)
-        assert not counted_twice([*made.daemons.values()])
+        # What a killed peer had counted is counted again if its answer had not left.
+        assert not counted_twice([*origins, *last, joiner])
 
 
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     manifest, flags = tuning(tmp_path)
     with swarm(tmp_path, manifest) as made:
         before = [made.start("a", "0", flags=flags), made.start("b", "1", flags=flags)]
-        made.until(lambda: counted(before[0])["seen"] > SAMPLES / 4, "a quarter of the epoch", within_s=90)
+        made.until(lambda: counted(before[0])["seen"] > SAMPLES / 4, "a quarter of the epoch")
         assert made.stop() == {"a": 0, "b": 0}
         seen, told = counted(before[0]), len(before[0].events("SamplesCounted"))
         each = trained_samples(before[0])
-        assert 0 < seen["seen"] < each, "it was stopped in the middle"
+        assert seen["seen"] % each, "it was stopped in the middle of an epoch"
         made.invite = ""
         after = [made.start("a", "0", flags=flags), made.start("b", "1", flags=flags)]
         made.serving()
-        made.until(lambda: len(after[0].events("SamplesCounted")) > told, "a step after the restart", within_s=60)
+        made.until(lambda: len(after[0].events("SamplesCounted")) > told, "a step after the restart")
         first = after[0].events("SamplesCounted")[told]
         assert first["seen"] >= seen["seen"], "what was trained on before is not trained on again"
-        done = first_epoch_done(made, after[0])
+        done = epochs_done(made, seen["epoch"] + 1, after[0])
         assert done["repeated"] <= 2 * (done["epoch"] + 1) * MICROBATCH * MAX_IN_A_ROW
-        assert made.completed(after[0]) * MICROBATCH * MAX_IN_A_ROW >= each
+        assert made.completed(after[0]) * MICROBATCH * MAX_IN_A_ROW >= (seen["epoch"] + 1) * each
         made.stop()
 
 
@@ -160,9 +160,9 @@ def test_the_exported_adapter_gives_the_swarms_held_out_loss(frozen_as: str, tmp
     manifest, flags = tuning(tmp_path, model={"frozen_as": frozen_as}, optimizer={"learning_rate": 1e-2})
     with swarm(tmp_path, manifest) as made:
         origin, last = made.start("origin", "0", flags=flags), made.start("last", "1", flags=flags)
-        made.until(lambda: min(last_step(origin), last_step(last)) >= 20, "some steps", within_s=90)
+        made.until(lambda: min(last_step(origin), last_step(last)) >= 20, "some steps")
         drained(made, origin)
-        evaluated = origin.ask("evaluate", timeout_s=60, batches=4)
+        evaluated = origin.ask("evaluate", batches=4)
         assert 0 <= evaluated["tuning"]["token_accuracy"] <= 1
         made.stop()
         out = tmp_path / "adapter"
