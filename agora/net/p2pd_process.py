@@ -5,6 +5,7 @@ Knows: p2pd's command line and process. Must not know: what is asked of it after
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -51,6 +52,19 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
         return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
 
 
+class OpenCalls(dict[Any, "asyncio.Future[Any]"]):
+    """hivemind's calls to p2pd by id, of which it asks `id in calls` before it sets a result.
+
+    A call that was cancelled stays among them for a moment. To set its result then raises in the task that reads all of
+    p2pd's answers, which ends that task, and with it the daemon: so a call that is done counts as absent.
+    """
+
+    def __contains__(self, call_id: object) -> bool:
+        """Returns whether the call still waits for its result."""
+        future = self.get(call_id)
+        return future is not None and not future.done()
+
+
 class SocketDirectory:
     """Makes and locks a private directory for p2pd's Unix sockets, after removing those that dead daemons left behind.
 
@@ -86,7 +100,7 @@ async def start_p2pd(
     """
     kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:
-        return await kind.create(  # type: ignore[attr-defined]
+        p2p = await kind.create(  # type: ignore[attr-defined]
             host_maddrs=tuple(listen),
             announce_maddrs=tuple(announce) or None,
             identity_path=str(identity_path),
@@ -99,3 +113,5 @@ async def start_p2pd(
     except P2PDaemonError as error:
         why = one_line(str(error), MAX_ERROR_CHARACTERS)
         raise LocalError(f"p2pd did not start ({why}); look whether {', '.join(listen)} can be listened on.") from error
+    p2p._client.control._pending_calls = OpenCalls(p2p._client.control._pending_calls)
+    return p2p

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -92,3 +93,37 @@ def test_dials_that_crossed_are_told_by_what_p2pd_says_of_them() -> None:
     assert isinstance(_failure(said + crossed), DialsCrossed)
     for other in ("failed to negotiate security protocol: peer id mismatch", "dial backoff", "connection refused"):
         assert type(_failure(said + other)) is ConnectionBroken
+
+
+def test_an_answer_to_a_call_that_was_just_cancelled_does_not_end_the_host(tmp_path: Path) -> None:
+    """Its answer comes before hivemind has forgotten the call, as on a busy machine."""
+
+    async def main() -> None:
+        a, _ = await make_host(tmp_path, "a")
+        b, _ = await make_host(tmp_path, "b")
+        try:
+            asked, release = asyncio.Event(), asyncio.Event()
+
+            async def answer(raw: bytes, _remote: object) -> bytes:
+                asked.set()
+                await release.wait()
+                return raw
+
+            await b.p2p._client.add_unary_handler("slow", answer)
+            await a.connect(await b.addresses())
+            control = a.p2p._client.control
+            call = asyncio.create_task(a.p2p._client.call_unary_handler(b.p2p.peer_id, "slow", b"one"))
+            await asked.wait()
+            (call_id,) = control._pending_calls
+            cancelled = asyncio.get_running_loop().create_future()
+            cancelled.cancel()
+            control._pending_calls[call_id] = cancelled
+            release.set()
+            assert await a.p2p._client.call_unary_handler(b.p2p.peer_id, "slow", b"two") == b"two"
+            assert not control._read_task.done() and not a.died.is_set()
+            call.cancel()
+        finally:
+            await a.close()
+            await b.close()
+
+    run(main)
