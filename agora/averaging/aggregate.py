@@ -21,7 +21,7 @@ from agora.codec import is_all_finite
 Aggregation = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # enough, because the owner's own value, where it begins, is near: Karimireddy et al., ICML 2021
 MIN_NORM, MAX_NORM = 1e-15, 1e15
-MOST_TIMES_LONGER: Final = 8.0
+MOST_TIMES_LONGER: Final = 2.0
 """A contribution may be this many times as long as the lower median of all; a longer one is shortened to that."""
 LEAST_TO_COMPARE: Final = 3
 """Contributions without which none is called too long: of two, nobody can say which is right."""

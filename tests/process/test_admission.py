@@ -40,6 +40,11 @@ def peers_seen(daemon: Daemon) -> set[str]:
     return {peer["peer"] for peer in answer["peers"]} if answer is not None else set()
 
 
+def serves_again(daemon: Daemon) -> bool:
+    """Whether this process serves: its journal also tells of those before it."""
+    return bool(daemon.events("PeerStarted", pid=daemon.process.pid))
+
+
 def swarm_command(elsewhere: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON of a `swarm` command as on a machine without daemons. elsewhere: a folder of its own."""
     command = [sys.executable, "-m", "agora.cli.main_swarm", *arguments, "--json"]
@@ -105,12 +110,11 @@ def test_a_ban_reaches_all_by_any_peer_and_outlasts_every_daemon(
         for guest in (first, second):
             guest.end_is_intended = True
             guest.kill()
-        made.start("founder", "0", run=str(made.file))
-        made.serving("founder")  # all have new ports: the others learn of one that is there, on this machine
-        for name, stages in (("first", "0"), ("second", "1")):
-            made.start(name, stages, run=text)
-        made.serving("first", "second")
-        daemons = [made.daemons[name] for name in ("founder", "first", "second")]
+        daemons = [made.start("founder", "0", run=str(made.file))]
+        made.until(lambda: serves_again(daemons[0]), "the founder to be back")
+        text = invite(capsys, made, InviteRequest(days=1))["invite"]  # it listens at a new port, as they all do
+        daemons += [made.start(name, stages, run=text) for name, stages in (("first", "0"), ("second", "1"))]
+        made.until(lambda: all(map(serves_again, daemons)), "the three to serve")
         everyone = {*honest, founder.peer}
         made.until(lambda: all(peers_seen(daemon) == everyone for daemon in daemons), "the three to see each other")
         before = made.completed(daemons[0])
