@@ -95,6 +95,7 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     is_last = layers.stop == sizes.layers
     head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
     loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
+    at_loss = loss - FLOAT * elements  # before there are gradients of weights, which trained_bytes has
     kept, inputs = sum(graphs) + head, batch.tokens * _layer_inputs(sizes, layers) * FLOAT
     at_step = _muon_bytes(manifest, sizes, layers) - FLOAT * elements  # when no microbatch is worked on
     moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
@@ -106,12 +107,12 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
         trained_bytes=FLOAT * elements * COPIES_OF_WEIGHTS,
         optimizer_bytes=in_memory,
         kept_bytes=kept,
-        peak_bytes=max(of_layer, loss, at_step - kept),
+        peak_bytes=max(of_layer, at_loss, at_step - kept),
         state_bytes=FLOAT * elements + moments,
         head_flops=2.0 * batch.tokens * sizes.vocabulary * sizes.width if is_last else 0.0,
         version_bytes=FLOAT * elements if manifest.schedule.kind == "asynchronous" else 0.0,
         layer_inputs_bytes=inputs,
-        layer_peak_bytes=max(max(graphs) + of_layer, head + loss, at_step - inputs),
+        layer_peak_bytes=max(max(graphs) + of_layer, head + at_loss, at_step - inputs),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
+from agora_protocol.tensors import BEGINS, SUPERVISED
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from agora.train.objectives import TokenBatch
@@ -27,14 +29,22 @@ def allocated_bytes(work: Callable[[], Any]) -> tuple[Any, int, int]:
     return result, held, peak
 
 
+def random_tokens(manifest: Manifest) -> Tensor:
+    """Ids of a microbatch as they are sent; in a run with marks each row has two sequences, all of them supervised."""
+    ids = torch.randint(0, manifest.model.vocabulary, manifest.tokens_shape())
+    if manifest.has_marks:
+        ids[1] = SUPERVISED
+        ids[1, :, :: manifest.model.context // 2] |= BEGINS
+    return ids
+
+
 def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
     """Takes `in_flight` microbatches through their forwards, then through their backwards, and steps; twice."""
     span = trainer.span
     for turn in range(2):
         names = [MicrobatchId(bytes([turn, number]) * 8) for number in range(in_flight)]
         for name in names:
-            ids = torch.randint(0, manifest.model.vocabulary, manifest.tokens_shape())
-            batch = TokenBatch(ids[..., :-1], ids[..., 1:])
+            batch = TokenBatch.from_wire(random_tokens(manifest), has_marks=manifest.has_marks)
             entry = batch.inputs if span.first == 0 else torch.randn(manifest.boundary_shape())
             if span.last == manifest.stage_count - 1:
                 trainer.finish(name, span.first, entry, batch, "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +119,12 @@ def test_no_such_model_revision_or_permission_is_one_sentence_each(
     monkeypatch.setenv("HF_ENDPOINT", NOBODY)
     with pytest.raises(BaseModelError, match=r"the Hub cannot be reached, .* check the network, or name a folder"):
         fetch_model(HubId(REPO))
+
+
+def test_without_the_package_of_the_hub_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(BaseModelError, match=r"huggingface_hub; install it with: pip install 'agora-swarm\[tuning\]'"):
+        find_or_fetch(HubId(REPO))
 
 
 @pytest.mark.parametrize(

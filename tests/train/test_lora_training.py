@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from tests.model.tiny_models import make_model, save
+from tests.model.tiny_models import CONFIGS, make_model, save
 from tests.train.support import microbatch_id, pipeline_of, tokens_of
 from tests.train.test_tuning_oracle import answered_batches, learn, lora_manifest, step_together
 from tests.train.trl_loops import answered_samples
@@ -53,6 +53,16 @@ def test_dropout_is_the_same_in_a_forward_that_is_repeated_for_its_backward(froz
     for stage, values in kept.items():
         np.testing.assert_array_equal(values, repeated[stage])
         assert np.abs(values - none[stage]).max() > 0.01 * np.abs(none[stage]).max(), "something was dropped"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_repeats_its_layers_with_the_same_dropout(name: str, tmp_path: Path) -> None:
+    folder, dropped = save(make_model(name), tmp_path), {"lora_dropout": 0.5}
+    kept = gradients_of(folder, model=dropped, schedule={"activations": "keep"})
+    repeated = gradients_of(folder, model=dropped, schedule={"activations": "recompute"})
+    for stage, values in kept.items():
+        assert values.any()
+        np.testing.assert_array_equal(values, repeated[stage])
 
 
 def test_another_microbatch_drops_other_values(base: Path) -> None:
