@@ -51,7 +51,7 @@ def choose_callees(
 
 @lru_cache(maxsize=4096)
 def _weight(capacity: float, usual: float) -> float:
-    """Returns the weight of a claimed capacity beside the usual one: a power of two, so that small changes do not matter."""
+    """Returns the weight of a claimed capacity beside `usual`: a power of two, so that small changes do not matter."""
     if capacity <= 0.0:
         return 1.0
     ratio = min(max(capacity / usual, LEAST_TIMES_MEDIAN), MOST_TIMES_MEDIAN)
