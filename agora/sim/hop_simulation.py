@@ -283,15 +283,13 @@ class HopSimulation:
         period_s = peer.pace.period_s.value or math.inf
         service_s *= below.peer.device.slowdown
         peer.table.record_queue(now, call.attempt, queue)
-        crossing_s = peer.table.record_answered(
-            now, call.attempt, service_s, int(self._workload.gradient_bytes), period_s
-        )
+        nbytes = int(self._workload.gradient_bytes)
+        crossing_s = peer.table.record_answered(now, call.attempt, service_s, nbytes, period_s)
         visit.below_path_s = min(below.path_s + crossing_s, now - call.attempt.started)
         visit.state, visit.committed, visit.queued_at = "backward", True, now
         seconds = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed)
-        peer.device.submit(
-            JobOrder.BACKWARD, seconds * (1.0 - self._workload.forward_share), self._on_backward_done, visit
-        )
+        seconds *= 1.0 - self._workload.forward_share
+        peer.device.submit(JobOrder.BACKWARD, seconds, self._on_backward_done, visit)
         self.route_waiting(peer)
 
     def _on_backward_done(self, visit: Visit) -> None:
