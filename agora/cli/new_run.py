@@ -55,11 +55,7 @@ def run(
             found = _tokenizer_lines(made)
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(made.to_toml())
-    except OSError as error:
-        raise Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
+    _write_manifest(path, made)
     flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
     next_command = f"agora-node join {shlex.quote(str(path))}{flag}"
     if as_json:
@@ -68,6 +64,15 @@ def run(
     for line in found:
         print_line(line)
     print_line(f"wrote {path}: edit it, then start the run with `{next_command}`")
+
+
+def _write_manifest(path: Path, made: manifest.Manifest) -> None:
+    """Writes the manifest to the new file `path`. Raises Failure when that cannot be done."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(made.to_toml())
+    except OSError as error:
+        raise Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
 
 
 def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
