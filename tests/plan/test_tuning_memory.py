@@ -54,7 +54,7 @@ def tuning_manifest(folder: Path, frozen_as: str, context: int = 128, **sections
 
 def check_peak(manifest: Manifest, way: Activations, span: Span, in_flight: int, folder: Path) -> None:
     """Compares the peak of a span in training with the formula's, to 15 %."""
-    manifest = manifest.replaced(schedule={"activations": SETTINGS[way]})
+    manifest = manifest.with_values(schedule={"activations": SETTINGS[way]})
     expected = run_cost(manifest, in_flight=in_flight, activations=way).memory(span).device
     limit = NEVER_KEPT if way == "recompute" else in_flight
     assert measured_peak(manifest, span, in_flight, folder, limit=limit) == pytest.approx(expected, rel=0.15), span
