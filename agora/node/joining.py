@@ -32,6 +32,7 @@ from agora.net.incoming import IncomingCall
 from agora.net.network import Network
 from agora.node import admission_files, control_client, paths, runs
 from agora.node.incarnations import next_incarnation
+from agora.node.last_ports import is_free, read_ports, with_last_ports, write_ports
 from agora.node.run_admission import load_book
 from agora.node.startup import Startup
 from agora.swarm.admission import AdmissionPolicy
@@ -183,13 +184,14 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
     with startup.steps.step("host") as note:
         host = await Host.create(
             identity_path=startup.home.identity,
-            listen=settings.listen,
+            listen=with_last_ports(settings.listen, read_ports(startup.home.ports), is_free),
             announce=settings.announce,
             link=settings.link_spec,
             limits=settings.rate_limits,
             allow_private=settings.allow_private,
             upnp=settings.upnp,
         )
+        write_ports(startup.home.ports, host.listens)
         every = (*await host.addresses(), *(f"{address}/p2p/{host.peer}" for address in host.own))
         loopback_last = sorted(dict.fromkeys(every), key=lambda text: "/127." in text or "/ip6/::1/" in text)
         addresses = tuple(loopback_last[:MAX_ADDRESSES])

@@ -7,6 +7,7 @@ because every command uses it before anything heavy. Layout of a data directory 
     identity.key               this machine's Ed25519 key, mode 0600
     daemon.lock                names the process that holds the directory
     incarnation                the number of the last start, which the next one exceeds
+    ports                      the TCP ports that the daemon listened on last
     paused                     there while the owner has paused the daemon
     events.jsonl               the journal
     corpus/                    tokenised texts, by content
@@ -51,6 +52,11 @@ class Home:
     def incarnation(self) -> Path:
         """The file with the number of the last start."""
         return self.root / "incarnation"
+
+    @property
+    def ports(self) -> Path:
+        """The file with the TCP ports that the daemon listened on last."""
+        return self.root / "ports"
 
     @property
     def paused(self) -> Path:
