@@ -174,7 +174,7 @@ class ReplicaGroup:
     def members(self, stage: int) -> Members:
         """Returns the members of a stage's rounds, this peer included, with bandwidths as in `Members`.
 
-        In asynchronous runs lagging replicas are no members of the rounds of exact steps: they replay those steps.
+        In asynchronous runs lagging replicas are not members of the rounds of exact steps: they replay those steps.
         """
         listed, known = self._listing.replicas_in_view(stage), self.gossip.known_progress(stage)
         step, others_seen = self._stages.step_of(stage), self.gossip.others_in_view(stage)
@@ -281,7 +281,7 @@ class ReplicaGroup:
         return -own.tokens if own.open_step > own.step else self._stage_states[stage].meter.quota_now - own.tokens
 
     def on_stepped(self, stage: int, step: int, tokens: int) -> None:
-        """Called after each optimizer step, with its number of own tokens: updates the meter, then gossips."""
+        """Called after each optimizer step: updates meter and wire, counts local `tokens` for slice rounds, gossips."""
         state = self._stage_states[stage]
         state.meter.on_stepped(loop_time())
         if self._counts()[stage].open_step > step:
@@ -389,7 +389,7 @@ class ReplicaGroup:
         """Starts `work` as a task and returns that; reports TaskFailed if it ends with an error."""
 
         def report_failure(task: asyncio.Task[None]) -> None:
-            """Reports the error with which the task ended, if any; cancelling is no error."""
+            """Reports the error with which the task ended, if any; cancelling is not an error."""
             if not task.cancelled() and (error := task.exception()) is not None:
                 code = error.code if isinstance(error, AgoraError) else type(error).__name__
                 self._report(events.TaskFailed("averaging", f"{code}: {error}"))

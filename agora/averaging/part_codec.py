@@ -81,7 +81,7 @@ class PartCodec:
         rows = _block_rows(values)
         buffer = rows.abs()
         peaks = buffer.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (MIN_EXPONENT - 1), 2.0 ** (MAX_EXPONENT - 1))
-        exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # of the power of two next above
+        exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # exponent of the next power of two above
         scaled = torch.mul(rows, _powers_of_two(-exponents), out=buffer).view(-1)[: len(values)]
         if dither is not None:
             scaled.add_(dither_fractions(dither, len(values)))

@@ -50,7 +50,7 @@ class LocalDaemon:
 
     def __init__(self, name: str, root: Path, process: subprocess.Popen[bytes]) -> None:
         self.name, self.root, self.process = name, root, process
-        self.end_is_intended = False  # whether it was told to end, so that its end is no failure of the swarm
+        self.end_is_intended = False  # whether it was told to end, so that its end is not a failure of the swarm
         self._journal = Follower(root)
         self._socket = paths.socket_of(paths.Home(root))
         self._history: list[dict[str, Any]] = []
@@ -132,7 +132,7 @@ class LocalDaemon:
 class LocalSwarm:
     """Starts, watches, kills and stops the daemons of one run, on loopback: a founder, and others that it invites.
 
-    It is no context manager: whoever uses it must call `stop` or `kill_all`. daemons: by name, ended ones included.
+    It is not a context manager: whoever uses it must call `stop` or `kill_all`. daemons: by name, ended ones included.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ def _read_peers_file(path: Path) -> str:
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"There is no file {path}; write your machines into it, see `swarm plan --help`.") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path} is no text; is it a list of machines in TOML?") from None
+        raise InputError(f"{path} is not a text file; is it a list of machines in TOML?") from None
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
 

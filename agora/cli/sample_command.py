@@ -1,4 +1,4 @@
-"""`swarm sample`: lets the present model of a run continue a text, and prints that.
+"""`swarm sample`: lets the current model of a run continue a text, and prints that.
 
 Knows: the flags, where weights come from (stage_sources), what is printed. Must not know: how a model computes. Loads
 torch only once there are weights.

@@ -274,7 +274,10 @@ class EpochShares:
         return EpochCounts(epoch, len(done), flying, self.count - len(done) - flying)
 
     def _newest(self) -> int:
-        """Returns the newest epoch of which a microbatch is done or opened; without any, the last complete epoch."""
+        """Returns the newest epoch of which a microbatch is done anywhere, or opened by this origin.
+
+        Without any, it is the last complete epoch.
+        """
         begun = [epoch for epoch, part in self._parts.items() if part.done.masks or part.opened.masks]
         return max(begun, default=self._first - 1)
 

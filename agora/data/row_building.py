@@ -36,9 +36,11 @@ from agora.data.supervision import TokenSample, TokenSequence
 from agora.data.tokenizer import Ids, token_dtype
 
 MARK_BITS: Final = 2
+"""The lowest bits of a stored value, which are the marks of its token."""
 CHUNK_TOKENS: Final = 1 << 21
 CHUNK_ROWS: Final = 64
 SPLIT_KEY: Final = 0x73616D706C657370
+"""Goes into the hash that chooses held-out samples ("samplesp"), so that it draws otherwise than other hashes."""
 
 _NO_OFFSETS: Final = np.zeros((0, 2), np.int32)
 
@@ -156,8 +158,11 @@ class RowBuilder:
         )
 
     def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:
-        """Yields the samples with supervised tokens in chunks; counts all, the truncated ones, and those left out."""
-        most = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
+        """Groups the samples whose every sequence has a supervised token into chunks, without their text.
+
+        Counts all samples, those that were truncated before, and those that it leaves out.
+        """
+        limit = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
         chunk, tokens = _SampleChunk([], []), 0
         for number, sample in enumerate(samples):
             self._samples += 1
@@ -168,7 +173,7 @@ class RowBuilder:
             chunk.samples.append(tuple(map(_without_text, sample)))
             chunk.numbers.append(number)
             tokens += sum(len(part.ids) for part in sample)
-            if tokens >= most:
+            if tokens >= limit:
                 yield chunk
                 chunk, tokens = _SampleChunk([], []), 0
         if chunk.samples:

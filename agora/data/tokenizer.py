@@ -60,7 +60,7 @@ class ByteTokenizer:
         return [_encode_bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids, 0 to 255; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of the ids, 0 to 255; bytes that are not valid UTF-8 become U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
 
@@ -73,7 +73,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the file `path`. Raises DiskError if it cannot be read, ManifestError if it is no tokenizer file,
+        """Reads the file `path`. Raises DiskError if it cannot be read, ManifestError if it is not a tokenizer file,
         LocalError without the package `tokenizers`.
         """
         try:

@@ -137,11 +137,11 @@ def _value_bytes(name: str, value: str) -> bytes:
     if name in ("ip4", "ip6"):
         packed = ipaddress.ip_address(value).packed
         if len(packed) != _FIXED_BYTES[name]:
-            raise ValueError(f"{value} is no value of /{name}")
+            raise ValueError(f"{value} is not a value of /{name}")
         return packed
     if name == "tcp":
         if not 0 <= int(value) < 65_536:
-            raise ValueError(f"{value} is no TCP port")
+            raise ValueError(f"{value} is not a TCP port")
         return int(value).to_bytes(2, "big")
     if not value:
         raise ValueError(f"/{name} has no value")

@@ -167,7 +167,7 @@ class Connection:
         self._owner.on_gone(self)
 
     def _end_when_idle(self) -> None:
-        """Breaks off when the peer has said GOODBYE without a refusal and no call of either side is open."""
+        """Breaks off after the peer's GOODBYE without a refusal, once no call, pings aside, is open or queued."""
         if self._peer_leaves and not self._awaited and not len(self.incoming):
             self.break_off("the peer is leaving")
 
@@ -293,7 +293,9 @@ class Connection:
             if call is None:
                 return Intake.DROP
             if not isinstance(message, ANSWER_OF[call.request]):
-                raise ProtocolError("bad-message", f"{type(message).__name__} is no answer to {call.request.__name__}.")
+                raise ProtocolError(
+                    "bad-message", f"{type(message).__name__} is not an answer to {call.request.__name__}."
+                )
             self.incoming.share.reserve(prefix.payload_bytes)
         return Intake.TAKE
 

@@ -357,7 +357,7 @@ class Host:
 def _check_listen(address: str) -> None:
     """Raises LocalError for a malformed address, or a TCP port that this machine cannot listen on now."""
     if _parse_multiaddr(address) is None:
-        raise LocalError(f"{address!r} is no address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
+        raise LocalError(f"{address!r} is not an address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
     direct = own_addresses.host_and_port(address)
     if direct is not None and direct[2] != 0:
         own_addresses.check_port(address, *direct)

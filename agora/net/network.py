@@ -63,9 +63,9 @@ class Network:
     ) -> None:
         """gate: says whom this peer calls and answers. handler: answers other peers' requests.
 
-        report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
-        peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
-        count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
+        report_violation: called with each frame that a peer should not have sent. shut_out_s: returns for how many more
+        seconds a peer must be neither called nor answered. report_failure: called with what `handler` raised that is
+        not an AgoraError. count_sent: called with each request that was sent or answered, and its tensors.
         `tell_time` may be set: it returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()

@@ -191,7 +191,7 @@ class Node:
         await asyncio.gather(serving, return_exceptions=True)
 
     async def _rest(self) -> None:
-        """Withdraws the claim, gives back what is in hand, closes everything but the control socket, and waits.
+        """Withdraws the claim, gives back open work, closes everything but the control socket, and waits.
 
         Returns when the daemon is to stop, or to work again: then `startup` has a higher incarnation number.
         """
@@ -344,7 +344,7 @@ class Node:
         await self._hand_back("leaving")
 
     async def _hand_back(self, why: str) -> None:
-        """Announces "leaving", finishes what is in hand or gives it back to its callers, and writes checkpoints.
+        """Announces "leaving", finishes open work or gives it back to its callers, and writes checkpoints.
 
         Takes LEAVE_S at most. Only announces while no span is loaded. why: completes "this peer is ..." for callers.
         """
@@ -362,7 +362,7 @@ class Node:
     async def _finish(
         self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, until: float, reason: str
     ) -> None:
-        """Announces "leaving", finishes what is in hand, and at `until` cancels the rest: its callers ask others.
+        """Announces "leaving", finishes open work, and at `until` cancels the rest: its callers ask others.
 
         origin_s: how long it waits for this origin's own microbatches. reason: completes "this peer is ...".
         """

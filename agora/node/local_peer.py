@@ -217,7 +217,7 @@ class LocalPeer:
         await self.network.close()
 
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns, by replica of a stage, the bytes per second that count for owning parts; 0 when unknown."""
+        """Returns, by replica of a stage, the bytes per second that count for owning parts; the median if unknown."""
         replicas = self.membership.view.replicas(stage)
         return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
 

@@ -10,11 +10,11 @@ because every command uses it before anything heavy. Layout of a data directory 
     paused                     there while the owner has paused the daemon
     events.jsonl               the journal
     corpus/                    tokenised texts, by content
+    banned.txt                 whom the owner of this machine has banned from it
     base/<list hash>/          fetched tensors of a base model, by its tensor list
     runs/<run id>/run.toml     the signed manifest of each run this machine has joined
     runs/<run id>/ticket       the ticket that admits this machine, mode 0600
     runs/<run id>/revocations  who is banned from the run, and by whom
-    banned.txt                 whom the owner of this machine has banned from it
     runs/<run id>/peers.txt    addresses that answered last time
     runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
     runs/<run id>/collected/   the weights of every stage, as last asked for by an export
@@ -109,7 +109,7 @@ def home_at(directory: Path | None = None) -> Home:
 def runtime_directory() -> Path:
     """Returns the directory of the sockets of this user's daemons.
 
-    It is the first that is set of AGORA_RUNTIME_DIR, systemd's RUNTIME_DIRECTORY and XDG_RUNTIME_DIR/agora; otherwise
+    It is the first one set of AGORA_RUNTIME_DIR, systemd's RUNTIME_DIRECTORY and XDG_RUNTIME_DIR/agora; otherwise
     /tmp/agora-UID. A directory whose path is too long for a socket's is skipped.
     """
     for named, suffix in ((RUNTIME_VARIABLE, ""), ("RUNTIME_DIRECTORY", ""), ("XDG_RUNTIME_DIR", "agora")):

@@ -201,7 +201,7 @@ def _disk_problem(directory: Path, limit_bytes: int) -> str:
     existing = _nearest_existing(directory)
     try:
         if not existing.is_dir():
-            return f"{existing} is no directory"
+            return f"{existing} is not a directory"
         doctor.check_disk(existing)
     except AgoraError as error:
         return str(error)

@@ -53,7 +53,7 @@ class MeshMachine:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """All machines, the network of their addresses, and the UDP port on which each listens. Immutable."""
+    """A WireGuard mesh: its address range, its machines, and the UDP port on which all listen. Immutable."""
 
     network: Network
     port: int
@@ -132,7 +132,7 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
 
 
 def write_key(path: Path) -> str:
-    """Makes a private key at `path`, mode 0600, unless there is one; returns its public key, in base64.
+    """Generates a private key at `path`, mode 0600, unless there is one; returns its public key, in base64.
 
     Raises DiskError when it cannot be written, InputError when what is there is no key.
     """
@@ -156,7 +156,7 @@ def _public_key_in(path: Path) -> str:
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
     except (binascii.Error, ValueError):
-        raise InputError(f"{path} is there and is no WireGuard key; name another file.") from None
+        raise InputError(f"{path} exists and is not a WireGuard key; name another file.") from None
 
 
 def _public_key_of(private: X25519PrivateKey) -> str:

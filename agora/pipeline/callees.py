@@ -51,7 +51,10 @@ def choose_callees(
 
 @lru_cache(maxsize=4096)
 def _weight(capacity: float, usual: float) -> float:
-    """Returns a claimed capacity by the usual one as a power of two, so that small changes do not matter."""
+    """Returns capacity / usual, clamped to [MIN_TIMES_MEDIAN, MAX_TIMES_MEDIAN] and rounded to a power of two.
+
+    1.0 for an unknown capacity (0 or less). It is rounded so that small changes do not matter.
+    """
     if capacity <= 0.0:
         return 1.0
     ratio = min(max(capacity / usual, MIN_TIMES_MEDIAN), MAX_TIMES_MEDIAN)

@@ -46,7 +46,7 @@ class RoutedCall:
     """One microbatch in `Router.send`: its request and tensors, and what its attempts have shown.
 
     hint: which peers hold it; at first those that the caller names. passed_on: by stage, the peer of which upstream has
-    heard. reasons: why each peer failed, by id.
+    heard. reasons: why each peer failed or refused, by id.
     """
 
     process: Process

@@ -1,6 +1,6 @@
 """Draws a plan: a table of machines, and a picture of who holds which stages, for a terminal and as SVG. Pure.
 
-Machines that are equal but for their names and hold the same stages share one row. Knows: plans, text, SVG. Must not
+Machines that are equal except for their names and hold the same stages share one row. Knows: plans, text, SVG. Must not
 know: how a plan is found, files, terminals.
 """
 

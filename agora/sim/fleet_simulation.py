@@ -113,7 +113,7 @@ class FleetSimulation:
             self._watch(peer)
 
     def join(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a machine that starts its daemon, chooses a span, fetches its state and serves."""
+        """Adds a machine and returns it at once, without a span; after `startup_s` it chooses one or stands by."""
         self._measurements.joins += 1
         peer = self.add(equipment)
         self._events.after(self._startup_s, self._choose, peer)

@@ -143,7 +143,7 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
 
 @contextlib.contextmanager
 def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
-    """Context manager: yields a new folder next to `place`, to be filled in the block, and renames it to `place` then.
+    """Context manager: yields a new folder beside `place`, for the block to fill; on success renames it to `place`.
 
     A folder at `place` is replaced and removed. An exception in the block removes the new folder; an OSError becomes a
     DiskError. Raises DiskError at once if the disk has less than `need_bytes` free.

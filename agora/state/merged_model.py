@@ -187,9 +187,9 @@ def open_stages(
                 if metadata.get(key) != value:
                     raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
             expected = {file.prefix + tensor.source for tensor in tensors[file.stage]}
-            actual = {name for name in reader.keys() if name.startswith(file.prefix)}  # noqa: SIM118 - it is no mapping
+            actual = {name for name in reader.keys() if name.startswith(file.prefix)}  # noqa: SIM118 - it is not a mapping
             if unmatched := sorted(expected ^ actual):
-                problem = "is missing" if unmatched[0] in expected else "is no tensor of this stage"
+                problem = "is missing" if unmatched[0] in expected else "is not a tensor of this stage"
                 raise ExportError(f"{file.path}: {unmatched[0]} {problem}.")
             sources |= dict.fromkeys(tensors[file.stage], OpenStageFile(file.path, file.prefix, reader))
         yield OpenStages(sources)

@@ -36,7 +36,7 @@ SHARDS_PER_READ = 6
 OWN_SHARDS = 16
 MIN_NEXT_SHARDS, MAX_NEXT_SHARDS = 4, 16
 CALLERS_PER_SHARD = 4
-"""Least peers that should know each shard of the next stage, if MAX_NEXT_SHARDS for each of them are enough."""
+"""Minimum number of callers that should know each shard of the next stage, as far as MAX_NEXT_SHARDS allows."""
 OTHERS_PER_CYCLE = 8
 """Stages, other than the reader's and the next, of which a shard is read in one cycle."""
 MIN_WAIT_OF_OTHERS = 4.0
@@ -44,7 +44,7 @@ MIN_WAIT_OF_OTHERS = 4.0
 EXCHANGE_S = 1920.0
 """Seconds after which each random shard of the next stage is replaced by another; they take turns."""
 MIX_S = 600.0
-"""Seconds after which other shards of the reader's stages are read, where not all are; the same for all in them."""
+"""Seconds after which the replicas of a stage of which not all shards are read move on, together, to other shards."""
 READINGS_S = 300.0
 """A reading no longer counts when it is this many seconds older than the stage's newest one."""
 CACHED = 1 << 17
@@ -184,7 +184,7 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
     def lateness(shard: Shard) -> float:
         """Returns how long ago a shard was read, in its own periods; infinity for a close one that never was.
 
-        Another stage's one counts as read with the newest of its stage, so that it does not delay the close ones.
+        A shard of another stage is as overdue as the newest reading of its stage, so that it does not delay near ones.
         """
         readings = known.get(shard.stage, {})
         if shard in close:

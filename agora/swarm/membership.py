@@ -40,7 +40,7 @@ from agora.swarm.view import StageSample, View, merge
 MEET_ALL_S = 15.0
 """Most seconds for which a newcomer dials those whose claims it has read, before it chooses a span."""
 MANY_UNREACHABLE = 16
-"""Unreachable strangers in one batch of dials, if they are most of it, after which the stages are counted anew."""
+"""If at least this many, and most, of a batch of dialled strangers are unreachable, the peers are counted again."""
 SETTLE_S = 1.0
 """Least seconds, at random up to twice this, for others to see a claim before its peer looks for collisions."""
 LIFETIME_S = 20.0
@@ -304,7 +304,7 @@ class Membership:
         self._merge([])
 
     def _merge(self, found: Sequence[FoundRecords], samples: Mapping[int, StageSample] | None = None) -> None:
-        """Merges records into the view, removes peers that expired, are lost or are no members, and reports changes.
+        """Merges records into the view, removes peers that expired, are lost or are not members, and reports changes.
 
         This peer's own claim is merged each time, so that it never expires. samples: the view's new samples; None keeps
         the present ones.

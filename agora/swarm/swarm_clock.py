@@ -14,7 +14,7 @@ forward while the daemon runs changes nothing. `boot` times are seconds since th
 | is settled | none or 1 | as before: nobody is believed alone |
 | is settled | 2 or more | the median of theirs |
 
-Where an even number of others tells, the median counts this peer's own time too. A peer that is not settled tells
+If an even number of other peers tell a time, the median counts this peer's own time too. An unsettled peer tells
 nobody a time. A median within STEADY_S of the time in force changes nothing, so that measuring errors do not add up.
 One that is more than MAX_CORRECTION_S from this machine's clock is not followed.
 """
@@ -65,7 +65,7 @@ def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> Clo
 
 
 def _median_with_own(offsets_s: Sequence[float], own: float) -> float:
-    """Returns the median of `offsets_s`; of an even number, `own` is counted too, so that one of the values wins."""
+    """Returns the median of `offsets_s`; of an even number, `own` is counted too: it is always one of the values."""
     return statistics.median(offsets_s if len(offsets_s) % 2 else [*offsets_s, own])
 
 

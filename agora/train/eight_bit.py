@@ -17,7 +17,7 @@ from torch import Tensor
 from agora.model.tuning_packages import import_tuning
 
 BLOCK: Final = 256
-"""How many values share a scale; bitsandbytes' update takes no other number."""
+"""How many values share a scale; bitsandbytes' update supports no other block size."""
 CHUNK: Final = BLOCK << 12
 """How many values are updated at a time: on the CPU the update makes float32 copies of their moments."""
 

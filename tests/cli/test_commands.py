@@ -112,7 +112,7 @@ def test_join_refuses_what_is_wrong_before_it_starts_anything(tmp_path: Path, ru
     one_sentence(run("node", "join", "missing.toml"), 2, "missing.toml", "swarm new")
     one_sentence(run("node", "join", "agora://nonsense"), 2, "invite")
     one_sentence(run("node", "join", "good.toml", "--stages", "2-1"), 2, "stages")
-    one_sentence(run("node", "join", "good.toml", "--listen", "here"), 2, "'here' is no address")
+    one_sentence(run("node", "join", "good.toml", "--listen", "here"), 2, "'here' is not an address")
     one_sentence(run("node", "join", "good.toml", AGORA_THREDS="2"), 1, "did you mean AGORA_THREADS?")
     one_sentence(run("node", "join", "good.toml", AGORA_FAULTS="hop.acepted:kill"), 1, "AGORA_FAULTS")
     (tmp_path / "file").write_text("")

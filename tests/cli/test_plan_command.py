@@ -113,5 +113,5 @@ def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_
 
 
 def test_an_unknown_run_is_a_sentence(tmp_path: Path, run: str) -> None:
-    with pytest.raises(InputError, match="no run that this machine has joined"):
+    with pytest.raises(InputError, match="or a run that this machine has joined"):
         plan_command.run(question("nobody-knows", tmp_path), as_json=False)

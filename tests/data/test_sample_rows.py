@@ -259,7 +259,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
         open_sample_rows(sample_run(), tmp_path / "cache", base=tmp_path)
     with pytest.raises(DiskError, match=r"has no tokenizer\.json"):
         opened(tmp_path, tokenizer="nowhere/tokenizer.json")
-    with pytest.raises(ManifestError, match=r"is no tokenizer\.json, beside which the chat template"):
+    with pytest.raises(ManifestError, match=r"is not a tokenizer\.json, beside which the chat template"):
         opened(tmp_path, tokenizer="my.json")
     with pytest.raises(ManifestError, match="has no samples"):
         open_sample_rows(sample_run("lm", samples=""), tmp_path / "cache", base=tmp_path)

@@ -244,7 +244,9 @@ def test_what_a_handler_raises_arrives_typed_and_bugs_are_reported_where_they_ar
             assert [error.code for error in caught[:2]] == ["busy", "not-my-stage"]
             assert caught[0].retry_after_ms == 120 and caught[3].stage == 3 and caught[4].code == "bad-tensor"
             assert not any("secret" in str(error) for error in caught)
-            assert len(b.failures) == 1 and not b.violations, "what a handler refuses is no violation of the protocol"
+            assert len(b.failures) == 1 and not b.violations, (
+                "what a handler refuses is not a violation of the protocol"
+            )
 
     run(main)
 

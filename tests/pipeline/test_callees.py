@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from agora_protocol.ids import PeerId, Span, microbatch_id
 
-from agora.pipeline.callees import MIN_TIMES_MEDIAN, MAX_CALLEES, MAX_TIMES_MEDIAN, choose_callees, place_of
+from agora.pipeline.callees import MAX_CALLEES, MAX_TIMES_MEDIAN, MIN_TIMES_MEDIAN, choose_callees, place_of
 from agora.pipeline.peer_choice import PathHint
 from agora.pipeline.routing import RoutingTable
 from agora.swarm.view import PeerView
