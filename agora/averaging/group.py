@@ -270,7 +270,7 @@ class ReplicaGroup:
         own = self._counts()[stage]
         return own.open_step > own.step and self._should_hold(stage)
 
-    def tokens_before_mean(self, stage: int) -> int | None:
+    def tokens_until_origins_wait(self, stage: int) -> int | None:
         """Returns how many tokens origins may still open before they must wait for a mean; None if they need not wait.
 
         It is quota - tokens of this replica's open share, or -tokens while its last share awaits its mean.
@@ -300,7 +300,7 @@ class ReplicaGroup:
         return meter.quota_now > 0 and meter.should_hold_origins(loop_time())
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients anew and reports a change; only in asynchronous runs with exact steps."""
+        """Chooses the format of gradients again and reports a change; only in asynchronous runs with exact steps."""
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return
         numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))

@@ -33,7 +33,7 @@ from agora.data.model_tokenizer import open_training_tokenizer
 from agora.data.tokenizer import tokenizer_files
 from agora.data.turn_ends import turn_end_ids
 from agora.node import control_client, paths
-from agora.state.files import PUBLIC, FileDigest, check_export_place, fresh_folder, write_file, write_file_list
+from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
 from agora.state.merged_model import (
     ITEM_BYTES,
     SOURCE_BYTES,
@@ -108,7 +108,7 @@ def run(
         raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
     if base_model is not None and not merge:
         raise Failure("--base-model names the model that --merge adds an adapter to; give both, or neither", USAGE)
-    place = check_export_place(out, replace=force)
+    place = resolve_export_folder(out, replace=force)
     with _sigterm_as_interrupt():
         found = find_run(wanted, directories)
         kind = choose_kind(found.signed.manifest, merge)

@@ -91,7 +91,7 @@ class LocalDaemon:
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
-        """Asks as `ask` does, but returns None if the daemon does not answer or refuses."""
+        """Like `ask`, with a shorter default timeout, but returns None if the daemon does not answer or refuses."""
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             return self.ask(question, timeout_s, **arguments)
         return None

@@ -31,11 +31,11 @@ from agora.plan.search import make_plan
 SEED: Final = 0
 """Seed of the search: the same file gives the same plan."""
 MAX_KINDS: Final = 12
-"""Most kinds of machines for which the command says what one more would add."""
+"""Maximum number of kinds of machines for which the command says what one more would add."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlanQuestion:
+class PlanOptions:
     """The flags of the command; immutable.
 
     peers: the file of machines. picture: the SVG file to write. added: the only kind of which to try one more machine.
@@ -57,7 +57,7 @@ class PlannedRun:
     gains: tuple[MachineGain, ...]
 
 
-def run(question: PlanQuestion, *, as_json: bool) -> int:
+def run(question: PlanOptions, *, as_json: bool) -> int:
     """Plans a run for the machines of a file, prints the plan, writes the picture if asked, returns the exit code.
 
     Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model, and what find_manifest
@@ -77,7 +77,9 @@ def run(question: PlanQuestion, *, as_json: bool) -> int:
 
 
 def find_manifest(text: str) -> Manifest:
-    """Returns the manifest of the run `text`: a file's, signed or not, or that of a run that this machine has joined.
+    """Returns the manifest of the run that `text` names.
+
+    text: a manifest file, signed or not, an invite, or a joined run's name, id or id prefix.
 
     Raises InputError or Failure for a run that this machine does not know, ManifestError or DiskError for a file that
     is malformed or cannot be read.

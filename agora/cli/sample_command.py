@@ -21,7 +21,7 @@ from agora.cli.text_sample import WholeModel, load_model
 UNFINISHED: Final = "�"
 """What decoding returns for the bytes of a character that is not complete yet."""
 MAX_UNFINISHED: Final = 3
-"""Most replacement characters at a text's end that an incomplete character can cause."""
+"""Maximum number of replacement characters at a text's end that an incomplete character can cause."""
 MAX_SEED: Final = 2**31
 
 
@@ -104,7 +104,7 @@ def decode_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], ta
 
 
 def _show(text: str) -> None:
-    """Prints text without a line's end; what a terminal would take for a command is shown as "?"."""
+    """Prints text without a line's end; terminal control characters are printed as "?"."""
     console.print_text(text, end="")
 
 

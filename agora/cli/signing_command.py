@@ -47,7 +47,7 @@ DAY_S: Final = 86_400
 class InviteRequest:
     """The flags of `swarm invite`. Immutable.
 
-    peer: id of the only peer that may use the invite; None for whoever has it. days: for how long its ticket counts.
+    peer: id of the only peer that may use the invite; None for whoever has it. days: for which its ticket is valid.
     role: one of ROLES.
     """
 

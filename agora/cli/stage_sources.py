@@ -139,7 +139,7 @@ def _find_signed_manifest(
 
 
 def _ask_to_collect(entry: paths.DaemonEntry, count: int, average: bool) -> tuple[StageFile, ...]:
-    """Has a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_S.
+    """Makes a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_S.
 
     count: the number of stages. Raises DaemonUnreachable or DaemonRefused.
     """

@@ -2,14 +2,14 @@
 
 Knows: sequences of tokens, rows, marks (see "Marks" in protocol/SPEC.md). Must not know: files, text, epochs.
 
-A row has s + 1 places, for s inputs and the s targets after them. It is stored as one value a place, 4 * id + marks.
+A row has s + 1 positions, for s inputs and the s targets after them. Each is stored as one value, 4 * id + marks.
 
 | objective | a row holds | a sample is left out when |
 |---|---|---|
 | sft | as many sequences as fit, best-fit decreasing within a chunk | none of its tokens is supervised |
 | dpo | one sequence; the rows of a pair follow each other, the chosen one first | one side has no supervised token |
 
-Sequences are cut to s + 1 tokens before. Samples that were cut, and samples that are left out, are counted.
+Sequences were cut to s + 1 tokens beforehand. Samples that were cut, and samples that are left out, are counted.
 
 The unused rest of a row is filled with one more sequence, of id 0, without a supervised token. A chunk ends when it has
 CHUNK_TOKENS tokens, or enough for CHUNK_ROWS rows if that is more: only one chunk is in memory.

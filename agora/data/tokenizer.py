@@ -150,9 +150,10 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Returns the `tokenizers` object that the file's content defines, with truncation and padding switched off.
+    """Returns the `tokenizers` object that the file's content defines, with truncation, padding and `trim_offsets` off.
 
-    path: the file's name, for errors. Raises ManifestError for another content, LocalError without the package.
+    Without trim_offsets a token's offsets include its white space. path: the file's name, for errors. Raises
+    ManifestError if the content is not a tokenizer file, LocalError without the package.
     """
     try:
         from tokenizers import Tokenizer as Implementation

@@ -156,7 +156,7 @@ def locate_checked(
             _check_hash(folder / name, digest)
     for stored in located.values():
         if stored.fetched is not None and not is_intact(*stored.fetched):
-            raise BaseModelError(f"{stored.path} is damaged; start the daemon again: it fetches this tensor anew.")
+            raise BaseModelError(f"{stored.path} is damaged; start the daemon again: it fetches this tensor again.")
     return located
 
 

@@ -83,8 +83,11 @@ def decode_stop(body: bytes) -> CircuitMessage:
     return _decode(body, 4)
 
 
-def address_bytes(text: str) -> bytes:
-    """Returns a multiaddr as p2pd takes it. Raises ValueError for a part that is not in _CODES, or malformed."""
+def encode_multiaddr(text: str) -> bytes:
+    """Returns the binary form of a multiaddr; what stands before its first "/" is ignored.
+
+    Raises ValueError for a part that is not in _CODES, or malformed.
+    """
     words, encoded = iter(text.split("/")[1:]), b""
     for name in words:
         if name not in _CODES:

@@ -86,8 +86,8 @@ class Connection:
         self.broken: AgoraError | None = None
         self._owner = owner
         self._limits = owner.limits
-        self.role: str | None = None  # in which the peer was admitted; None until its HELLO has come
-        self.proof = b""  # that its HELLO has shown
+        self.role: str | None = None  # that the gate gave the peer; None until its HELLO has come
+        self.proof = b""  # the proof in its HELLO
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
@@ -185,8 +185,9 @@ class Connection:
                 self._end_when_idle()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Sends a request now and returns the reply. When cancelled, withdraws the request, or sends CANCEL.
+        """Sends a request without waiting for a call slot (a large one waits for room), and returns the reply.
 
+        When cancelled, drops a request that is still queued, otherwise sends CANCEL. on_progress takes each Advance.
         Raises what the peer refuses it with, or what broke the connection.
         """
         if self.broken is not None:

@@ -103,7 +103,7 @@ class Dialler:
         return dial.result()
 
     def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
-        """Called when a dial has ended: forgets it, so that the next call dials anew."""
+        """Called when a dial has ended: forgets it, so that the next call dials again."""
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get it; perhaps none does

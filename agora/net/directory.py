@@ -52,7 +52,7 @@ class Directory:
         guard: DhtGuard,
         unix: Callable[[], float],
     ) -> None:
-        """bounds: what stands between the node and p2pd; its functions may be set after this."""
+        """bounds: the P2P wrapper that limits what the node sends and stores; its callbacks may be set after this."""
         self.bounds = bounds
         self._guard = guard
         self.refused = validator.refused  # how many records this node refused, by the code of their error

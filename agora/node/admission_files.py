@@ -5,8 +5,8 @@ Knows: paths, modes of files. Must not know: whether a ticket or a revocation co
 | file | what | mode |
 |---|---|---|
 | runs/<run id>/ticket | this machine's proof, hex | 0600 |
-| runs/<run id>/revocations | the sealed revocations, hex, one in a line, the newest last | 0600 |
-| banned.txt | peers that the owner has banned from this machine, one in a line, in every run | 0600 |
+| runs/<run id>/revocations | the sealed revocations, hex, one per line, the newest last | 0600 |
+| banned.txt | peers that the owner has banned from this machine, one per line, in every run | 0600 |
 """
 
 from __future__ import annotations

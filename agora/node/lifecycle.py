@@ -303,7 +303,10 @@ class Node:
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, local_peer: LocalPeer) -> None:
-        """Gives up the span and serves the wanted one, or the former one again if that fails; tells the mover which."""
+        """Gives up the span and serves the wanted one, or the former one again if that fails.
+
+        Reports the outcome to whoever asked for the move.
+        """
         move, former = self._move, self.serving_span()
         assert move is not None
         self._move_wanted.clear()

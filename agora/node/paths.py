@@ -71,12 +71,12 @@ class Home:
         return self.runs / run / "run.toml"
 
     def peers(self, run: str) -> Path:
-        """Returns the path of the file with addresses of a run's peers, one in a line."""
+        """Returns the path of the file with addresses of a run's peers, one per line."""
         return self.runs / run / "peers.txt"
 
     @property
     def banned(self) -> Path:
-        """The file with the peers that the owner has banned from this machine, one in a line."""
+        """The file with the peers that the owner has banned from this machine, one per line."""
         return self.root / "banned.txt"
 
     def ticket(self, run: str) -> Path:
@@ -84,7 +84,7 @@ class Home:
         return self.runs / run / "ticket"
 
     def revocations(self, run: str) -> Path:
-        """Returns the path of the file with the revocations of a run, in hex, one in a line."""
+        """Returns the path of the file with the revocations of a run, in hex, one per line."""
         return self.runs / run / "revocations"
 
     def checkpoints(self, run: str) -> Path:

@@ -34,10 +34,10 @@ MIN_ATTEMPT_S = 0.001
 MAX_REASONS = 8
 """Number of peers whose reasons an Unavailable names; the last ones."""
 NEWS_PER_STAGE = 8
-"""Most progress messages of one kind that are passed on for each stage in an attempt. One is usual, more come where
+"""Maximum number of progress messages of one kind passed on per stage in an attempt. One is usual, more come where
 calls were repeated; the rest are dropped, because every caller upstream would have to pass them on."""
 UNAVAILABLE_FAILURES = 3
-"""Most failures in a row that are counted of a peer that found no peer further downstream, which may not be its fault.
+"""Maximum number of failures in a row that count of a peer that found no peer downstream, which may not be its fault.
 With three failures it is not called for a second."""
 
 

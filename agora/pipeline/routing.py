@@ -38,9 +38,9 @@ MAX_SPEED_RATIO = 16.0
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest sample in the moving averages of PeerCost."""
 MAX_FAILURES = 64
-"""Most failures in a row that are counted of one peer."""
+"""Maximum number of failures in a row that are counted of one peer."""
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
-"""Least and most seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
+"""Minimum and maximum seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
 USUAL_CALLS = 4.0
 """An attempt gets at least the time of this many usual calls, or all that is left: a full queue is not a failure."""
 MAX_OWN_FRACTION = 0.25

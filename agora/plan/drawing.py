@@ -16,7 +16,7 @@ from agora.plan.cost import RunCost
 
 HEADINGS: Final = ("MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "OF")
 MAX_COLUMNS: Final = 64
-"""Most columns of stages in a terminal picture; with more stages, each column stands for several."""
+"""Maximum number of columns of stages in a terminal picture; with more stages, each column stands for several."""
 LABEL_WIDTH: Final = 28
 STAGE_PIXELS, ROW_PIXELS, LABEL_PIXELS, PICTURE_PIXELS = 24, 26, 210, 960
 COLOURS: Final = {"compute": "#4878a8", "upload": "#c87137", "download": "#8a6bb0", "memory": "#999999"}

@@ -30,12 +30,12 @@ DRAIN_LOOK_S = 1.0
 HANG_S = 60.0
 """Seconds after which a machine that hangs is ended, by its watchdog or its owner."""
 
-NAMED_S = LIFETIME_S + 600.0
+DEPARTED_KEPT_S = LIFETIME_S + 600.0
 """Seconds for which a machine that has gone is remembered: longer than its claim may be in any peer's view."""
 
 
 class PlacementRules(Protocol):
-    """Interface: decides which stages each machine holds, and how often a machine asks again."""
+    """Interface: decides which stages each machine holds, and how often a machine reconsiders its span."""
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
         """Returns the span that a newcomer should hold; None: it stands by."""
@@ -180,7 +180,7 @@ class FleetSimulation:
             self.hops.route_waiting(peer)
         reader = self._readers[peer.id]
         interval_s = reader.interval_s()
-        self._measurements.directory_stored += reader.records_stored_per_s(peer.span) * interval_s
+        self._measurements.directory_stored += reader.records_published_per_s(peer.span) * interval_s
         self._events.after(interval_s, self._read, peer)
 
     def _read_directory(self, peer: SimulatedPeer) -> bool:
@@ -291,7 +291,7 @@ class FleetSimulation:
         peer.presence = Presence.GONE
         peer.device.stop()
         self._departed[peer.id] = peer
-        self._events.after(NAMED_S, self._forget, peer.id)
+        self._events.after(DEPARTED_KEPT_S, self._forget, peer.id)
         self.hops.break_connections(peer)
 
     def _forget(self, peer: PeerId) -> None:

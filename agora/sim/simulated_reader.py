@@ -85,7 +85,7 @@ class SimulatedReader:
         """Returns the seconds until the next read, drawn at random."""
         return (CALM_READ_S if self._plan.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
-    def records_stored_per_s(self, span: Span | None) -> float:
+    def records_published_per_s(self, span: Span | None) -> float:
         """Returns the records per second that the peer stores: its claim and its progress, in each of its shards.
 
         0 without a span.

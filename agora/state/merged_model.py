@@ -117,7 +117,10 @@ class OpenStageFile:
 
 @dataclass(frozen=True, slots=True)
 class OpenStages:
-    """The weights of all stages in open files (see open_stages). sources: the open file of each exported tensor."""
+    """The weights of all stages in open files (see open_stages). Checks them and converts them for export.
+
+    sources: the open file of each exported tensor.
+    """
 
     sources: Mapping[ExportedTensor, OpenStageFile]
 

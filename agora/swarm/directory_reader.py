@@ -111,7 +111,7 @@ class DirectoryReader:
         return self._split_by_linger([record for record in records if record.peer != self._me], span)
 
     def forget(self) -> None:
-        """Forgets the estimates, so that the next read takes the run for a small one and counts anew."""
+        """Forgets the estimates, so that the next read takes the run for a small one and counts again."""
         self._readings = {}
 
     def _hashes(self, claims: Sequence[Record]) -> set[int]:

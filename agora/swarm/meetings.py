@@ -22,7 +22,7 @@ from agora_protocol.ids import PeerId
 from agora.swarm.view import PeerView
 
 MAX_DIALS: Final = 32
-"""Most strangers dialled after one read of the directory."""
+"""Maximum number of strangers dialled after one read of the directory."""
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 120.0
 """A stranger that did not answer is dialled again after FIRST_WAIT_S, then after twice as long each time."""
@@ -46,7 +46,7 @@ class Acquaintances(Protocol):
         """Dials strangers and returns within a few seconds; afterwards `is_met` is true of those that answered."""
 
 
-class EverybodyIsMet:
+class AllHandshaken:
     """Acquaintances that count every peer as met; for tests, and until others are set."""
 
     def is_met(self, peer: PeerId) -> bool:

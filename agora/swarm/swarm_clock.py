@@ -39,8 +39,8 @@ REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
 class ClockCorrection:
     """The seconds to add to this machine's clock to get swarm time. Immutable.
 
-    is_settled: see the module's table. refused_s: the correction that the others' clocks ask for, if it was not applied
-    because it exceeds MAX_CORRECTION_S; otherwise None.
+    is_settled: whether swarm time has been established, see the module's table. refused_s: the correction that the
+    others' clocks ask for, if it was not applied because it exceeds MAX_CORRECTION_S; otherwise None.
     """
 
     seconds: float = 0.0

@@ -30,7 +30,7 @@ from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
 
 MAX_CLOSED_SHARES = 2
-"""Most closed shares that wait for their means, each a gradient in memory; beyond that the open share grows."""
+"""Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows."""
 STALENESS_BINS = 33
 """Staleness 0, 1, ... 31, and one bin for everything older."""
 
