@@ -21,9 +21,9 @@ from agora.codec import is_all_finite
 Aggregation = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # enough, because the owner's own value, where it begins, is near: Karimireddy et al., ICML 2021
 MIN_NORM, MAX_NORM = 1e-15, 1e15
-MAX_LENGTH_FACTOR: Final = 8.0
+MOST_TIMES_LONGER: Final = 8.0
 """A contribution may be this many times as long as the lower median of all; a longer one is shortened to that."""
-MIN_CONTRIBUTIONS: Final = 3
+LEAST_TO_COMPARE: Final = 3
 """Contributions without which none is called too long: of two, nobody can say which is right."""
 
 
@@ -80,16 +80,16 @@ def cap_weights(weights: Sequence[float]) -> list[float]:
 def shorten(values: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
     """Returns the contributions `values`, float32 [n] each, of `weights` tokens; those that are too long scaled down.
 
-    The length x of one over w tokens may be MAX_LENGTH_FACTOR * max(median(x), median(x sqrt(w)) / sqrt(w)), of all
+    The length x of one over w tokens may be MOST_TIMES_LONGER * max(median(x), median(x sqrt(w)) / sqrt(w)), of all
     contributors: what is mostly noise is the longer the fewer tokens are behind it. Without this bound one contribution
     of 1e30 makes the mean implausible for everybody, and the step of all is lost.
     """
-    if len(values) < MIN_CONTRIBUTIONS:
+    if len(values) < LEAST_TO_COMPARE:
         return list(values)
     lengths = [_norm(value) for value in values]
     usual = statistics.median_low(lengths)
     of_one_token = statistics.median_low([x * math.sqrt(w) for x, w in zip(lengths, weights, strict=True)])
-    limits = [MAX_LENGTH_FACTOR * max(usual, of_one_token / math.sqrt(weight)) for weight in weights]
+    limits = [MOST_TIMES_LONGER * max(usual, of_one_token / math.sqrt(weight)) for weight in weights]
     return [
         value * (limit / length) if 0.0 < limit < length < math.inf else value
         for value, length, limit in zip(values, lengths, limits, strict=True)

@@ -85,7 +85,7 @@ class ReplicaGroup:
     ) -> None:
         """report_offence: is called for a replica whose contribution breaks the protocol."""
         self._averaging = averaging = signed.manifest.averaging
-        self._config = config = ActionConfig.of(signed.manifest)
+        self._config = config = ActionConfig.from_manifest(signed.manifest)
         self._me = me
         self._stages = stages
         self._state = state
@@ -95,7 +95,7 @@ class ReplicaGroup:
         self._report = report
         self._report_offence = report_offence
         self._leaving = False
-        self.reducer = PartReducer(RoundConfig.of(signed, me), caller, self)
+        self.reducer = PartReducer(RoundConfig.from_manifest(signed, me), caller, self)
         self._exact = ExactSteps(me, config.synchronous, stages, self.reducer, self, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
         self.gossip = gossip = StepGossip(

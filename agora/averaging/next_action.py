@@ -65,7 +65,7 @@ class ActionConfig:
     max_steps_behind: int
 
     @classmethod
-    def of(cls, manifest: Manifest) -> ActionConfig:
+    def from_manifest(cls, manifest: Manifest) -> ActionConfig:
         """Returns the manifest's step configuration; max_steps_behind: 1 if synchronous, else MAX_STEPS_BEHIND."""
         synchronous = manifest.schedule.kind == "synchronous"
         max_steps_behind = 1 if synchronous else MAX_STEPS_BEHIND

@@ -96,13 +96,13 @@ class LocalDaemon:
             return self.ask(question, timeout_s, **arguments)
         return None
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends signal `number` to the daemon's process alone, not to processes that it has started.
+    def kill(self, signal_number: int = signal.SIGKILL) -> None:
+        """Sends `signal_number` to the daemon's process alone, not to processes that it has started.
 
         After SIGKILL it waits for the end, up to 10 s, and marks it as intended.
         """
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
+        self.process.send_signal(signal_number)
+        if signal_number == signal.SIGKILL:
             self.end_is_intended = True
             self.process.wait(10.0)
 

@@ -71,8 +71,8 @@ def run(question: PlanOptions, *, as_json: bool) -> int:
     if as_json:
         console.print_json(plan_fields(planned))
     else:
-        sign = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
-        print("\n".join(plan_lines(planned, sign)))
+        bar_character = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+        print("\n".join(plan_lines(planned, bar_character)))
     return console.DONE
 
 
@@ -115,8 +115,8 @@ def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
             )
 
 
-def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
-    """Returns the lines that the command prints for people. sign: the character that bars are made of."""
+def plan_lines(planned: PlannedRun, bar_character: str) -> list[str]:
+    """Returns the lines that the command prints for people. bar_character: the one that bars are made of."""
     cost, plan = planned.cost, planned.plan
     return [
         f"{planned.name}: {_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
@@ -124,7 +124,7 @@ def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
         "",
         *plan_table(cost, plan),
         "",
-        *picture_lines(cost, plan, sign=sign),
+        *picture_lines(cost, plan, sign=bar_character),
         "",
         f"bottleneck: {explain_bottleneck(cost, plan)}",
         *(f"one more {gain.machine.name}: {_gain(cost, gain)}" for gain in planned.gains),

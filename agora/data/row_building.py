@@ -103,7 +103,7 @@ class _SampleChunk:
 
 
 class RowBuilder:
-    """Makes the rows of one data file, once: call `pieces`, then `summary`.
+    """Makes the rows of one data file, once: call `iter_arrays`, then `summary`.
 
     name: the file, for errors. context: s, the inputs of a row. heldout: the fraction of the samples to hold out,
     chosen by the hash of (seed, number of the sample in the file). vocabulary: the number of token ids.
@@ -124,7 +124,7 @@ class RowBuilder:
         self._samples_in_rows = array("q")
         self._samples = self._held = self._left_out = self._truncated = self._tokens = self._supervised = 0
 
-    def pieces(self, samples: Iterable[TokenSample]) -> Iterator[Ids]:
+    def iter_arrays(self, samples: Iterable[TokenSample]) -> Iterator[Ids]:
         """Yields flat arrays: for each chunk the values of its training rows, then of its held-out rows, s + 1 a row.
 
         The last array has the number of samples in each row, in the same order. samples: sequences of at most s + 1
@@ -145,7 +145,7 @@ class RowBuilder:
         yield np.array(self._samples_in_rows, self._dtype)
 
     def summary(self) -> RowSummary:
-        """Returns the summary of all rows; to be called when `pieces` has yielded all."""
+        """Returns the summary of all rows; to be called when `iter_arrays` has yielded all."""
         return RowSummary(
             chunks=tuple(self._chunks),
             fingerprint=self._digest.hexdigest(),

@@ -173,7 +173,7 @@ class Node:
         if self.loaded is None:
             step = self.startup.steps.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self._describe_state()}: {step}", "wait until it serves")
-        return health.judge(view, stage_count, now_unix, since_unix=self._since_unix)
+        return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
 
     def _traffic(self) -> events.Traffic:
         """Returns the bytes since the daemon's start; connections before a rest count too."""

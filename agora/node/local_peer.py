@@ -168,7 +168,7 @@ class LocalPeer:
     def _is_member(self, peer: PeerId) -> bool:
         """Returns whether `peer` is connected as a member and not shut out: only such peers may use this relay."""
         connection = self.network.connection_to(peer)
-        return connection is not None and not connection.is_observer and self.offences.shut_out_s(peer) == 0
+        return connection is not None and not connection.is_reader and self.offences.shut_out_s(peer) == 0
 
     def _on_view_change(self) -> None:
         """Called when the view has changed: learns peers' addresses, and tells the router."""

@@ -40,7 +40,7 @@ class PlacementRules(Protocol):
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
         """Returns the span that a newcomer should hold; None: it stands by."""
 
-    def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
+    def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
         """Returns the span to which a serving peer should move; None: it stays. view: returns what the peer knows."""
 
     def next_look_s(self) -> float | None:
@@ -204,20 +204,20 @@ class FleetSimulation:
         if peer.presence is Presence.STANDBY:
             self._choose(peer)
         elif peer.presence is Presence.SERVING:
-            span = self._judge(peer)
+            span = self._reconsider(peer)
             if span is not None:
                 self._read_directory(peer)
-                span = self._judge(peer)  # again, on a view as fresh as the daemon's
+                span = self._reconsider(peer)  # again, on a view as fresh as the daemon's
             if span is not None and span != peer.span:
                 self._measurements.moves += 1
                 self._drain(peer, lambda: self._fetch(peer, span))
         if (look_s := self._rules.next_look_s()) is not None:
             self._events.after(look_s, self._look, peer)
 
-    def _judge(self, peer: SimulatedPeer) -> Span | None:
+    def _reconsider(self, peer: SimulatedPeer) -> Span | None:
         """Returns the span to which a machine should move, by its own view; None: it stays."""
         reader = self._readers[peer.id]
-        return self._rules.judge(self._events.now, peer, lambda: reader.view(peer.span))
+        return self._rules.reconsider(self._events.now, peer, lambda: reader.view(peer.span))
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
         """Stops new work for a machine, lets it finish what it holds, for at most DRAIN_S, then calls `then`."""

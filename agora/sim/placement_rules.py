@@ -49,7 +49,7 @@ class DaemonPlacement:
         """Returns the span that a newcomer should hold; None: it stands by."""
         return choose_placement(view, self._demands, self._ability(peer.equipment), self._rng).span
 
-    def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
+    def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
         """Returns the span to which a serving peer should move; None: it stays. view: returns the peer's view.
 
         Remembers for VERDICT_TTL_S whether peers of this span and kind of machine may move at all.

@@ -84,14 +84,14 @@ class ReaderIdentity:
 class ReadPlan:
     """The shards to read next. Immutable.
 
-    is_small: whether everything is read each time. close: number of reads after which a shard of the reader's stages
-    or the next one is read again. other: the same for the other stages.
+    is_small: whether everything is read each time. near_period: number of reads after which a shard of the reader's
+    stages or the next one is read again. other_period: the same for the other stages.
     """
 
     shards: tuple[Shard, ...]
     is_small: bool
-    close: float = 1.0
-    other: float = 1.0
+    near_period: float = 1.0
+    other_period: float = 1.0
 
 
 # --- how many peers there are

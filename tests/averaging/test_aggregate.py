@@ -9,7 +9,7 @@ import pytest
 import torch
 from agora_protocol.messages import Averaged
 
-from agora.averaging.aggregate import MAX_LENGTH_FACTOR, Aggregation, aggregate, cap_weights, magnitude, shorten
+from agora.averaging.aggregate import MOST_TIMES_LONGER, Aggregation, aggregate, cap_weights, magnitude, shorten
 from agora.averaging.plausibility import MAX_RATIO, MagnitudeBound
 
 SIZE = 512
@@ -40,7 +40,7 @@ def test_one_contribution_however_long_moves_the_mean_by_no_more_than_a_bound(sc
     others = [honest(index) for index in range(3)]
     alone = averaged(others).values
     beside = averaged([*others, honest(3) * scale]).values
-    assert magnitude(beside) < (MAX_LENGTH_FACTOR / 4 + 1.5) * magnitude(alone)
+    assert magnitude(beside) < (MOST_TIMES_LONGER / 4 + 1.5) * magnitude(alone)
     assert not MagnitudeBound(magnitude(alone)).why_implausible(magnitude(beside), magnitude(others[0]))
     exact = averaged([*others, honest(3) * scale], cap=False).values
     assert magnitude(exact) > 10 * magnitude(alone), "a synchronous run takes what it gets"

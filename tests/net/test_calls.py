@@ -102,7 +102,7 @@ def test_two_peers_that_dial_each_other_at_once_agree_on_one_of_the_streams() ->
             await asyncio.gather(*asked)
             chosen = [a.network.connection_to(b.id), b.network.connection_to(a.id)]
             assert chosen[0] is not None and chosen[1] is not None
-            assert chosen[0].opened is not chosen[1].opened
+            assert chosen[0].is_initiator is not chosen[1].is_initiator
             await a.network.call(b.id, GetStatus(), deadline=after(10))
             await b.network.call(a.id, GetStatus(), deadline=after(10))
 
