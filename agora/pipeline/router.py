@@ -46,7 +46,7 @@ class RoutedCall:
     """One microbatch in `Router.send`: its request and tensors, and what its attempts have shown.
 
     hint: which peers hold it; at first those that the caller names. passed_on: by stage, the peer of which upstream has
-    heard. reasons: why each peer failed or refused, by id.
+    heard. reasons: why each peer failed or was busy, by id. failed: those that failed.
     """
 
     process: Process
@@ -56,6 +56,7 @@ class RoutedCall:
     hint: PathHint
     passed_on: dict[int, PeerId] = field(default_factory=dict)
     reasons: dict[PeerId, str] = field(default_factory=dict)
+    failed: set[PeerId] = field(default_factory=set)
 
     @property
     def payload_bytes(self) -> int:
@@ -78,11 +79,12 @@ class RoutedCall:
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
-        """Records why `peer` failed and removes it from the hint; one that holds the result, at its second failure."""
-        if peer not in self.hint.finished or peer in self.reasons:
+        """Records why `peer` failed and drops it from the hint; one that holds the result, only if it failed before."""
+        if peer not in self.hint.finished or peer in self.failed:
             self.hint.finished.discard(peer)
             if self.hint.peers.get(self.process.stage) == peer:
                 del self.hint.peers[self.process.stage]
+        self.failed.add(peer)
         self.reasons[peer] = reason
 
     def request(self, deadline_ms: int) -> Process:
