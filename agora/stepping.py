@@ -28,7 +28,7 @@ class StepPolicy:
 
     target_tokens: int  # how many all replicas together count for one step
     exact_steps: int = 0  # the first steps, which are taken along the mean gradient of all replicas
-    step: int = -1
+    step: int = -1  # for which the next three hold; -1: for none
     own_tokens: int = 0  # how many this replica must count so that all reach `target_tokens`, with those it has counted
     alone: bool = False  # no other replica holds the stage
     closes_share: bool = False

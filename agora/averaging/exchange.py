@@ -84,7 +84,7 @@ class RoundConfig:
     slices: int = 1
 
     @classmethod
-    def of(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
+    def from_manifest(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
         """Returns the configuration of a run; in a synchronous run gradients and slices are sent as float32."""
         averaging, synchronous = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
         slices = slice_count(averaging.fraction)

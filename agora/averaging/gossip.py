@@ -47,7 +47,7 @@ class GossipListing(Protocol):
     """Protocol: which replicas this peer sees.
 
     replicas_in_view: returns the ids of a stage's replicas in its view, with or without this peer.
-    is_connected: whether this peer has any connection; without one, broken connections say nothing about the others.
+    is_connected: whether this peer has any connection; without one, failed calls are no evidence that others are down.
     """
 
     def replicas_in_view(self, stage: int) -> Collection[PeerId]: ...

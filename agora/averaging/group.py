@@ -85,7 +85,7 @@ class ReplicaGroup:
     ) -> None:
         """report_offence: is called for a replica whose contribution breaks the protocol."""
         self._averaging = averaging = signed.manifest.averaging
-        self._config = config = ActionConfig.of(signed.manifest)
+        self._config = config = ActionConfig.from_manifest(signed.manifest)
         self._me = me
         self._stages = stages
         self._state = state
@@ -95,7 +95,7 @@ class ReplicaGroup:
         self._report = report
         self._report_offence = report_offence
         self._leaving = False
-        self.reducer = PartReducer(RoundConfig.of(signed, me), caller, self)
+        self.reducer = PartReducer(RoundConfig.from_manifest(signed, me), caller, self)
         self._exact = ExactSteps(me, config.synchronous, stages, self.reducer, self, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
         self.gossip = gossip = StepGossip(
@@ -174,7 +174,7 @@ class ReplicaGroup:
     def members(self, stage: int) -> Members:
         """Returns the members of a stage's rounds, this peer included, with bandwidths as in `Members`.
 
-        In asynchronous runs lagging replicas are no members of the rounds of exact steps: they replay those steps.
+        In asynchronous runs lagging replicas are not members of the rounds of exact steps: they replay those steps.
         """
         listed, known = self._listing.replicas_in_view(stage), self.gossip.known_progress(stage)
         step, others_seen = self._stages.step_of(stage), self.gossip.others_in_view(stage)
@@ -270,7 +270,7 @@ class ReplicaGroup:
         own = self._counts()[stage]
         return own.open_step > own.step and self._should_hold(stage)
 
-    def tokens_before_mean(self, stage: int) -> int | None:
+    def tokens_until_origins_wait(self, stage: int) -> int | None:
         """Returns how many tokens origins may still open before they must wait for a mean; None if they need not wait.
 
         It is quota - tokens of this replica's open share, or -tokens while its last share awaits its mean.
@@ -281,7 +281,7 @@ class ReplicaGroup:
         return -own.tokens if own.open_step > own.step else self._stage_states[stage].meter.quota_now - own.tokens
 
     def on_stepped(self, stage: int, step: int, tokens: int) -> None:
-        """Called after each optimizer step, with its number of own tokens: updates the meter, then gossips."""
+        """Called after each optimizer step: updates meter and wire, counts local `tokens` for slice rounds, gossips."""
         state = self._stage_states[stage]
         state.meter.on_stepped(loop_time())
         if self._counts()[stage].open_step > step:
@@ -300,7 +300,7 @@ class ReplicaGroup:
         return meter.quota_now > 0 and meter.should_hold_origins(loop_time())
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients anew and reports a change; only in asynchronous runs with exact steps."""
+        """Chooses the format of gradients again and reports a change; only in asynchronous runs with exact steps."""
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return
         numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))
@@ -389,7 +389,7 @@ class ReplicaGroup:
         """Starts `work` as a task and returns that; reports TaskFailed if it ends with an error."""
 
         def report_failure(task: asyncio.Task[None]) -> None:
-            """Reports the error with which the task ended, if any; cancelling is no error."""
+            """Reports the error with which the task ended, if any; cancelling is not an error."""
             if not task.cancelled() and (error := task.exception()) is not None:
                 code = error.code if isinstance(error, AgoraError) else type(error).__name__
                 self._report(events.TaskFailed("averaging", f"{code}: {error}"))

@@ -65,8 +65,8 @@ class ActionConfig:
     max_steps_behind: int
 
     @classmethod
-    def of(cls, manifest: Manifest) -> ActionConfig:
-        """Returns the configuration of a run; in a synchronous one max_steps_behind is 1."""
+    def from_manifest(cls, manifest: Manifest) -> ActionConfig:
+        """Returns the manifest's step configuration; max_steps_behind: 1 if synchronous, else MAX_STEPS_BEHIND."""
         synchronous = manifest.schedule.kind == "synchronous"
         max_steps_behind = 1 if synchronous else MAX_STEPS_BEHIND
         return cls(manifest.optimizer.target_tokens, synchronous, manifest.exact_steps, max_steps_behind)
@@ -84,8 +84,8 @@ class OwnStage:
     step's tokens, 0 when unknown. leaving: whether this peer is leaving the run. busy: whether an exact step, a fetch
     or a catch-up is running. slice_due: the slice round to begin, None if none is due. behind_since: when it fell
     behind the run's leading stage, on the loop's clock; None if it is not behind. diverged_from: the replicas whose
-    state is right where this one's is not, see replicas_to_fetch_from. in_hand: number of microbatches in work here
-    that belong to the open share.
+    state is right where this one's is not, see replicas_to_fetch_from. in_hand: number of microbatches in progress
+    here that belong to the open share.
     """
 
     counts: replica_progress.ReplicaCounts

@@ -30,7 +30,7 @@ from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
 """Bits of an element, by the name of the format; the formats that are sent with error feedback."""
-LEVELS: Final = 126.0  # largest magnitude before dither, so that it never clips
+MAX_LEVEL: Final = 126.0  # largest magnitude before dither, so that it never clips
 MIN_EXPONENT, MAX_EXPONENT = -120, 100
 CACHED_PARTS: Final = 32
 """Parts whose dither is cached, half a MiB each: about as many as are being sent at once."""
@@ -80,8 +80,8 @@ class PartCodec:
             return [encode_uncompressed(values, self.name)]
         rows = _block_rows(values)
         buffer = rows.abs()
-        peaks = buffer.amax(dim=1).div_(LEVELS).clamp_(2.0 ** (MIN_EXPONENT - 1), 2.0 ** (MAX_EXPONENT - 1))
-        exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # of the power of two next above
+        peaks = buffer.amax(dim=1).div_(MAX_LEVEL).clamp_(2.0 ** (MIN_EXPONENT - 1), 2.0 ** (MAX_EXPONENT - 1))
+        exponents = (peaks.numpy().view(np.int32) >> 23) - 126  # exponent of the next power of two above
         scaled = torch.mul(rows, _powers_of_two(-exponents), out=buffer).view(-1)[: len(values)]
         if dither is not None:
             scaled.add_(dither_fractions(dither, len(values)))

@@ -23,7 +23,7 @@ residual of its means for the next round."""
 RELAYED_SHARE: Final = 0.25
 """Fraction of a replica's bandwidth that counts if others reach it only through a relay."""
 MAX_RUNNING_SLICE_ROUNDS: Final = 4
-"""Most slice rounds that one replica may be running at once."""
+"""Maximum number of slice rounds that one replica may be running at once."""
 
 
 class Slices:
@@ -35,9 +35,9 @@ class Slices:
     """
 
     def __init__(self, numel: int, fraction: float, seed: int) -> None:
-        """fraction: of the blocks, held by one slice. Raises ValueError if `numel` is no multiple of SLICE_BLOCK."""
+        """fraction: of the blocks, held by one slice. Raises ValueError if `numel` is not a multiple of SLICE_BLOCK."""
         if numel <= 0 or numel % SLICE_BLOCK:
-            raise ValueError(f"{numel} elements are no multiple of {SLICE_BLOCK}")
+            raise ValueError(f"{numel} elements are not a multiple of {SLICE_BLOCK}")
         self._blocks = numel // SLICE_BLOCK
         self.count = slice_count(fraction)
         digest = hashlib.sha256(f"agora slices 1\0{seed}\0{numel}".encode()).digest()
@@ -47,7 +47,7 @@ class Slices:
         self._offset = int.from_bytes(digest[8:16], "big") % self._blocks
 
     def blocks(self, number: int) -> NDArray[np.int64]:
-        """Returns the numbers of the blocks that round `number` averages, rising; int64 [n]."""
+        """Returns the numbers of the blocks that round `number` averages, ascending; int64 [n]."""
         inverse = pow(self._factor, -1, self._blocks) if self._blocks > 1 else 0
         places = range(number % self.count, self._blocks, self.count)
         return np.array(sorted(inverse * (place - self._offset) % self._blocks for place in places), np.int64)
@@ -63,7 +63,7 @@ def slice_count(fraction: float) -> int:
 
 
 def cut_into_parts(numel: int) -> list[slice]:
-    """Returns the parts of a vector of `numel` elements as slice objects, of PART_ELEMENTS each but for the last."""
+    """Returns the parts of a vector of `numel` elements as slice objects, of PART_ELEMENTS each except the last."""
     return [slice(start, min(start + PART_ELEMENTS, numel)) for start in range(0, numel, PART_ELEMENTS)]
 
 
@@ -90,8 +90,8 @@ def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerI
     """Returns the bandwidth with which each replica counts when owners are chosen, by id, in bytes per second.
 
     claimed: by id, (bandwidth, reachability) of the replica's claim; a bandwidth of 0 is unknown and counts as the
-    median. Of a replica that others reach only through a relay, RELAYED_SHARE counts, so that parts go to directly
-    reached ones.
+    median, or as 1.0 if none is known. Relayed and unreachable replicas count RELAYED_SHARE of theirs, so that parts
+    go to directly reached ones.
     """
     known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0

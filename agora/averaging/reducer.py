@@ -8,8 +8,8 @@ Knows: contributions, who is expected, when to stop waiting. Must not know: how 
 | whose window, which its first contribution opened, is over | from the contributions that came |
 | of which this peer is the second owner | likewise, unless a member has the first owner's mean (Recall): that is used |
 
-A contribution that is late, or of a peer that is no member, is answered by the mean without being in it. After a mean
-of one peer's contribution alone, later contributors are averaged anew.
+A contribution that is late, or of a peer that is not a member, is answered by the mean without being in it. After a
+mean of one peer's contribution alone, later contributors are averaged again.
 """
 
 from __future__ import annotations

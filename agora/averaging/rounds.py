@@ -29,7 +29,7 @@ from agora.observe import events, faults
 FIRST_OWNER_FRACTION: Final = 0.6
 """Fraction of a round's remaining time for which a member waits for the first owner before it asks the second."""
 MAX_OPEN_PARTS: Final = 8
-"""Most parts that a peer sends, or asks for, at the same time."""
+"""Maximum number of parts that a peer sends, or asks for, at the same time."""
 MIN_CALL_S: Final = 0.05
 """Seconds before the round's deadline in which no further owner is asked."""
 NO_ANSWER: Final = (BROKEN, "deadline")

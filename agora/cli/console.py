@@ -72,12 +72,12 @@ def new_app(summary: str) -> typer.Typer:
 
 
 def print_line(text: str) -> None:
-    """Prints a line for people on standard error; what a terminal would obey is shown as "?"."""
+    """Prints a line for people on standard error; terminal control characters are printed as "?"."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """Prints text for people on standard output; what a terminal would obey is shown as "?"."""
+    """Prints text for people on standard output; terminal control characters are printed as "?"."""
     print(printable(text), end=end, flush=True)
 
 

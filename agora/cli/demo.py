@@ -39,7 +39,7 @@ EVALUATE_BATCHES = 32
 STDLIB = "stdlib"
 USUAL_PRESET = "tiny"
 MIN_WARMUP_STEPS = 8
-"""Least warm-up steps: with fewer, Adam's first steps at the full learning rate make the loss rise before it falls."""
+"""Minimum number of warm-up steps: with fewer, Adam's first steps at the full rate make the loss rise at first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from agora.data.model_tokenizer import open_training_tokenizer
 from agora.data.tokenizer import tokenizer_files
 from agora.data.turn_ends import turn_end_ids
 from agora.node import control_client, paths
-from agora.state.files import PUBLIC, FileDigest, check_export_place, fresh_folder, write_file, write_file_list
+from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
 from agora.state.merged_model import (
     ITEM_BYTES,
     SOURCE_BYTES,
@@ -108,7 +108,7 @@ def run(
         raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
     if base_model is not None and not merge:
         raise Failure("--base-model names the model that --merge adds an adapter to; give both, or neither", USAGE)
-    place = check_export_place(out, replace=force)
+    place = resolve_export_folder(out, replace=force)
     with _sigterm_as_interrupt():
         found = find_run(wanted, directories)
         kind = choose_kind(found.signed.manifest, merge)
@@ -139,12 +139,12 @@ def choose_kind(manifest: Manifest, merge: bool) -> Kind:
 
 
 def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
-    """Returns the base model's folder, see base_model_folder. Raises Failure if none is named or it is no folder."""
+    """Returns the base model's folder, see base_model_folder. Raises Failure if none is named or it is not a folder."""
     folder = base_model_folder(flag, directories)
     if folder is None:
         raise Failure("--merge adds the adapter to its base model; name that model's folder with --base-model DIR")
     if not folder.is_dir():
-        raise Failure(f"--base-model {folder} is no folder; name the one that has the base model's files")
+        raise Failure(f"--base-model {folder} is not a folder; name the one that has the base model's files")
     return folder
 
 
@@ -162,7 +162,7 @@ def parse_size(text: str) -> int:
     """Returns the number of bytes that a text such as "5GB" or "200 MB" names. Raises Failure for any other text."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]B)", text.strip().upper())
     if match is None or float(match[1]) == 0:
-        raise Failure(f"--shard-size {text} is no size; write it as 5GB or 200MB", USAGE)
+        raise Failure(f"--shard-size {text} is not a size; write it as 5GB or 200MB", USAGE)
     return int(float(match[1]) * UNITS[match[2]])
 
 
@@ -281,7 +281,7 @@ def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
-    """Prints the result, the fields of --json, for people in four lines."""
+    """Prints the export's result, the fields of --json, as four lines for people."""
     out, shards = result["out"], sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
     console.print_text(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")

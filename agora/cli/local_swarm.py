@@ -50,7 +50,7 @@ class LocalDaemon:
 
     def __init__(self, name: str, root: Path, process: subprocess.Popen[bytes]) -> None:
         self.name, self.root, self.process = name, root, process
-        self.end_is_intended = False  # whether it was told to end, so that its end is no failure of the swarm
+        self.end_is_intended = False  # whether it was told to end, so that its end is not a failure of the swarm
         self._journal = Follower(root)
         self._socket = paths.socket_of(paths.Home(root))
         self._history: list[dict[str, Any]] = []
@@ -91,18 +91,18 @@ class LocalDaemon:
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
-        """Asks as `ask` does, but returns None if the daemon does not answer or refuses."""
+        """Like `ask`, with a shorter default timeout, but returns None if the daemon does not answer or refuses."""
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             return self.ask(question, timeout_s, **arguments)
         return None
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends signal `number` to the daemon's process alone, not to processes that it has started.
+    def kill(self, signal_number: int = signal.SIGKILL) -> None:
+        """Sends `signal_number` to the daemon's process alone, not to processes that it has started.
 
         After SIGKILL it waits for the end, up to 10 s, and marks it as intended.
         """
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
+        self.process.send_signal(signal_number)
+        if signal_number == signal.SIGKILL:
             self.end_is_intended = True
             self.process.wait(10.0)
 
@@ -132,7 +132,7 @@ class LocalDaemon:
 class LocalSwarm:
     """Starts, watches, kills and stops the daemons of one run, on loopback: a founder, and others that it invites.
 
-    It is no context manager: whoever uses it must call `stop` or `kill_all`. daemons: by name, ended ones included.
+    It is not a context manager: whoever uses it must call `stop` or `kill_all`. daemons: by name, ended ones included.
     """
 
     def __init__(

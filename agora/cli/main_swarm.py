@@ -370,7 +370,7 @@ def plan(
     """
     from agora.cli import plan_command
 
-    raise typer.Exit(plan_command.run(plan_command.PlanQuestion(run, peers, picture, add), as_json=as_json))
+    raise typer.Exit(plan_command.run(plan_command.PlanOptions(run, peers, picture, add), as_json=as_json))
 
 
 def _find_base_model(named: Path | None) -> Path | None:

@@ -65,4 +65,4 @@ def _text_of(path: Path) -> str:
     except OSError as error:
         raise InputError(f"Cannot read {path} ({error.strerror}); name the list of machines.") from error
     except UnicodeDecodeError:
-        raise InputError(f"{path} is no text; name the list of machines.") from None
+        raise InputError(f"{path} is not a text file; name the list of machines.") from None

@@ -31,11 +31,11 @@ from agora.plan.search import make_plan
 SEED: Final = 0
 """Seed of the search: the same file gives the same plan."""
 MAX_KINDS: Final = 12
-"""Most kinds of machines for which the command says what one more would add."""
+"""Maximum number of kinds of machines for which the command says what one more would add."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlanQuestion:
+class PlanOptions:
     """The flags of the command; immutable.
 
     peers: the file of machines. picture: the SVG file to write. added: the only kind of which to try one more machine.
@@ -57,7 +57,7 @@ class PlannedRun:
     gains: tuple[MachineGain, ...]
 
 
-def run(question: PlanQuestion, *, as_json: bool) -> int:
+def run(question: PlanOptions, *, as_json: bool) -> int:
     """Plans a run for the machines of a file, prints the plan, writes the picture if asked, returns the exit code.
 
     Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model, and what find_manifest
@@ -71,13 +71,15 @@ def run(question: PlanQuestion, *, as_json: bool) -> int:
     if as_json:
         console.print_json(plan_fields(planned))
     else:
-        sign = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
-        print("\n".join(plan_lines(planned, sign)))
+        bar_character = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+        print("\n".join(plan_lines(planned, bar_character)))
     return console.DONE
 
 
 def find_manifest(text: str) -> Manifest:
-    """Returns the manifest of the run `text`: a file's, signed or not, or that of a run that this machine has joined.
+    """Returns the manifest of the run that `text` names.
+
+    text: a manifest file, signed or not, an invite, or a joined run's name, id or id prefix.
 
     Raises InputError or Failure for a run that this machine does not know, ManifestError or DiskError for a file that
     is malformed or cannot be read.
@@ -113,8 +115,8 @@ def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
             )
 
 
-def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
-    """Returns the lines that the command prints for people. sign: the character that bars are made of."""
+def plan_lines(planned: PlannedRun, bar_character: str) -> list[str]:
+    """Returns the lines that the command prints for people. bar_character: the one that bars are made of."""
     cost, plan = planned.cost, planned.plan
     return [
         f"{planned.name}: {_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
@@ -122,7 +124,7 @@ def plan_lines(planned: PlannedRun, sign: str) -> list[str]:
         "",
         *plan_table(cost, plan),
         "",
-        *picture_lines(cost, plan, sign=sign),
+        *picture_lines(cost, plan, sign=bar_character),
         "",
         f"bottleneck: {explain_bottleneck(cost, plan)}",
         *(f"one more {gain.machine.name}: {_gain(cost, gain)}" for gain in planned.gains),
@@ -198,7 +200,7 @@ def _read_peers_file(path: Path) -> str:
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"There is no file {path}; write your machines into it, see `swarm plan --help`.") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path} is no text; is it a list of machines in TOML?") from None
+        raise InputError(f"{path} is not a text file; is it a list of machines in TOML?") from None
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
 

@@ -1,4 +1,4 @@
-"""`swarm sample`: lets the present model of a run continue a text, and prints that.
+"""`swarm sample`: lets the current model of a run continue a text, and prints that.
 
 Knows: the flags, where weights come from (stage_sources), what is printed. Must not know: how a model computes. Loads
 torch only once there are weights.
@@ -21,7 +21,7 @@ from agora.cli.text_sample import WholeModel, load_model
 UNFINISHED: Final = "�"
 """What decoding returns for the bytes of a character that is not complete yet."""
 MAX_UNFINISHED: Final = 3
-"""Most replacement characters at a text's end that an incomplete character can cause."""
+"""Maximum number of replacement characters at a text's end that an incomplete character can cause."""
 MAX_SEED: Final = 2**31
 
 
@@ -57,8 +57,8 @@ def run(
     show = _ignore if as_json else _show
     model = load_model(sources, folder)
     show(prompt)
-    text, taken = "", list[int]()
-    for piece in _pieces(model, prompt, sampling, seed, taken):
+    text, token_ids = "", list[int]()
+    for piece in _generate(model, prompt, sampling, seed, token_ids):
         show(piece)
         text += piece
     seconds = round(time.monotonic() - began, 3)
@@ -66,16 +66,18 @@ def run(
         about = {"schema": 1, "run_id": sources.signed.run_id, "name": sources.signed.manifest.name}
         about |= {"from": sources.kind, "average": sources.average, "stages": steps_by_stage(sources)}
         console.print_json(
-            about | {"prompt": prompt, "text": text, "tokens": len(taken), "seed": seed, "seconds": seconds}
+            about | {"prompt": prompt, "text": text, "tokens": len(token_ids), "seed": seed, "seconds": seconds}
         )
     else:
         print(flush=True)
-        console.print_line(f"{len(taken)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
+        console.print_line(f"{len(token_ids)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
     return console.DONE
 
 
-def _pieces(model: WholeModel, prompt: str, sampling: SamplingOptions, seed: int, taken: list[int]) -> Iterator[str]:
-    """Yields the model's continuation of `prompt`, piece by piece, and appends its token ids to `taken`.
+def _generate(
+    model: WholeModel, prompt: str, sampling: SamplingOptions, seed: int, token_ids: list[int]
+) -> Iterator[str]:
+    """Yields the model's continuation of `prompt`, piece by piece, and appends its token ids to `token_ids`.
 
     An empty prompt begins a document. The text ends after sampling.tokens tokens, or when the model ends the document.
     """
@@ -85,26 +87,26 @@ def _pieces(model: WholeModel, prompt: str, sampling: SamplingOptions, seed: int
     begin = model.tokenizer.encode([prompt])[0].tolist() or separator
     drawn = continue_ids(model.stage, begin, context=model.context, seed=seed, temperature=sampling.temperature)
     of_document = itertools.takewhile(lambda token: [token] != separator, drawn)
-    yield from decode_pieces(itertools.islice(of_document, sampling.tokens), model.tokenizer.decode, taken)
+    yield from decode_pieces(itertools.islice(of_document, sampling.tokens), model.tokenizer.decode, token_ids)
 
 
-def decode_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], taken: list[int]) -> Iterator[str]:
-    """Yields for each token id the characters that it completes, possibly "", and appends the id to `taken`.
+def decode_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], token_ids: list[int]) -> Iterator[str]:
+    """Yields for each token id the characters that it completes, possibly "", and appends the id to `token_ids`.
 
     At the end it yields U+FFFD for a character that stays incomplete. decode: returns the text of token ids.
     """
     shown = 0
     for token in ids:
-        taken.append(token)
-        text = decode(taken)
+        token_ids.append(token)
+        text = decode(token_ids)
         whole = text.rstrip(UNFINISHED) if len(text) - len(text.rstrip(UNFINISHED)) <= MAX_UNFINISHED else text
         yield whole[shown:]
         shown = max(shown, len(whole))
-    yield decode(taken)[shown:]
+    yield decode(token_ids)[shown:]
 
 
 def _show(text: str) -> None:
-    """Prints text without a line's end; what a terminal would take for a command is shown as "?"."""
+    """Prints text without a line's end; terminal control characters are printed as "?"."""
     console.print_text(text, end="")
 
 

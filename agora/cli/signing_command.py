@@ -47,7 +47,7 @@ DAY_S: Final = 86_400
 class InviteRequest:
     """The flags of `swarm invite`. Immutable.
 
-    peer: id of the only peer that may use the invite; None for whoever has it. days: for how long its ticket counts.
+    peer: id of the only peer that may use the invite; None for whoever has it. days: for which its ticket is valid.
     role: one of ROLES.
     """
 
@@ -102,7 +102,9 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     Also writes it into the data directories whose daemons do not run. Raises Failure.
     """
     if not is_peer_id(peer):
-        raise Failure(f"{peer[:60]!r} is no peer id; `swarm status RUN --json` lists them, such as 12D3KooW...", USAGE)
+        raise Failure(
+            f"{peer[:60]!r} is not a peer id; `swarm status RUN --json` lists them, such as 12D3KooW...", USAGE
+        )
     found = find_run(run, [directory] if directory else [])
     if peer == found.signed.founder:
         raise Failure("the founder cannot be banned")
@@ -125,7 +127,9 @@ def _check_request(request: InviteRequest) -> None:
     if request.role not in ROLES:
         raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
     if request.peer is not None and not is_peer_id(request.peer):
-        raise Failure(f"--peer {request.peer[:60]!r} is no peer id; `agora-node doctor` prints a machine's own", USAGE)
+        raise Failure(
+            f"--peer {request.peer[:60]!r} is not a peer id; `agora-node doctor` prints a machine's own", USAGE
+        )
     if request.role == DELEGATE and request.peer is None:
         raise Failure("a delegate's ticket is for one machine: name it with --peer ID", USAGE)
     if not 0 < request.days <= 36_500:

@@ -138,16 +138,16 @@ def _find_signed_manifest(
     )
 
 
-def _ask_to_collect(entry: paths.DaemonEntry, count: int, average: bool) -> tuple[StageFile, ...]:
-    """Has a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_S.
+def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -> tuple[StageFile, ...]:
+    """Makes a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_S.
 
-    count: the number of stages. Raises DaemonUnreachable or DaemonRefused.
+    Raises DaemonUnreachable or DaemonRefused.
     """
-    with ProgressDisplay(f"the daemon in {entry.root} collects {count} stages from the swarm"):
+    with ProgressDisplay(f"the daemon in {entry.root} collects {stage_count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_S, average=average)
     try:
         steps, files = answer["steps"], answer["files"]
-        return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(count))
+        return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(stage_count))
     except (KeyError, TypeError, ValueError):
         raise control_client.DaemonRefused("bad-answer", "its answer does not name a file for every stage") from None
 

@@ -7,7 +7,7 @@ when their gradient went into a step:
 |------------------------------------------------------------|-------------------------------------------------------|
 | the step was taken along this replica's own gradient       | its tokens, added to those of other replicas          |
 | it was taken along the mean gradient of all replicas       | `step_tokens`, those in the mean, once for all events |
-| the number was skipped: there was no gradient to step along| none; it is no step                                   |
+| the number was skipped: there was no gradient to step along| none; it is not a step                                |
 """
 
 from __future__ import annotations

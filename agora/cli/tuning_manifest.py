@@ -140,7 +140,10 @@ def check_choice(choice: TuningChoice) -> Objective | None:
 
 
 def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
-    """Returns which parameters are trained, "all" or "lora". Raises Failure if that does not fit the other choices."""
+    """Returns which parameters are trained, "all" or "lora"; by default "all" for lm, else "lora".
+
+    Raises Failure for "all" with dpo or with --frozen-as.
+    """
     trained = choice.trained or ("all" if objective == "lm" else "lora")
     if trained == "all" and objective == "dpo":
         raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", USAGE)

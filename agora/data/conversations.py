@@ -114,7 +114,7 @@ def check_text(value: object, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        problem = f"{where} holds half a surrogate pair, which is no text; correct or remove the record."
+        problem = f"{where} holds half a surrogate pair, which is not text; correct or remove the record."
         raise DataError(problem) from error
     return value
 
@@ -131,7 +131,7 @@ def read_messages(value: object, where: str) -> tuple[ChatMessage, ...]:
 
 
 def check_order(messages: Sequence[ChatMessage], where: str) -> None:
-    """Raises DataError if a message may not follow the one before it (FOLLOWERS), or if the last is no answer."""
+    """Raises DataError if a message may not follow the one before it (FOLLOWERS), or if the last is not an answer."""
     previous: Role | None = None
     for number, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[previous]:

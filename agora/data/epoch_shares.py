@@ -14,12 +14,12 @@ what the slow ones have not reached.
 | is free | it is not done, and no live origin has opened or claimed it: what a dead one had in flight is free again |
 | is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, or of its next block |
 | is claimed in a block where others work | they work in all blocks with free ones; a hash chooses the place |
-| is opened | its claim was told TOLD times, or the origin has the lowest hash of the block |
+| is opened | its claim was told ANNOUNCE_INTERVALS times, or the origin has the lowest hash of the block |
 | is given up | a live origin has opened it, or has claimed it with a lower hash; or take_next is not called any more |
 
-An origin claims as many ahead as it opens in TOLD intervals of gossip. So others hear of a claim before it is opened,
-and one of two origins with the same claim gives it up. If all of its claims are too new, it claims and opens one more
-in a block where it has the lowest hash. A paused origin delays nobody, because its claims lapse.
+An origin claims as many ahead as it opens in ANNOUNCE_INTERVALS of gossip. So others hear of a claim before it is
+opened, and one of two origins with the same claim gives it up. If all of its claims are too new, it claims and
+opens one more in a block where it has the lowest hash. A paused origin delays nobody, because its claims lapse.
 
 An epoch is complete when all of its microbatches are done. When none is free, origins go on with the next epoch. At
 most open_epochs are in progress; beyond them origins wait for the oldest one.
@@ -54,7 +54,7 @@ from agora.data.epoch_state import (
 from agora.data.free_microbatches import HeldByOthers, first_free, next_free
 from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, Run
 
-TOLD: Final = 3
+ANNOUNCE_INTERVALS: Final = 3
 """How many calls of `state` after a claim the others count as told of it."""
 LAPSE: Final = 8
 """How many calls of `state` without a call of `take_next` make an origin give up its claims.
@@ -161,7 +161,9 @@ class EpochShares:
                 return None
             self._claims.append(own)
             ready = [own]
-        chosen = min(ready, key=lambda claim: (claim.calls_before + TOLD > self._state_calls, claim.epoch))
+        chosen = min(
+            ready, key=lambda claim: (claim.calls_before + ANNOUNCE_INTERVALS > self._state_calls, claim.epoch)
+        )
         self._claims.remove(chosen)
         self._part(chosen.epoch).opened.add(chosen.number)
         number = chosen.epoch * self.count + chosen.number
@@ -192,8 +194,9 @@ class EpochShares:
     def state(self) -> tuple[int, ...]:
         """Returns what to tell the other origins, at most MAX_STATE_INTS integers (see epoch_state.py).
 
-        Call it once in every interval of gossip, whether or not the result is sent: these calls are the clock by which
-        an origin measures its pace and the age of its claims. The result equals the last one if nothing has changed.
+        Advances the clock: call it once in every interval of gossip, whether or not the result is sent. An origin
+        measures its pace and the age of its claims in these calls, and drops its claims after LAPSE of them without
+        `take_next`. The result equals the last one if nothing has changed.
         """
         self._state_calls += 1
         self._pace = max(self._taken_since_told, self._pace * PACE_DECAY)
@@ -201,9 +204,9 @@ class EpochShares:
         if self._state_calls - self._asked_at > LAPSE:
             self._claims.clear()
         self._mark_claims()
-        if self._write(MAX_STATE_INTS) != self.last_told:
+        if self._encode(MAX_STATE_INTS) != self.last_told:
             self._version += 1
-            self.last_told = self._write(MAX_STATE_INTS)
+            self.last_told = self._encode(MAX_STATE_INTS)
         return self.last_told
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
@@ -229,7 +232,7 @@ class EpochShares:
 
     def snapshot(self) -> tuple[int, ...]:
         """Returns, as integers for a checkpoint, what is known to be done; what is in flight is left out."""
-        return self._write(None)
+        return self._encode(None)
 
     def restore(self, snapshot: Sequence[int]) -> None:
         """Adds what a snapshot of this or of another origin says is done.
@@ -274,7 +277,10 @@ class EpochShares:
         return EpochCounts(epoch, len(done), flying, self.count - len(done) - flying)
 
     def _newest(self) -> int:
-        """Returns the newest epoch of which a microbatch is done or opened; without any, the last complete epoch."""
+        """Returns the newest epoch of which a microbatch is done anywhere, or opened by this origin.
+
+        Without any, it is the last complete epoch.
+        """
         begun = [epoch for epoch, part in self._parts.items() if part.done.masks or part.opened.masks]
         return max(begun, default=self._first - 1)
 
@@ -286,17 +292,17 @@ class EpochShares:
             if claim.epoch >= self._first:
                 self._part(claim.epoch).claimed.add(claim.number)
 
-    def _write(self, most: int | None) -> tuple[int, ...]:
-        """Returns this origin's state as at most `most` integers for others; with None, only what is done."""
+    def _encode(self, limit: int | None) -> tuple[int, ...]:
+        """Returns this origin's state as at most `limit` integers for others; with None, only what is done."""
         parts = {epoch: part for epoch, part in self._parts.items() if not part.is_empty()}
         tallies = dict(reversed(list(self._tallies.items())))
-        if most is None:
+        if limit is None:
             nothing = MicrobatchSet(self._layout)
             done = {epoch: EpochPart(part.done, nothing, nothing) for epoch, part in parts.items() if part.done.masks}
             state = EpochState(0, 0, self._first, tallies, done)
         else:
             state = EpochState(self._session, self._version, self._first, tallies, parts)
-        return write_state(state, self._layout, self._rows_id, most)
+        return write_state(state, self._layout, self._rows_id, limit)
 
     def _learn(self, state: EpochState) -> None:
         """Adds what another state says is done, and its tallies if they are higher; never this session's own tally.
@@ -337,11 +343,11 @@ class EpochShares:
             self._parts[epoch].opened.discard(place)
 
     def _ahead(self, origins: int) -> int:
-        """Returns how many microbatches to claim ahead: as many as this origin opens in TOLD intervals of gossip.
+        """Returns how many microbatches to claim ahead: as many as this origin opens in ANNOUNCE_INTERVALS.
 
         origins: how many are live. At least 1, at most half of an equal share of an epoch.
         """
-        return max(1, min(math.ceil(TOLD * self._pace), self.count // (2 * origins)))
+        return max(1, min(math.ceil(ANNOUNCE_INTERVALS * self._pace), self.count // (2 * origins)))
 
     def _may_keep(self, claim: _Claim, seen: HeldByOthers) -> bool:
         """Returns whether this origin keeps a claim: it is not done, no other live origin has opened it, or claimed it
@@ -361,8 +367,8 @@ class EpochShares:
         return True
 
     def _may_open(self, claim: _Claim, live: frozenset[str]) -> bool:
-        """Returns whether a claim may be opened: it was told TOLD times, or no live origin has a lower hash there."""
-        if claim.calls_before + TOLD <= self._state_calls:
+        """Returns whether a claim may be opened: told often enough, or no live origin has a lower hash there."""
+        if claim.calls_before + ANNOUNCE_INTERVALS <= self._state_calls:
             return True
         return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
 

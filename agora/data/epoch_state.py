@@ -32,7 +32,7 @@ MAX_INT: Final = 2**63 - 1
 MAX_EPOCH: Final = 2**32
 """The highest first incomplete epoch that is believed of another origin; an origin's own count may go beyond it."""
 MAX_TALLY: Final = 2**48
-"""The most microbatches or samples of one session that a message may state; sums of them fit into MAX_INT."""
+"""Maximum number of microbatches or samples of one session that a message may state; sums of them fit into MAX_INT."""
 MAX_STATE_INTS: Final = 1024
 MAX_TALLIES: Final = 64
 """How many tallies a message may have."""

@@ -66,7 +66,7 @@ def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = No
     path = tokenizer_path(source, base)
     if path is not None and path.name != TOKENIZER_FILE:
         raise ManifestError(
-            f"[data] tokenizer {source!r} is no {TOKENIZER_FILE}, beside which the chat template would be looked "
+            f"[data] tokenizer {source!r} is not a {TOKENIZER_FILE}, beside which the chat template would be looked "
             f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
         )
     opened = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE)
@@ -155,7 +155,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_text_file(path: Path) -> str:
-    """Returns the content of a text file. Raises DiskError if it cannot be read, DataError if it is no text."""
+    """Returns the content of a text file. Raises DiskError if it cannot be read, DataError if it is not text."""
     try:
         return path.read_bytes().decode()
     except OSError as error:

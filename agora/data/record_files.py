@@ -101,7 +101,7 @@ def _json_problem(error: Exception) -> str:
 
 
 def _check_record(value: object, where: str) -> RawRecord:
-    """Returns the JSON object `value`, which was read at `where`, as a record. Raises DataError if it is no object."""
+    """Returns the JSON object `value`, read at `where`, as a record. Raises DataError if it is not an object."""
     if not isinstance(value, dict):
         raise DataError(f"{where} is not a JSON object; {ONE_A_LINE}.")
     return RawRecord(value, where)
@@ -229,7 +229,7 @@ def _end_of_space(text: str, start: int) -> int:
 
 
 def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the whole text file as one record with the column "text". Raises DataError for one that is no UTF-8."""
+    """Yields the whole text file as one record with the column "text". Raises DataError if it is not valid UTF-8."""
     with path.open("rb") as file:
         content = file.read(LONGEST_RECORD + 1)
     if len(content) > LONGEST_RECORD:
@@ -274,13 +274,13 @@ def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterat
 def _arrow_files(folder: Path) -> list[Path]:
     """Returns the paths of the arrow files that the state.json of a `datasets` folder names, in its order.
 
-    Raises DataError for a folder of several splits, and for one that is no `datasets` folder.
+    Raises DataError for a folder of several splits, and for one that is not a `datasets` folder.
     """
     if (folder / SPLITS_FILE).is_file():
         found = sorted(place.parent.name for place in folder.glob(f"*/{STATE_FILE}"))
         raise DataError(f"{folder} holds the splits {', '.join(map(repr, found))}; give the folder of one of them.")
     if not (folder / STATE_FILE).is_file():
-        problem = f"{folder} is no folder that `Dataset.save_to_disk` wrote: it has no {STATE_FILE}; give a file."
+        problem = f"{folder} is not a folder that `Dataset.save_to_disk` wrote: it has no {STATE_FILE}; give a file."
         raise DataError(problem)
     try:
         state = json.loads((folder / STATE_FILE).read_bytes())

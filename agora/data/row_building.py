@@ -2,14 +2,14 @@
 
 Knows: sequences of tokens, rows, marks (see "Marks" in protocol/SPEC.md). Must not know: files, text, epochs.
 
-A row has s + 1 places, for s inputs and the s targets after them. It is stored as one value a place, 4 * id + marks.
+A row has s + 1 positions, for s inputs and the s targets after them. Each is stored as one value, 4 * id + marks.
 
 | objective | a row holds | a sample is left out when |
 |---|---|---|
 | sft | as many sequences as fit, best-fit decreasing within a chunk | none of its tokens is supervised |
 | dpo | one sequence; the rows of a pair follow each other, the chosen one first | one side has no supervised token |
 
-Sequences are cut to s + 1 tokens before. Samples that were cut, and samples that are left out, are counted.
+Sequences were cut to s + 1 tokens beforehand. Samples that were cut, and samples that are left out, are counted.
 
 The unused rest of a row is filled with one more sequence, of id 0, without a supervised token. A chunk ends when it has
 CHUNK_TOKENS tokens, or enough for CHUNK_ROWS rows if that is more: only one chunk is in memory.
@@ -36,9 +36,11 @@ from agora.data.supervision import TokenSample, TokenSequence
 from agora.data.tokenizer import Ids, token_dtype
 
 MARK_BITS: Final = 2
+"""The lowest bits of a stored value, which are the marks of its token."""
 CHUNK_TOKENS: Final = 1 << 21
 CHUNK_ROWS: Final = 64
 SPLIT_KEY: Final = 0x73616D706C657370
+"""Goes into the hash that chooses held-out samples ("samplesp"), so that it draws otherwise than other hashes."""
 
 _NO_OFFSETS: Final = np.zeros((0, 2), np.int32)
 
@@ -101,7 +103,7 @@ class _SampleChunk:
 
 
 class RowBuilder:
-    """Makes the rows of one data file, once: call `pieces`, then `summary`.
+    """Makes the rows of one data file, once: call `iter_arrays`, then `summary`.
 
     name: the file, for errors. context: s, the inputs of a row. heldout: the fraction of the samples to hold out,
     chosen by the hash of (seed, number of the sample in the file). vocabulary: the number of token ids.
@@ -122,7 +124,7 @@ class RowBuilder:
         self._samples_in_rows = array("q")
         self._samples = self._held = self._left_out = self._truncated = self._tokens = self._supervised = 0
 
-    def pieces(self, samples: Iterable[TokenSample]) -> Iterator[Ids]:
+    def iter_arrays(self, samples: Iterable[TokenSample]) -> Iterator[Ids]:
         """Yields flat arrays: for each chunk the values of its training rows, then of its held-out rows, s + 1 a row.
 
         The last array has the number of samples in each row, in the same order. samples: sequences of at most s + 1
@@ -143,7 +145,7 @@ class RowBuilder:
         yield np.array(self._samples_in_rows, self._dtype)
 
     def summary(self) -> RowSummary:
-        """Returns the summary of all rows; to be called when `pieces` has yielded all."""
+        """Returns the summary of all rows; to be called when `iter_arrays` has yielded all."""
         return RowSummary(
             chunks=tuple(self._chunks),
             fingerprint=self._digest.hexdigest(),
@@ -156,8 +158,11 @@ class RowBuilder:
         )
 
     def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:
-        """Yields the samples with supervised tokens in chunks; counts all, the truncated ones, and those left out."""
-        most = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
+        """Groups the samples whose every sequence has a supervised token into chunks, without their text.
+
+        Counts all samples, those that were truncated before, and those that it leaves out.
+        """
+        limit = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
         chunk, tokens = _SampleChunk([], []), 0
         for number, sample in enumerate(samples):
             self._samples += 1
@@ -168,7 +173,7 @@ class RowBuilder:
             chunk.samples.append(tuple(map(_without_text, sample)))
             chunk.numbers.append(number)
             tokens += sum(len(part.ids) for part in sample)
-            if tokens >= most:
+            if tokens >= limit:
                 yield chunk
                 chunk, tokens = _SampleChunk([], []), 0
         if chunk.samples:

@@ -39,8 +39,8 @@ MarkedRows = NDArray[np.int32]
 class SampleRows:
     """The training rows and the held-out rows of a run's samples. Each kind is numbered from 0.
 
-    values: all that RowBuilder.pieces has yielded, concatenated. rows_together: how many consecutive rows are one item:
-    2 (a pair) for dpo, 1 otherwise.
+    values: all that RowBuilder.iter_arrays has yielded, concatenated. rows_together: how many consecutive rows are one
+    item: 2 (a pair) for dpo, 1 otherwise.
     """
 
     def __init__(self, values: Ids, summary: RowSummary, context: int, rows_together: int, seed: int) -> None:
@@ -143,7 +143,7 @@ def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer:
         str(path), objective, context, tokenizer.tokenizer.vocabulary, seed=manifest.seed, heldout=data.heldout
     )
     samples = tokenise(file.samples(), tokenizer, context=context + 1, learn_all=False)
-    cached.write(builder.pieces(samples), lambda: builder.summary().to_details())
+    cached.write(builder.iter_arrays(samples), lambda: builder.summary().to_details())
 
 
 def _signature(manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> str:

@@ -164,7 +164,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
 def _read_jsonl(path: Path) -> Iterator[Piece]:
     """Yields one document per line: the "text" of a JSON object. Empty lines and empty texts are skipped.
 
-    Raises DataError, with the line, for one that is too long, is no JSON object or has no "text".
+    Raises DataError, with the line, for one that is too long, is not a JSON object or has no "text".
     """
     for record in read_lines(path):
         if TEXT_FIELD not in record.fields:
@@ -174,7 +174,7 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
 
 
 def _no_text(where: str, kind: str, present: Sequence[str]) -> DataError:
-    """Returns the error to raise if "text" is not in `present`, the names of fields or columns, or is no string.
+    """Returns the error to raise if "text" is not in `present`, the names of fields or columns, or is not a string.
 
     kind: "field" or "column".
     """

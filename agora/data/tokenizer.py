@@ -60,7 +60,7 @@ class ByteTokenizer:
         return [_encode_bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids, 0 to 255; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of the ids, 0 to 255; bytes that are not valid UTF-8 become U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
 
@@ -73,7 +73,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the file `path`. Raises DiskError if it cannot be read, ManifestError if it is no tokenizer file,
+        """Reads the file `path`. Raises DiskError if it cannot be read, ManifestError if it is not a tokenizer file,
         LocalError without the package `tokenizers`.
         """
         try:
@@ -150,9 +150,10 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Returns the `tokenizers` object that the file's content defines, with truncation and padding switched off.
+    """Returns the `tokenizers` object that the file's content defines, with truncation, padding and `trim_offsets` off.
 
-    path: the file's name, for errors. Raises ManifestError for another content, LocalError without the package.
+    Without trim_offsets a token's offsets include its white space. path: the file's name, for errors. Raises
+    ManifestError if the content is not a tokenizer file, LocalError without the package.
     """
     try:
         from tokenizers import Tokenizer as Implementation

@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[str]:
         names = sorted(set(json.loads(_read_text(folder / INDEX, MAX_INDEX_BYTES))["weight_map"].values()))
         missing = [name for name in names if not (folder / name).is_file()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BaseModelError(f"{folder / INDEX} is no index of weights files; {DOWNLOAD_AGAIN}.") from error
+        raise BaseModelError(f"{folder / INDEX} is not an index of weights files; {DOWNLOAD_AGAIN}.") from error
     if missing:
         raise BaseModelError(f"{folder} has no {missing[0]}, which {INDEX} lists; {DOWNLOAD_AGAIN}.")
     return names
@@ -156,7 +156,7 @@ def locate_checked(
             _check_hash(folder / name, digest)
     for stored in located.values():
         if stored.fetched is not None and not is_intact(*stored.fetched):
-            raise BaseModelError(f"{stored.path} is damaged; start the daemon again: it fetches this tensor anew.")
+            raise BaseModelError(f"{stored.path} is damaged; start the daemon again: it fetches this tensor again.")
     return located
 
 
@@ -177,7 +177,7 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
         if place.shape != tensor.shape:
             raise BaseModelError(
                 f"{place.path}: {place.name} has the shape {list(place.shape)}, and the manifest's config gives it "
-                f"{list(tensor.shape)}; whoever wrote the manifest has to write one of a model's config and weights."
+                f"{list(tensor.shape)}; its config and weights do not match: its author has to write it again."
             )
         if not place.is_readable:
             raise BaseModelError(
@@ -208,8 +208,8 @@ def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
 def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
     """Returns the SHA-256, in hex, of the tensor list of the folder's weights files `names`, for `tensors_hash`.
 
-    Returns "" if there are more tensors than a list may have: then peers cannot fetch them from each other. Reads all
-    bytes of the files. Raises BaseModelError.
+    Returns "" if no valid list can be made (no tensor in it, or too many or too large): then peers cannot fetch them
+    from each other. Tensors that no list can have are left out. Reads all bytes of the files. Raises BaseModelError.
     """
     try:
         return list_tensors([folder / name for name in names]).digest
@@ -225,7 +225,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     """
     try:
         with safe_open(path, framework="pt") as reader:
-            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is no mapping
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping
             return [StoredTensor(path, n, str(s.get_dtype()), tuple(s.get_shape())) for n, s in slices.items()]
     except (SafetensorError, OSError) as error:
         raise BaseModelError(f"{path} cannot be read as safetensors ({str(error)[:200]}); {DOWNLOAD_AGAIN}.") from error
@@ -266,7 +266,7 @@ def require_folder(folder: Path | None) -> Path:
     if folder is None:
         raise BaseModelError("this run begins with a base model; name the folder that has its files: --base-model DIR")
     if not folder.is_dir():
-        raise BaseModelError(f"--base-model {folder} is no folder; name the one that has the base model's files.")
+        raise BaseModelError(f"--base-model {folder} is not a folder; name the one that has the base model's files.")
     return folder
 
 

@@ -22,7 +22,7 @@ from agora.model.base_model import StoredTensor
 from agora.state.merged_model import TensorBlocks
 
 BLOCK_VALUES: Final = 1 << 20
-"""The most values of a block, 4 MiB of float32; a block has at least one row, which may be longer."""
+"""Maximum number of values of a block, 4 MiB of float32; a block has at least one row, which may be longer."""
 
 ReadTrained = Callable[[str], NDArray[np.float32]]
 """Returns a trained tensor, float32, by its name in the run."""

@@ -24,7 +24,7 @@ from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, Ge
 from agora.net.fair_share import Holder, Places, WorkBuckets
 
 INDEX_BYTES: Final = 1_048_576
-"""The most bytes of an index of a state or of a base model."""
+"""Maximum number of bytes of an index of a state or of a base model."""
 ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetChunk: STATE_CHUNK_BYTES,
     GetPiece: STATE_CHUNK_BYTES,

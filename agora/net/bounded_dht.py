@@ -228,7 +228,7 @@ class BoundedP2P:
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
         """Calls another node after HELLO, and returns its reply without what exceeds the bounds or is not valid.
 
-        Raises NotAdmitted for one that is no member of the run, ProtocolError for a reply that no honest node sends,
+        Raises NotAdmitted for one that is not a member of the run, ProtocolError for a reply that no honest node sends,
         and reports it, TimeoutError when none comes in RPC_S, or hivemind's errors when the call fails.
         """
         raw = await self._call_greeted(peer_id, name, input.SerializeToString())

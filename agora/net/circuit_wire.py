@@ -83,8 +83,11 @@ def decode_stop(body: bytes) -> CircuitMessage:
     return _decode(body, 4)
 
 
-def address_bytes(text: str) -> bytes:
-    """Returns a multiaddr as p2pd takes it. Raises ValueError for a part that is not in _CODES, or malformed."""
+def encode_multiaddr(text: str) -> bytes:
+    """Returns the binary form of a multiaddr; what stands before its first "/" is ignored.
+
+    Raises ValueError for a part that is not in _CODES, or malformed.
+    """
     words, encoded = iter(text.split("/")[1:]), b""
     for name in words:
         if name not in _CODES:
@@ -137,11 +140,11 @@ def _value_bytes(name: str, value: str) -> bytes:
     if name in ("ip4", "ip6"):
         packed = ipaddress.ip_address(value).packed
         if len(packed) != _FIXED_BYTES[name]:
-            raise ValueError(f"{value} is no value of /{name}")
+            raise ValueError(f"{value} is not a value of /{name}")
         return packed
     if name == "tcp":
         if not 0 <= int(value) < 65_536:
-            raise ValueError(f"{value} is no TCP port")
+            raise ValueError(f"{value} is not a TCP port")
         return int(value).to_bytes(2, "big")
     if not value:
         raise ValueError(f"/{name} has no value")

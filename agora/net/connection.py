@@ -41,7 +41,7 @@ from agora.net.network_errors import ConnectionBroken
 from agora.net.progress_watch import TransferWatch
 from agora.net.streams import Frame, FrameStream, Intake
 
-OBSERVERS_MAY: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of an observer
+READERS_MAY: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of a reader
 LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
 GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, by which this side's last frames would be lost
@@ -77,24 +77,26 @@ class Connection:
     It lives until the stream breaks, either side ends it, or the peer is silent for too long; all open calls then fail.
     """
 
-    def __init__(self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> None:
-        """opened: this side opened the stream. path: "direct", "punched" or "relayed"."""
+    def __init__(
+        self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, is_initiator: bool, path: str
+    ) -> None:
+        """is_initiator: this side opened the stream. path: "direct", "punched" or "relayed"."""
         self.peer = peer
-        self.opened = opened
+        self.is_initiator = is_initiator
         self.path = path
         self.stream = stream
         self.broken: AgoraError | None = None
         self._owner = owner
         self._limits = owner.limits
-        self.role: str | None = None  # in which the peer was admitted; None until its HELLO has come
-        self.proof = b""  # that its HELLO has shown
+        self.role: str | None = None  # that the gate gave the peer; None until its HELLO has come
+        self.proof = b""  # the proof in its HELLO
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
         self.boot_unix: float | None = None  # unix time when this machine's boot_time was 0, as the peer's clock has it
         self._liveness = LivenessCheck(self._limits.silence_s, self._limits.answer_s, loop_time())
         self._incoming_watch, self._outgoing_watch = TransferWatch(), TransferWatch()
-        self._next_call = 1 if opened else 2
+        self._next_call = 1 if is_initiator else 2
         self._open: dict[int, _OpenCall] = {}
         self._slots = asyncio.Semaphore(min(self._limits.max_calls, MAX_CALLS_PER_CONNECTION))
         self._awaited = 0  # calls of this side, pings aside, that the peer has not answered
@@ -109,7 +111,7 @@ class Connection:
         such as NotAdmitted, and ConnectionBroken when the stream ends or no HELLO comes within `hello_s`.
         """
         self.stream.attach(self)
-        if self.opened:
+        if self.is_initiator:
             self._say_hello()
         try:
             async with asyncio.timeout(self._limits.hello_s):
@@ -130,7 +132,7 @@ class Connection:
         return Holder(self.stream.prefix, self.peer)
 
     @property
-    def is_observer(self) -> bool:
+    def is_reader(self) -> bool:
         """Whether the peer is admitted only as a reader, or has not said HELLO yet."""
         return self.role != MEMBER
 
@@ -167,7 +169,7 @@ class Connection:
         self._owner.on_gone(self)
 
     def _end_when_idle(self) -> None:
-        """Breaks off when the peer has said GOODBYE without a refusal and no call of either side is open."""
+        """Breaks off after the peer's GOODBYE without a refusal, once no call, pings aside, is open or queued."""
         if self._peer_leaves and not self._awaited and not len(self.incoming):
             self.break_off("the peer is leaving")
 
@@ -185,8 +187,9 @@ class Connection:
                 self._end_when_idle()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Sends a request now and returns the reply. When cancelled, withdraws the request, or sends CANCEL.
+        """Sends a request without waiting for a call slot (a large one waits for room), and returns the reply.
 
+        When cancelled, drops a request that is still queued, otherwise sends CANCEL. on_progress takes each Advance.
         Raises what the peer refuses it with, or what broke the connection.
         """
         if self.broken is not None:
@@ -283,7 +286,7 @@ class Connection:
             raise ProtocolError("out-of-order", f"A {prefix.type.name} of call {prefix.call}, which is not the peer's.")
         if prefix.type is FrameType.REQUEST:
             refusal = None
-            if self.is_observer and not isinstance(message, OBSERVERS_MAY):
+            if self.is_reader and not isinstance(message, READERS_MAY):
                 refusal = NotAdmitted("A reader may only ask for the manifest and the status.")
             elif self._owner.shut_out_s(self.peer) > 0:
                 refusal = NotAdmitted("This peer answers nothing to you for now; ask another.")
@@ -293,7 +296,9 @@ class Connection:
             if call is None:
                 return Intake.DROP
             if not isinstance(message, ANSWER_OF[call.request]):
-                raise ProtocolError("bad-message", f"{type(message).__name__} is no answer to {call.request.__name__}.")
+                raise ProtocolError(
+                    "bad-message", f"{type(message).__name__} is not an answer to {call.request.__name__}."
+                )
             self.incoming.share.reserve(prefix.payload_bytes)
         return Intake.TAKE
 
@@ -368,7 +373,7 @@ class Connection:
             self._fail(error)
             self.end(error, str(error))
             return
-        if not self.opened:
+        if not self.is_initiator:
             self._say_hello()
         self._owner.on_ready(self, hello.addresses)
         if not self._ready.done():

@@ -62,7 +62,7 @@ class OpenGuard:
 async def greet_member(guard: DhtGuard, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> None:
     """Exchanges HELLOs with a peer before the DHT calls it; anew, named_by: see DhtGuard.greet.
 
-    Raises NotAdmitted when the peer is no member of the run, or does not answer within GREET_S.
+    Raises NotAdmitted when the peer is not a member of the run, or does not answer within GREET_S.
     """
     try:
         async with asyncio.timeout(GREET_S):

@@ -103,7 +103,7 @@ class Dialler:
         return dial.result()
 
     def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
-        """Called when a dial has ended: forgets it, so that the next call dials anew."""
+        """Called when a dial has ended: forgets it, so that the next call dials again."""
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get it; perhaps none does
@@ -138,11 +138,11 @@ class Dialler:
                 return await self._open_stream(peer)
             except DialsCrossed:  # the lower peer id dials again first
                 turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
-            came = self._awaited[peer] = asyncio.Event()
+            peer_connected = self._awaited[peer] = asyncio.Event()
             try:
                 if self._connection_to(peer) is None:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(came.wait(), DIAL_AGAIN_S + turn_s)
+                        await asyncio.wait_for(peer_connected.wait(), DIAL_AGAIN_S + turn_s)
             finally:
                 del self._awaited[peer]
             if met := self._connection_to(peer):

@@ -52,7 +52,7 @@ class Directory:
         guard: DhtGuard,
         unix: Callable[[], float],
     ) -> None:
-        """bounds: what stands between the node and p2pd; its functions may be set after this."""
+        """bounds: the P2P wrapper that limits what the node sends and stores; its callbacks may be set after this."""
         self.bounds = bounds
         self._guard = guard
         self.refused = validator.refused  # how many records this node refused, by the code of their error
@@ -175,11 +175,11 @@ class Directory:
 
         Stops after READ_S, or when half have answered and no other answer comes for NEXT_ANSWER_S.
         """
-        table, ends = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + READ_S
+        table, deadline = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + READ_S
         found: dict[Any, _Entries] = {key: {} for key in keys}
         for key in keys:
             _merge(found[key], self._node.protocol.storage.get(key))
-        met, to_ask, asked = {self._node.node_id}, dict(table), 0
+        seen_nodes, to_ask, asked = {self._node.node_id}, dict(table), 0
         running: set[asyncio.Task[Any]] = set()
         while to_ask or running:
             for peer in to_ask.values():
@@ -187,16 +187,18 @@ class Directory:
                 self._asking.add(task)
                 task.add_done_callback(self._asking.discard)
             asked += len(to_ask)
-            met |= to_ask.keys()
-            patience = ends - loop_time() if len(running) > asked / 2 else min(NEXT_ANSWER_S, ends - loop_time())
-            done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            seen_nodes |= to_ask.keys()
+            timeout_s = (
+                deadline - loop_time() if len(running) > asked / 2 else min(NEXT_ANSWER_S, deadline - loop_time())
+            )
+            done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
             to_ask = {}
             for task in done:
                 for key, (entry, nearest) in (task.result() or {}).items():
                     _merge(found[key], entry)
-                    to_ask |= {node: peer for node, peer in nearest.items() if node not in met}
+                    to_ask |= {node: peer for node, peer in nearest.items() if node not in seen_nodes}
         return found
 
     async def _ask_holders(self, keys: list[Any]) -> dict[Any, _Entries]:

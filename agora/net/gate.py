@@ -67,7 +67,7 @@ class Gate:
         self._greeted: OrderedDict[PeerId, None] = OrderedDict()
 
     def hello_to(self, peer: PeerId) -> Hello:
-        """Returns the HELLO for a stream to `peer`. Others can neither use it nor tell the run from it."""
+        """Returns the HELLO for a stream to `peer`. No other peer can replay it or infer the run id from it."""
         salt = os.urandom(SALT_BYTES)
         token = run_token(self._run, salt, self._me, peer)
         return Hello(self.version, salt, token, self.role, self._proof, self._software, tuple(self.addresses()))

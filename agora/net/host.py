@@ -24,7 +24,7 @@ from agora_protocol.ids import PeerId
 
 from agora.net import own_addresses
 from agora.net.address_book import addresses_by_peer
-from agora.net.circuit_wire import address_bytes, address_text, varint
+from agora.net.circuit_wire import address_text, encode_multiaddr, varint
 from agora.net.hive import Multiaddr, MultiaddrError, PeerID, p2pd_pb2
 from agora.net.line_brake import LineBrake
 from agora.net.link import LinkSpec
@@ -357,7 +357,7 @@ class Host:
 def _check_listen(address: str) -> None:
     """Raises LocalError for a malformed address, or a TCP port that this machine cannot listen on now."""
     if _parse_multiaddr(address) is None:
-        raise LocalError(f"{address!r} is no address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
+        raise LocalError(f"{address!r} is not an address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
     direct = own_addresses.host_and_port(address)
     if direct is not None and direct[2] != 0:
         own_addresses.check_port(address, *direct)
@@ -383,7 +383,7 @@ def _address_text(raw: bytes) -> str:
 def _address_bytes(text: str) -> bytes:
     """Returns a multiaddr as p2pd takes it; b"" for one that is malformed or of a kind that is not known here."""
     try:
-        return address_bytes(text)
+        return encode_multiaddr(text)
     except (ValueError, OverflowError):
         parsed = _parse_multiaddr(text)
         return parsed.to_bytes() if parsed is not None else b""

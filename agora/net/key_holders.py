@@ -28,7 +28,7 @@ HOLDERS_S: Final = 300.0
 KEYS_AT_ONCE: Final = 16
 """Keys whose nodes are looked up in one search."""
 MAX_KEYS: Final = 4096
-"""Most keys whose nodes are remembered."""
+"""Maximum number of keys whose nodes are remembered."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class KeyHolders:
         """Asks ASKED holders of each key, and this node itself; calls take(key, value) for every answer.
 
         The value is None from a node that has nothing under the key. If no asked node answered for a key, its holders
-        are looked up anew and asked once more.
+        are looked up again and asked once more.
         """
         for key in keys:
             if (stored := self._node.protocol.storage.get(key)) is not None:

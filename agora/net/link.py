@@ -60,12 +60,12 @@ class LinkSpec:
         """Returns the link of RATE,RTT[,JITTER[,LOSS]], such as "200Mbit,50ms". Raises LinkError for any other text."""
         parts = [part.strip() for part in text.split(",")]
         if not 2 <= len(parts) <= 4:
-            raise LinkError(f"{text!r} is no link; {EXAMPLES}")
+            raise LinkError(f"{text!r} is not a link; {EXAMPLES}")
         values = []
         for part, (name, example, pattern) in zip(parts, _PARTS, strict=False):
             match = pattern.fullmatch(part.lower())
             if match is None:
-                raise LinkError(f"{part.lower()!r} is no {name} like {example}; {EXAMPLES}")
+                raise LinkError(f"{part.lower()!r} is not a valid {name} like {example}; {EXAMPLES}")
             values.append(float(match["number"]) * _UNITS[match["unit"]])
         spec = cls(*values, text=",".join(parts))
         if spec.rate < SLOWEST:

@@ -63,9 +63,9 @@ class Network:
     ) -> None:
         """gate: says whom this peer calls and answers. handler: answers other peers' requests.
 
-        report_violation: takes each frame that a peer should not have sent. shut_out_s: for how many more seconds a
-        peer must be neither called nor answered. report_failure: takes what `handler` raised that is no AgoraError.
-        count_sent: takes each request that was sent or answered, and the tensors that were sent with it.
+        report_violation: called with each frame that a peer should not have sent. shut_out_s: returns for how many more
+        seconds a peer must be neither called nor answered. report_failure: called with what `handler` raised that is
+        not an AgoraError. count_sent: called with each request that was sent or answered, and its tensors.
         `tell_time` may be set: it returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()
@@ -164,7 +164,7 @@ class Network:
         know the time, or are late, give none. timeout_s: for all together.
         """
         peers = random.sample(sorted(self._connections), min(most, len(self._connections)))
-        asked = [found for peer in peers if (found := self.connection_to(peer)) and not found.is_observer]
+        asked = [found for peer in peers if (found := self.connection_to(peer)) and not found.is_reader]
         pings = [asyncio.create_task(connection.ping()) for connection in asked]
         if pings:
             _, late = await asyncio.wait(pings, timeout=timeout_s)
@@ -210,7 +210,7 @@ class Network:
         """
         usable = [connection for connection in self._connections.get(peer, ()) if connection.is_usable]
         is_lower = self._host.peer < peer
-        return min(usable, key=lambda connection: connection.opened is not is_lower, default=None)
+        return min(usable, key=lambda connection: connection.is_initiator is not is_lower, default=None)
 
     def has_met(self, peer: PeerId) -> bool:
         """Returns whether HELLO was exchanged with `peer`, a member, and they are connected or were within MET_S."""
@@ -238,9 +238,9 @@ class Network:
             stream.close()
             return
         for older in list(self._connections.get(peer, ())):
-            if not older.opened:  # an honest peer opens a second stream only when it has given the first one up
+            if not older.is_initiator:  # an honest peer opens a second stream only when it has given the first one up
                 older.break_off("the peer opened a new stream")
-        self.spawn(self._await_hello(self._add_connection(stream, peer, opened=False, path=path)))
+        self.spawn(self._await_hello(self._add_connection(stream, peer, is_initiator=False, path=path)))
 
     def _make_room(self, newcomer: Holder) -> bool:
         """Returns whether one more connection may be made; breaks off another one for it if need be.
@@ -248,7 +248,7 @@ class Network:
         Peers that have not said which run they train have `max_silent` connections together, whoever they are.
         """
         connections = self._all_connections()
-        silent = [known for known in connections if known.is_observer and not known.opened]
+        silent = [known for known in connections if known.is_reader and not known.is_initiator]
         if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
             return True
         if silent:
@@ -286,11 +286,11 @@ class Network:
 
     def _add_opened(self, stream: FrameStream, peer: PeerId, path: str) -> Connection:
         """Makes a connection of a stream that this peer has opened; see `_add_connection`."""
-        return self._add_connection(stream, peer, opened=True, path=path)
+        return self._add_connection(stream, peer, is_initiator=True, path=path)
 
-    def _add_connection(self, stream: FrameStream, peer: PeerId, *, opened: bool, path: str) -> Connection:
+    def _add_connection(self, stream: FrameStream, peer: PeerId, *, is_initiator: bool, path: str) -> Connection:
         """Makes a connection of a stream, keeps it and returns it; its handshake has not begun."""
-        connection = Connection(self, stream, peer, opened=opened, path=path)
+        connection = Connection(self, stream, peer, is_initiator=is_initiator, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection
 
@@ -299,9 +299,9 @@ class Network:
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping.
 
-        Tells the gate and `on_met` of the new member. Does nothing for an observer.
+        Tells the gate and `on_met` of the new member. Does nothing for a reader.
         """
-        if connection.is_observer:
+        if connection.is_reader:
             return
         self.learn_announced(connection.peer, addresses)
         self._record_met(connection.peer)

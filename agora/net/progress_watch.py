@@ -14,7 +14,7 @@ STALLED_S: Final = 15.0
 PRESSED_S: Final = 3.0
 """The same seconds while others wait for memory; then it must bring MIN_BYTES_PER_S."""
 MIN_BYTES_PER_S: Final = 2048.0
-"""The least rate of a transfer while others wait for memory."""
+"""The minimum rate of a transfer while others wait for memory."""
 
 
 class TransferWatch:

@@ -43,7 +43,7 @@ class RawStream:
                 if byte < 0x80:
                     break
                 if shift > 28:
-                    raise ValueError("a message's length is no number")
+                    raise ValueError("a message's length is not a number")
             if length > most:
                 raise ValueError(f"a message of {length} bytes, of {most} at most")
             return await self._reader.readexactly(length)

@@ -25,7 +25,7 @@ from agora.net.hive import DHTID, DHTLocalStorage, DHTRecord, DictionaryDHTValue
 MAX_VERIFIED: Final = 8192  # records whose signatures are remembered as verified, at most
 MAX_SHARD_KEYS: Final = 8192  # keys of shards that are remembered by their hash, at most
 MAX_STORED_KEYS: Final = 16_384  # keys under which a node stores records, at most
-_PACKING_BYTES: Final = 16  # at least what msgpack adds around a record's bytes
+_PACKING_BYTES: Final = 16  # an upper bound on what msgpack adds around a record's bytes
 
 peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)
 """The shard hash of a peer in a run, remembered."""
@@ -63,7 +63,10 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return (record.key, record.subkey, record.value, record.expiration_time) in self._verified
 
     def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """Returns the record in a DHT entry. Raises ProtocolError if key, size, expiry or signature is not valid."""
+        """Returns the record in a DHT entry. Raises ProtocolError if key, size, expiry or signature is not valid.
+
+        A record that expired within CLOCK_TOLERANCE_S is accepted. Accepted records are cached: see is_known.
+        """
         if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
             raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
         now_unix = self._unix()

@@ -5,8 +5,8 @@ Knows: paths, modes of files. Must not know: whether a ticket or a revocation co
 | file | what | mode |
 |---|---|---|
 | runs/<run id>/ticket | this machine's proof, hex | 0600 |
-| runs/<run id>/revocations | the sealed revocations, hex, one in a line, the newest last | 0600 |
-| banned.txt | peers that the owner has banned from this machine, one in a line, in every run | 0600 |
+| runs/<run id>/revocations | the sealed revocations, hex, one per line, the newest last | 0600 |
+| banned.txt | peers that the owner has banned from this machine, one per line, in every run | 0600 |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_LINE_CHARACTERS = 64
 
 
 def read_proof(home: Home, run: str) -> bytes:
-    """Returns this machine's proof for a run, b"" when it has none. Raises LocalError for a file that is no proof."""
+    """Returns this machine's proof for a run, b"" when it has none. Raises LocalError if the file is not a proof."""
     path = home.ticket(run)
     try:
         return bytes.fromhex(_read(path, 2 * MAX_PROOF_BYTES + 2))
@@ -54,7 +54,7 @@ def write_revocations(home: Home, run: str, sealed: Iterable[bytes]) -> None:
 
 
 def read_banned(home: Home) -> list[PeerId]:
-    """Returns the peers that the owner has banned from this machine; lines that are no peer ids are left out."""
+    """Returns the peers that the owner has banned from this machine; lines that are not peer ids are left out."""
     lines = _read(home.banned, MAX_BANNED * MAX_LINE_CHARACTERS).splitlines()
     return [PeerId(line.strip()) for line in lines if is_peer_id(line.strip())]
 
@@ -62,10 +62,10 @@ def read_banned(home: Home) -> list[PeerId]:
 def add_banned(home: Home, peer: str) -> PeerId:
     """Adds a peer to banned.txt, and returns its id.
 
-    Raises InputError for what is no peer id, LocalError for a full file, DiskError for one that cannot be written.
+    Raises InputError for what is not a peer id, LocalError for a full file, DiskError for one that cannot be written.
     """
     if not is_peer_id(peer):
-        raise InputError(f"{peer[:60]!r} is no peer id; `swarm status RUN --json` lists them, such as 12D3KooW...")
+        raise InputError(f"{peer[:60]!r} is not a peer id; `swarm status RUN --json` lists them, such as 12D3KooW...")
     banned = read_banned(home)
     if len(banned) >= MAX_BANNED:
         raise LocalError(f"{home.banned} has {MAX_BANNED} peers; remove some lines.")

@@ -186,9 +186,12 @@ def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTe
 
 
 def describe_fetch(listed: int, plan: FetchPlan, sources: int) -> str:
-    """Returns in words what was fetched, such as "fetched 34 of 291 tensors, 1.2 GB from 3 peers"."""
+    """Returns in words what was fetched, such as "fetched 34 of 291 tensors, 1.2 GB from 3 peers".
+
+    If nothing was missing, says how many of all tensors were here already.
+    """
     if not plan.missing:
-        return f"{plan.here} of {listed} tensors are here from earlier"
+        return f"{plan.here} of {listed} tensors {'is' if plan.here == 1 else 'are'} here from earlier"
     size = f"{plan.nbytes / 1e9:,.1f} GB" if plan.nbytes >= 1e9 else f"{plan.nbytes / 1e6:,.1f} MB"
     peers = f"{sources} peer" + "s" * (sources != 1)
     fetched = f"fetched {len(plan.missing)} of {listed} tensors, {size} from {peers}"

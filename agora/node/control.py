@@ -43,7 +43,7 @@ class Question:
 
 
 class _BadQuestion(Exception):
-    """Raised for a line that is no valid question; `code` and text go into the error that answers it."""
+    """Raised for a line that is not a valid question; `code` and text go into the error that answers it."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)

@@ -23,7 +23,7 @@ from agora.node.paths import Home
 from agora.state.checkpoint import checkpoint_folders, stage_folder
 
 EXPORTS: Final = ("collected", "weights")
-"""The folders of a run that an export or the control socket makes anew."""
+"""The folders of a run that an export or the control socket makes again."""
 
 
 class DiskGuard:

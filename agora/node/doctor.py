@@ -5,6 +5,7 @@ Knows: what a run needs. Must not know: the network.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -33,11 +34,13 @@ def check_disk(directory: Path) -> str:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
+        probe.unlink()
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise DiskError(f"Cannot write in {directory} ({error.strerror}); {_ADVICE}") from error
     finally:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # else it would hide the DiskError
+            probe.unlink(missing_ok=True)
     if free < MIN_FREE_BYTES:
         needed = f"{_in_mib(free)} free and the daemon needs {_in_mib(MIN_FREE_BYTES)}"
         raise DiskError(f"{directory} has {needed}; {_ADVICE}")

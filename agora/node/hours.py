@@ -50,7 +50,7 @@ def _parse_range(text: str) -> tuple[int, int]:
     """Returns the minutes of the day at which a range FROM-TO begins and ends. Raises ValueError for other text."""
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no range of hours; write 22-07 or 22:30-07:00, and several with commas")
+        raise ValueError(f"{text!r} is not a range of hours; write 22-07 or 22:30-07:00, and several with commas")
     begin_h, begin_m, end_h, end_m = (int(group or 0) for group in match.groups())
     begin, end = 60 * begin_h + begin_m, 60 * end_h + end_m
     if max(begin, end) > DAY_MINUTES or max(begin_m, end_m) > 59 or begin == end:

@@ -173,7 +173,7 @@ class Node:
         if self.loaded is None:
             step = self.startup.steps.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self._describe_state()}: {step}", "wait until it serves")
-        return health.judge(view, stage_count, now_unix, since_unix=self._since_unix)
+        return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
 
     def _traffic(self) -> events.Traffic:
         """Returns the bytes since the daemon's start; connections before a rest count too."""
@@ -191,7 +191,7 @@ class Node:
         await asyncio.gather(serving, return_exceptions=True)
 
     async def _rest(self) -> None:
-        """Withdraws the claim, gives back what is in hand, closes everything but the control socket, and waits.
+        """Withdraws the claim, gives back open work, closes everything but the control socket, and waits.
 
         Returns when the daemon is to stop, or to work again: then `startup` has a higher incarnation number.
         """
@@ -303,7 +303,10 @@ class Node:
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, local_peer: LocalPeer) -> None:
-        """Gives up the span and serves the wanted one, or the former one again if that fails; tells the mover which."""
+        """Gives up the span and serves the wanted one, or the former one again if that fails.
+
+        Reports the outcome to whoever asked for the move.
+        """
         move, former = self._move, self.serving_span()
         assert move is not None
         self._move_wanted.clear()
@@ -344,7 +347,7 @@ class Node:
         await self._hand_back("leaving")
 
     async def _hand_back(self, why: str) -> None:
-        """Announces "leaving", finishes what is in hand or gives it back to its callers, and writes checkpoints.
+        """Announces "leaving", finishes open work or gives it back to its callers, and writes checkpoints.
 
         Takes LEAVE_S at most. Only announces while no span is loaded. why: completes "this peer is ..." for callers.
         """
@@ -362,7 +365,7 @@ class Node:
     async def _finish(
         self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, until: float, reason: str
     ) -> None:
-        """Announces "leaving", finishes what is in hand, and at `until` cancels the rest: its callers ask others.
+        """Announces "leaving", finishes open work, and at `until` cancels the rest: its callers ask others.
 
         origin_s: how long it waits for this origin's own microbatches. reason: completes "this peer is ...".
         """

@@ -133,7 +133,7 @@ class LoadedSpan:
         each = max(self._tokens_per_microbatch(), 1.0)
         whole = math.ceil(manifest.optimizer.target_tokens / each)
         if not self._is_synchronous:
-            if (lacking := self.replicas.tokens_before_mean(0)) is not None:
+            if (lacking := self.replicas.tokens_until_origins_wait(0)) is not None:
                 before_mean = math.ceil(lacking / each)
                 return OpeningInputs(ready, None, path_s, before_mean=before_mean)
             most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)

@@ -168,7 +168,7 @@ class LocalPeer:
     def _is_member(self, peer: PeerId) -> bool:
         """Returns whether `peer` is connected as a member and not shut out: only such peers may use this relay."""
         connection = self.network.connection_to(peer)
-        return connection is not None and not connection.is_observer and self.offences.shut_out_s(peer) == 0
+        return connection is not None and not connection.is_reader and self.offences.shut_out_s(peer) == 0
 
     def _on_view_change(self) -> None:
         """Called when the view has changed: learns peers' addresses, and tells the router."""
@@ -217,7 +217,7 @@ class LocalPeer:
         await self.network.close()
 
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns, by replica of a stage, the bytes per second that count for owning parts; 0 when unknown."""
+        """Returns, by replica of a stage, the bytes per second that count for owning parts; the median if unknown."""
         replicas = self.membership.view.replicas(stage)
         return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
 

@@ -11,11 +11,11 @@ because every command uses it before anything heavy. Layout of a data directory 
     paused                     there while the owner has paused the daemon
     events.jsonl               the journal
     corpus/                    tokenised texts, by content
+    banned.txt                 whom the owner of this machine has banned from it
     base/<list hash>/          fetched tensors of a base model, by its tensor list
     runs/<run id>/run.toml     the signed manifest of each run this machine has joined
     runs/<run id>/ticket       the ticket that admits this machine, mode 0600
     runs/<run id>/revocations  who is banned from the run, and by whom
-    banned.txt                 whom the owner of this machine has banned from it
     runs/<run id>/peers.txt    addresses that answered last time
     runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
     runs/<run id>/collected/   the weights of every stage, as last asked for by an export
@@ -77,12 +77,12 @@ class Home:
         return self.runs / run / "run.toml"
 
     def peers(self, run: str) -> Path:
-        """Returns the path of the file with addresses of a run's peers, one in a line."""
+        """Returns the path of the file with addresses of a run's peers, one per line."""
         return self.runs / run / "peers.txt"
 
     @property
     def banned(self) -> Path:
-        """The file with the peers that the owner has banned from this machine, one in a line."""
+        """The file with the peers that the owner has banned from this machine, one per line."""
         return self.root / "banned.txt"
 
     def ticket(self, run: str) -> Path:
@@ -90,7 +90,7 @@ class Home:
         return self.runs / run / "ticket"
 
     def revocations(self, run: str) -> Path:
-        """Returns the path of the file with the revocations of a run, in hex, one in a line."""
+        """Returns the path of the file with the revocations of a run, in hex, one per line."""
         return self.runs / run / "revocations"
 
     def checkpoints(self, run: str) -> Path:
@@ -115,7 +115,7 @@ def home_at(directory: Path | None = None) -> Home:
 def runtime_directory() -> Path:
     """Returns the directory of the sockets of this user's daemons.
 
-    It is the first that is set of AGORA_RUNTIME_DIR, systemd's RUNTIME_DIRECTORY and XDG_RUNTIME_DIR/agora; otherwise
+    It is the first one set of AGORA_RUNTIME_DIR, systemd's RUNTIME_DIRECTORY and XDG_RUNTIME_DIR/agora; otherwise
     /tmp/agora-UID. A directory whose path is too long for a socket's is skipped.
     """
     for named, suffix in ((RUNTIME_VARIABLE, ""), ("RUNTIME_DIRECTORY", ""), ("XDG_RUNTIME_DIR", "agora")):

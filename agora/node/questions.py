@@ -103,7 +103,7 @@ class ControlAnswers:
     async def ban(self, peer: str = "") -> Answer:
         """Bans a peer from this machine, in every run, until its line in banned.txt is removed.
 
-        Raises InputError for what is no peer id, DiskError or LocalError when banned.txt cannot take it.
+        Raises InputError for what is not a peer id, DiskError or LocalError when banned.txt cannot take it.
         """
         banned = admission_files.add_banned(self._node.startup.home, peer)
         self._admission().ban_here(banned)

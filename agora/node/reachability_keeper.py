@@ -108,7 +108,8 @@ class ReachabilityKeeper:
     async def run(self) -> None:
         """Does every LOOK_S what is due (see `_look`), until it is cancelled; then closes all holes.
 
-        In its first seconds it looks more often: others are called as soon as a neighbour has told how they are met.
+        In its first seconds it looks more often: hole punching waits until a neighbour has said whether this peer
+        can be dialled.
         """
         began = loop_time()
         try:

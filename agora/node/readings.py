@@ -54,9 +54,9 @@ TIME_ERROR: Final = 5
 
 def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -> Readings:
     """Returns the facts for a daemon in `home` with the settings `flags`, and for the run that `run` names, if any."""
-    chosen, settings_problem = _settings(home, flags)
-    identity, identity_problem = _identity(home)
-    daemon = _daemon(home)
+    chosen, settings_problem = _read_settings(home, flags)
+    identity, identity_problem = _read_identity(home)
+    daemon = _read_daemon(home)
     device, device_problem = _try_device(chosen.device)
     listen = [] if daemon.pid is not None else [(address, listen_problem(address)) for address in chosen.listen]
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
@@ -87,7 +87,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         peers_in_sight=daemon.in_sight,
         resting=daemon.resting,
         reachability=daemon.reachability,
-        unit_state=_unit_state(),
+        unit_state=_read_unit_state(),
         **of_run,
     )
 
@@ -116,7 +116,7 @@ def _package(required: Requirement) -> PackageReading:
 
 
 def _p2pd_problem() -> str:
-    """Returns why hivemind's network process p2pd cannot run here; "" when it prints its usage."""
+    """Returns why hivemind's network process p2pd cannot run here; "" if it runs."""
     found = importlib.util.find_spec("hivemind")
     if found is None or found.origin is None:
         return "hivemind, which ships p2pd, is not installed"
@@ -128,7 +128,7 @@ def _p2pd_problem() -> str:
     return "" if b"Usage" in done.stdout + done.stderr else f"{binary} ended with exit code {done.returncode}"
 
 
-def _settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Settings, str]:
+def _read_settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Settings, str]:
     """Returns the settings in force and "", or the defaults and the problem with the settings."""
     try:
         return settings.load(home.root / "agora.toml", flags), ""
@@ -136,7 +136,7 @@ def _settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Sett
         return settings.load(Path(os.devnull), {}, {}), str(error)
 
 
-def _identity(home: paths.Home) -> tuple[str, str]:
+def _read_identity(home: paths.Home) -> tuple[str, str]:
     """Returns (peer id, problem with the key file). One of them is ""; before the first start, both are."""
     if not os.path.lexists(home.identity):
         return "", ""
@@ -201,7 +201,7 @@ def _disk_problem(directory: Path, limit_bytes: int) -> str:
     existing = _nearest_existing(directory)
     try:
         if not existing.is_dir():
-            return f"{existing} is no directory"
+            return f"{existing} is not a directory"
         doctor.check_disk(existing)
     except AgoraError as error:
         return str(error)
@@ -275,7 +275,7 @@ class _DaemonReading(NamedTuple):
     reachability: str = ""
 
 
-def _daemon(home: paths.Home) -> _DaemonReading:
+def _read_daemon(home: paths.Home) -> _DaemonReading:
     """Finds the running daemon of this data directory and asks it for its status; returns what it says."""
     root = str(home.root.resolve())
     entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
@@ -289,7 +289,7 @@ def _daemon(home: paths.Home) -> _DaemonReading:
     return _DaemonReading(entry.pid)
 
 
-def _unit_state() -> str:
+def _read_unit_state() -> str:
     """Returns what systemd says of the unit agora-node; "" where there is no systemd, or no such unit.
 
     That is its active state, or "auto-restart" while it waits to be started again after a failure.

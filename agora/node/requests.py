@@ -159,7 +159,7 @@ class RequestHandler:
             raise
 
     def _recent_status(self) -> bytes:
-        """Returns the status as JSON, made anew when the last one is older than STATUS_S."""
+        """Returns the status as JSON, made again when the last one is older than STATUS_S."""
         if loop_time() - self._status_at >= STATUS_S:
             self._status_bytes, self._status_at = encode_status(self._status()), loop_time()
         return self._status_bytes

@@ -77,14 +77,14 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
     """Returns what a manifest file says of its run; an unsigned one is a draft.
 
     With a signed one go the addresses that `home` remembers of its run.
-    Raises ManifestError for a file that is no text, malformed or wrongly signed, DiskError for one that cannot be read.
+    Raises ManifestError for a file that is not text, malformed or wrongly signed, DiskError for an unreadable one.
     """
     from agora_protocol.manifest import Manifest, SignedManifest, is_signed
 
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ManifestError(f"{path} is no text; is it a manifest?") from None
+        raise ManifestError(f"{path} is not a text file; is it a manifest?") from None
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
     if not is_signed(text, str(path)):
@@ -190,11 +190,14 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
         return RunReference(RunId(text), "")
     close = difflib.get_close_matches(text, [reference.name for reference in joined.values()], n=1)
     hint = f"did you mean {close[0]!r}?" if close else "give a manifest file (run.toml) or an invite (agora://...)."
-    raise InputError(f"{text!r} is no file, no invite and no run that this machine has joined; {hint}")
+    raise InputError(f"{text!r} is not a file, an invite or a run that this machine has joined; {hint}")
 
 
 def _find_joined(home: paths.Home) -> Iterator[RunReference]:
-    """Yields the runs whose signed manifests can be read in a data directory; no `file`, as if from the network."""
+    """Yields a reference for each joined run with a readable signed manifest.
+
+    `file` is None, so that relative paths are resolved from the working directory.
+    """
     for path in sorted(home.runs.glob("*/run.toml")):
         with suppress(DiskError, ManifestError):
             reference = from_file(path, home)

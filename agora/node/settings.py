@@ -41,7 +41,7 @@ class SettingsError(LocalError):
 
 
 def _check_rate(text: str) -> str:
-    """Returns `text` unchanged. Raises InputError when it is no rate, see parse_rate."""
+    """Returns `text` unchanged. Raises InputError when it is not a rate, see parse_rate."""
     parse_rate(text)
     return text
 
@@ -127,7 +127,7 @@ def _as_multiaddr(address: str) -> str:
         return address
     match = _HOST_PORT.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
-        raise ValueError(f"{address!r} is no address; write /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330")
+        raise ValueError(f"{address!r} is not an address; write /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330")
     return f"/ip4/{match['host']}/tcp/{match['port']}"
 
 
@@ -172,7 +172,7 @@ def _nearest(key: str, source: str) -> str:
 def _read_toml(file: Path) -> dict[str, Any]:
     """Returns the settings in a TOML file, {} when there is no file.
 
-    Raises SettingsError when it cannot be read or is no TOML.
+    Raises SettingsError when it cannot be read or is not valid TOML.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ from agora.threads import run_in_thread
 
 
 @dataclass
-class OriginCircle:
+class OriginListing:
     """Holds `others`, which returns the other live origins of the run; the span sets it when it is loaded."""
 
     others: Callable[[], Collection[PeerId]] = tuple
@@ -37,12 +37,13 @@ class Epochs:
 
     batches: EpochBatches
     record: EpochRecord
-    circle: OriginCircle
+    circle: OriginListing
 
     def resume(self, step: int) -> None:
         """Restores the state of the epochs that was recorded at `step` of stage 0, or at the newest step before it.
 
-        Without such a record, or with a malformed one, the epoch starts over. Raises DataError for one of other rows.
+        Without such a record, or with a malformed one, the epoch starts over. Raises DataError
+        if the record is of a different data set.
         """
         if (state := self.record.newest(step)) is not None:
             with suppress(ValueError):
@@ -118,7 +119,7 @@ async def _open_samples(local_peer: LocalPeer) -> Epochs:
             f"{found.trained:,} samples in {found.rows:,} rows, {found.supervised:,} supervised tokens; "
             f"{found.heldout:,} held out, {found.truncated:,} cut, {found.left_out:,} left out"
         )
-    circle = OriginCircle()
+    circle = OriginListing()
     session = int.from_bytes(os.urandom(8), "big") >> 1
     batches = EpochBatches(
         rows, manifest.seed, manifest.schedule.microbatch, startup.me, session, lambda: circle.others()

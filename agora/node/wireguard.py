@@ -53,7 +53,7 @@ class MeshMachine:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """All machines, the network of their addresses, and the UDP port on which each listens. Immutable."""
+    """A WireGuard mesh: its address range, its machines, and the UDP port on which all listen. Immutable."""
 
     network: Network
     port: int
@@ -76,7 +76,7 @@ def read_mesh(text: str, source: str) -> Mesh:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{source}: this is not valid TOML ({str(error)[:200]}); correct that line.") from None
     _check_fields(values, _FILE_FIELDS, source)
-    network = _network(values.get("network", DEFAULT_NETWORK), source)
+    network = _parse_network(values.get("network", DEFAULT_NETWORK), source)
     port = values.get("port", DEFAULT_PORT)
     if type(port) is not int or not 0 < port < 65536:
         raise InputError(f"{source}: port must be a number from 1 to 65535.")
@@ -86,9 +86,9 @@ def read_mesh(text: str, source: str) -> Mesh:
     taken: dict[str, str] = {}
     machines: list[MeshMachine] = []
     free = iter(network.hosts())
-    wished = {str(table.get("address")) for table in tables if isinstance(table, dict)}
+    requested = {str(table.get("address")) for table in tables if isinstance(table, dict)}
     for number, table in enumerate(tables, 1):
-        machine = _machine(table, f"{source}: machine {number}", network, port, free, wished)
+        machine = _parse_machine(table, f"{source}: machine {number}", network, port, free, requested)
         for value in (machine.name, machine.public_key, str(machine.address)):
             if value in taken:
                 raise InputError(f"{source}: {machine.name} and {taken[value]} both have {value}; each needs its own.")
@@ -103,9 +103,10 @@ def read_mesh(text: str, source: str) -> Mesh:
 def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
     """Returns the text of this machine's configuration for `wg-quick`, without any private key.
 
-    It connects to every machine if either has an endpoint. The hub also carries what those behind NATs send each other.
+    It has a [Peer] for each other machine, unless both lack an endpoint. Traffic between machines behind NATs goes
+    through the hub.
     """
-    hidden = [machine for machine in mesh.behind_nat() if machine != me]
+    others_behind_nat = [machine for machine in mesh.behind_nat() if machine != me]
     lines = [
         f"# {me.name}: copy to /etc/wireguard/{INTERFACE}.conf; its private key stays in {KEY_FILE} of this machine.",
         "[Interface]",
@@ -113,7 +114,7 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
         f"ListenPort = {mesh.port}",
         f"PostUp = wg set %i private-key {KEY_FILE}",
     ]
-    if me == mesh.hub and len(hidden) > 1:
+    if me == mesh.hub and len(others_behind_nat) > 1:
         version = "net.ipv6.conf.all.forwarding" if me.address.version == 6 else "net.ipv4.ip_forward"
         lines.append(f"PostUp = sysctl -q -w {version}=1")
     for machine in mesh.machines:
@@ -121,7 +122,7 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
             continue
         reached = [machine]
         if machine == mesh.hub and not me.endpoint:
-            reached += hidden
+            reached += others_behind_nat
         lines += ["", f"# {machine.name}", "[Peer]", f"PublicKey = {machine.public_key}"]
         lines.append("AllowedIPs = " + ", ".join(f"{each.address}/{each.address.max_prefixlen}" for each in reached))
         if machine.endpoint:
@@ -132,7 +133,7 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
 
 
 def write_key(path: Path) -> str:
-    """Makes a private key at `path`, mode 0600, unless there is one; returns its public key, in base64.
+    """Generates a private key at `path`, mode 0600, unless there is one; returns its public key, in base64.
 
     Raises DiskError when it cannot be written, InputError when what is there is no key.
     """
@@ -156,7 +157,7 @@ def _public_key_in(path: Path) -> str:
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror}); check its owner and mode.") from error
     except (binascii.Error, ValueError):
-        raise InputError(f"{path} is there and is no WireGuard key; name another file.") from None
+        raise InputError(f"{path} exists and is not a WireGuard key; name another file.") from None
 
 
 def _public_key_of(private: X25519PrivateKey) -> str:
@@ -164,8 +165,8 @@ def _public_key_of(private: X25519PrivateKey) -> str:
     return base64.b64encode(private.public_key().public_bytes_raw()).decode()
 
 
-def _machine(table: Any, source: str, network: Network, port: int, free: Any, wished: set[str]) -> MeshMachine:
-    """Returns one machine of the list. free: iterates over the network's addresses; wished: those that are asked for.
+def _parse_machine(table: Any, source: str, network: Network, port: int, free: Any, requested: set[str]) -> MeshMachine:
+    """Returns one machine of the list. free: iterates over the network's addresses; requested: those asked for.
 
     Raises InputError.
     """
@@ -181,8 +182,8 @@ def _machine(table: Any, source: str, network: Network, port: int, free: Any, wi
     return MeshMachine(
         values["name"],
         values["public_key"],
-        _address(values["address"], network, free, wished, source),
-        _endpoint(values["endpoint"], port, source),
+        _parse_address(values["address"], network, free, requested, source),
+        _parse_endpoint(values["endpoint"], port, source),
     )
 
 
@@ -206,7 +207,7 @@ def _check_key(text: str, source: str) -> None:
         raise InputError(f"{source}: public_key must be 44 characters of base64; {made}.")
 
 
-def _network(text: Any, source: str) -> Network:
+def _parse_network(text: Any, source: str) -> Network:
     """Returns the network in a text. Raises InputError."""
     try:
         return ipaddress.ip_network(text if isinstance(text, str) else "")
@@ -214,13 +215,13 @@ def _network(text: Any, source: str) -> Network:
         raise InputError(f"{source}: network must look like {DEFAULT_NETWORK}.") from None
 
 
-def _address(text: str, network: Network, free: Any, wished: set[str], source: str) -> Address:
-    """Returns the address in a text; for "" the next free one that no other machine wishes.
+def _parse_address(text: str, network: Network, free: Any, requested: set[str], source: str) -> Address:
+    """Returns the address in a text; for "" the next free one that no other machine requests.
 
     Raises InputError for an address that is not of the network, and if none is free.
     """
     if not text:
-        found: Address | None = next((address for address in free if str(address) not in wished), None)
+        found: Address | None = next((address for address in free if str(address) not in requested), None)
         if found is None:
             raise InputError(f"{source}: network {network} has no address left; use a larger one.")
         return found
@@ -233,7 +234,7 @@ def _address(text: str, network: Network, free: Any, wished: set[str], source: s
     return address
 
 
-def _endpoint(text: str, port: int, source: str) -> str:
+def _parse_endpoint(text: str, port: int, source: str) -> str:
     """Returns HOST:PORT, with the mesh's port where none is given; "" for "". Raises InputError."""
     if not text:
         return ""

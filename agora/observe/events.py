@@ -333,7 +333,7 @@ class PeerGone(Event):
 
 
 class SpanChosen(Event, template="takes stages {first_stage}-{last_stage}: {reason}"):
-    """Event: placement decided which stages this peer holds, and why."""
+    """Event: this peer's span has settled, chosen by placement or pinned by its owner."""
 
     first_stage: int
     last_stage: int

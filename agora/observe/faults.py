@@ -1,4 +1,4 @@
-"""Named points of the program at which tests kill, freeze or delay a real daemon, or have it lie.
+"""Named points of the program at which tests kill, freeze or delay a real daemon, or make it send false values.
 
 Knows: AGORA_FAULTS ("point:action[=number][:nth[+]][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the
 points. Without AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for
@@ -78,7 +78,7 @@ class Fault:
 def parse(text: str) -> tuple[Fault, ...]:
     """Returns the faults of "point:action[=number][:nth[+]][,...]", the text of AGORA_FAULTS.
 
-    number: for "sleep", "shift" and "say", and only for these. nth: the arrival at which it acts, counted from 1, by
+    number: for "sleep", "shift" and "say", and only for these. nth: the visit to the point on which it acts, from 1, by
     default the first; with "+" at all later ones, too. Raises InputError for an unknown point or action and for a
     malformed number.
     """

@@ -92,7 +92,7 @@ class Follower:
     _offset: int = 0
 
     def news(self) -> list[dict[str, Any]]:
-        """Returns the JSON object of each complete line written since the last call; skips what is no JSON object."""
+        """Returns the JSON object of each complete line written since the last call; skips other lines."""
         values: list[Any] = []
         for file in self._unread():
             with file.open("rb") as handle:

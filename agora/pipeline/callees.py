@@ -39,7 +39,7 @@ def choose_callees(
     if len(live) <= MAX_CALLEES:
         return set(live)
     usual = median_low([view.capacity for view in live.values() if view.capacity > 0] or [1.0])
-    ranked = sorted([(places[peer] / _weight(view.capacity, usual), peer) for peer, view in live.items()])
+    ranked = sorted([(places[peer] / _capacity_weight(view.capacity, usual), peer) for peer, view in live.items()])
     chosen, healthy = set(), 0
     for _, peer in ranked:
         chosen.add(peer)
@@ -50,8 +50,11 @@ def choose_callees(
 
 
 @lru_cache(maxsize=4096)
-def _weight(capacity: float, usual: float) -> float:
-    """Returns a claimed capacity by the usual one as a power of two, so that small changes do not matter."""
+def _capacity_weight(capacity: float, usual: float) -> float:
+    """Returns capacity / usual, clamped to [MIN_TIMES_MEDIAN, MAX_TIMES_MEDIAN] and rounded to a power of two.
+
+    1.0 for an unknown capacity (0 or less). It is rounded so that small changes do not matter.
+    """
     if capacity <= 0.0:
         return 1.0
     ratio = min(max(capacity / usual, MIN_TIMES_MEDIAN), MAX_TIMES_MEDIAN)

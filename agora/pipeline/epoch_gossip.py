@@ -23,7 +23,7 @@ INTERVAL_S: Final = 0.25
 HEARTBEAT_S: Final = 2.0
 """Seconds after which an origin sends its state again although it has not changed, above all for newcomers."""
 TARGETS: Final = 4
-"""Most other origins to which the state is sent at one interval."""
+"""Maximum number of other origins to which the state is sent at one interval."""
 CALL_S: Final = 3.0
 REPEAT_S: Final = 60.0
 """Seconds between two reports that one and the same origin trains on other rows."""

@@ -72,7 +72,7 @@ class Hop:
         fault: faults.ReachFault = faults.reach,
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_trained: is called after each training microbatch that leaves this hop, after training_count fell."""
+        """on_trained: is called when a training microbatch leaves this hop, after training_count was decremented."""
         self._span = compute.span
         self._is_last = compute.span.last == router.stage_count - 1
         self._compute = compute
@@ -103,7 +103,7 @@ class Hop:
         repeated request gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may
         be missing at stage 0. on_progress is called with each Advance. holder: who asks; None for this peer's own
         origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before it, if too little time is
-        left, or during it, as an error of the compute. In all these cases the gradient is not counted here. Reports
+        left, or, like errors of the compute, during it. In all these cases the gradient is not counted here. Reports
         refusals as HopRefused.
         """
         try:
@@ -160,7 +160,7 @@ class Hop:
         work.publish(Advance(stage, self._ledger.me, "finished", self.queue))
         return answer
 
-    async def _in_queue(self, job: Awaitable[T]) -> T:
+    async def _await_device(self, job: Awaitable[T]) -> T:
         """Awaits a device job and returns its result; `queue` is one higher until then."""
         self.queue += 1
         try:
@@ -174,7 +174,7 @@ class Hop:
         When training, first marks the work as committed: it then runs to its end even if all callers leave.
         """
         work.committed = job.is_training
-        result = await self._in_queue(
+        result = await self._await_device(
             self._compute.finish(
                 job.message.microbatch,
                 job.message.stage,
@@ -193,7 +193,9 @@ class Hop:
         """
         microbatch, first, purpose = job.message.microbatch, job.message.stage, job.message.purpose
         try:
-            output = await self._in_queue(self._compute.forward(microbatch, first, job.boundary, job.tokens, purpose))
+            output = await self._await_device(
+                self._compute.forward(microbatch, first, job.boundary, job.tokens, purpose)
+            )
             await self._fault("hop.forwarded")
             onward = replace(job.message, stage=self._span.last + 1)
             while True:
@@ -214,7 +216,7 @@ class Hop:
         work.committed = True
         started = loop_time()
         try:
-            result = await self._in_queue(
+            result = await self._await_device(
                 self._compute.backward(job.message.microbatch, job.message.stage, downstream.gradient)
             )
         except ProtocolError as error:

@@ -108,7 +108,7 @@ class HopAnswer(Reply):
 
 
 MIN_LOG_PROBABILITY: Final = -1000.0
-"""The least log-probability of a token under the reference that an answer may contain, in nats."""
+"""The lowest log-probability of a token under the reference that an answer may contain, in nats."""
 
 
 @dataclass(frozen=True, slots=True)

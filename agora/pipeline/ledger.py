@@ -25,17 +25,17 @@ from agora.pipeline.interfaces import HopAnswer
 FREE_SEATS = 0.875
 """The fraction of the seats that any caller may take; the rest is for callers that hold less than a fair part."""
 MAX_CACHE_BYTES = 256 << 20
-"""Most bytes of all kept answers together."""
+"""Maximum number of bytes of all kept answers together."""
 MAX_CACHE_AGE_S = 900.0
 """Seconds after which a kept answer is dropped."""
 MAX_CACHE_ENTRIES = 65536
-"""Most answers that are kept."""
+"""Maximum number of answers that are kept."""
 ENTRY_BYTES = 512
 """Approximate bytes of a kept answer beyond its tensors; answers to evaluations have no tensors at all."""
 CLOSED_RETRY_MS = 2000
 """Milliseconds after which a caller that was refused because this peer takes no new work may retry."""
 MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
-"""Least and most milliseconds after which a caller that found all seats taken may retry."""
+"""Minimum and maximum milliseconds after which a caller that found all seats taken may retry."""
 OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
 """Milliseconds after which a caller may retry a microbatch that entered at another stage, or is being cancelled."""
 ANSWERS_PER_SEAT = 32

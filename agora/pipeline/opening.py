@@ -17,7 +17,7 @@ from agora.moving_average import MovingAverage
 SAFETY = 4.0
 """x + SAFETY * sqrt(x) microbatches are in flight, x as in the module docstring."""
 PER_STAGE = 2
-"""Least microbatches in flight for each stage, and the number at the start: one is computed while one travels."""
+"""Minimum microbatches in flight for each stage, and the number at the start: one is computed while one travels."""
 MAX_GAP_PERIODS = 10.0
 """One gap between two completions counts as at most this number of mean periods."""
 GRACE_S = 3.0

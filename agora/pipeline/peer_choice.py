@@ -18,15 +18,15 @@ from agora_protocol.ids import MicrobatchId, PeerId
 UNMEASURED_SERVICE_S = 0.25
 """Device seconds that a microbatch is assumed to take until a peer of the stage has been measured."""
 BACKOFF_S = 0.25
-"""Least seconds that a peer is not called after its first failure; they double with each further failure in a row."""
+"""Minimum seconds that a peer is not called after its first failure; they double with each further failure in a row."""
 MAX_BACKOFF_S = 60.0
-"""Most seconds that a failing peer is not called."""
+"""Maximum seconds that a failing peer is not called."""
 MAX_BACKOFF_WITHOUT_SIBLING_S = 4.0
 """The same maximum while every peer of the stage fails."""
 SEAT_WAITS = 128
 """Number of latest times from sending to a seat that are kept of a peer."""
 NEWCOMER_CALLS = 2
-"""Most open calls to a peer that has never answered, once another peer of its stage has."""
+"""Maximum number of open calls to a peer that has never answered, once another peer of its stage has."""
 RELAYED_FACTOR = 1.5
 """How many times as long a microbatch counts at a peer that is reached through a relay: others share that link."""
 

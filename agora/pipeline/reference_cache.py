@@ -14,7 +14,7 @@ import numpy as np
 from agora_protocol.tensors import WireTensor
 
 MAX_ROWS: Final = 1 << 18
-"""Most rows that are remembered, about 200 bytes each. The first ones stay; every epoch asks for the others again."""
+"""Maximum number of cached rows, about 200 bytes each. The first ones stay; every epoch asks for the others again."""
 KEY_BYTES: Final = 16
 
 

@@ -34,10 +34,10 @@ MIN_ATTEMPT_S = 0.001
 MAX_REASONS = 8
 """Number of peers whose reasons an Unavailable names; the last ones."""
 NEWS_PER_STAGE = 8
-"""Most progress messages of one kind that are passed on for each stage in an attempt. One is usual, more come where
+"""Maximum number of progress messages of one kind passed on per stage in an attempt. One is usual, more come where
 calls were repeated; the rest are dropped, because every caller upstream would have to pass them on."""
 UNAVAILABLE_FAILURES = 3
-"""Most failures in a row that are counted of a peer that found no peer further downstream, which may not be its fault.
+"""Maximum number of failures in a row that count of a peer that found no peer downstream, which may not be its fault.
 With three failures it is not called for a second."""
 
 
@@ -46,7 +46,7 @@ class RoutedCall:
     """One microbatch in `Router.send`: its request and tensors, and what its attempts have shown.
 
     hint: which peers hold it; at first those that the caller names. passed_on: by stage, the peer of which upstream has
-    heard. reasons: why each peer failed, by id.
+    heard. reasons: why each peer failed or was busy, by id. failed: those that failed.
     """
 
     process: Process
@@ -56,6 +56,7 @@ class RoutedCall:
     hint: PathHint
     passed_on: dict[int, PeerId] = field(default_factory=dict)
     reasons: dict[PeerId, str] = field(default_factory=dict)
+    failed: set[PeerId] = field(default_factory=set)
 
     @property
     def payload_bytes(self) -> int:
@@ -78,11 +79,12 @@ class RoutedCall:
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
-        """Records why `peer` failed and removes it from the hint; one that holds the result, at its second failure."""
-        if peer not in self.hint.finished or peer in self.reasons:
+        """Records why `peer` failed and drops it from the hint; one that holds the result, only if it failed before."""
+        if peer not in self.hint.finished or peer in self.failed:
             self.hint.finished.discard(peer)
             if self.hint.peers.get(self.process.stage) == peer:
                 del self.hint.peers[self.process.stage]
+        self.failed.add(peer)
         self.reasons[peer] = reason
 
     def request(self, deadline_ms: int) -> Process:

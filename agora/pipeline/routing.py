@@ -38,11 +38,11 @@ MAX_SPEED_RATIO = 16.0
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest sample in the moving averages of PeerCost."""
 MAX_FAILURES = 64
-"""Most failures in a row that are counted of one peer."""
+"""Maximum number of failures in a row that are counted of one peer."""
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
-"""Least and most seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
+"""Minimum and maximum seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
 USUAL_CALLS = 4.0
-"""An attempt gets at least the time of this many usual calls, or all that is left: a full queue is no failure."""
+"""An attempt gets at least the time of this many usual calls, or all that is left: a full queue is not a failure."""
 MAX_OWN_FRACTION = 0.25
 """Largest part of its remaining time that a caller keeps for itself, so that a wrong estimate leaves others enough."""
 
@@ -75,7 +75,7 @@ def must_use_relay(mine: str, theirs: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StagePeers:
-    """The peers of one stage at the last RoutingTable.update; immutable, but for the costs.
+    """The peers of one stage at the last RoutingTable.update; immutable except for the costs.
 
     live: the replicas other than this peer and those shut out. places: theirs, see callees.place_of. costs: of those of
     them that are called, see callees.choose_callees. former: the costs of other peers while calls to them are open.

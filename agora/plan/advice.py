@@ -53,7 +53,7 @@ def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
 
 
 def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> MachineGain:
-    """Returns what `machine` would add if it joined the machines of `plan`, all of them placed anew; never a loss."""
+    """Returns what `machine` would add if it joined the machines of `plan`, all of them placed again; never a loss."""
     machines = [found.machine for found in plan.assignments]
     with_it = make_plan(cost, [*machines, machine], rng, start=plan)
     return MachineGain(machine, plan.rate, max(plan.rate, with_it.rate))

@@ -14,8 +14,8 @@ import numpy as np
 from agora.plan.span_rates import Rates
 
 MAX_CANDIDATES: Final = 32
-"""Most sets of machines that are extended in parallel. With few kinds of machines these are all sets; then the result
-is exact."""
+"""Maximum number of sets of machines that are extended in parallel. With few kinds of machines these are all sets; then
+the result is exact."""
 
 Reach: TypeAlias = tuple[int, ...]
 """How far a machine's memory goes: for each first stage, the stage after the last one that it can hold from there."""

@@ -1,6 +1,6 @@
 """Draws a plan: a table of machines, and a picture of who holds which stages, for a terminal and as SVG. Pure.
 
-Machines that are equal but for their names and hold the same stages share one row. Knows: plans, text, SVG. Must not
+Machines that are equal except for their names and hold the same stages share one row. Knows: plans, text, SVG. Must not
 know: how a plan is found, files, terminals.
 """
 
@@ -16,7 +16,7 @@ from agora.plan.cost import RunCost
 
 HEADINGS: Final = ("MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "OF")
 MAX_COLUMNS: Final = 64
-"""Most columns of stages in a terminal picture; with more stages, each column stands for several."""
+"""Maximum number of columns of stages in a terminal picture; with more stages, each column stands for several."""
 LABEL_WIDTH: Final = 28
 STAGE_PIXELS, ROW_PIXELS, LABEL_PIXELS, PICTURE_PIXELS = 24, 26, 210, 960
 COLOURS: Final = {"compute": "#4878a8", "upload": "#c87137", "download": "#8a6bb0", "memory": "#999999"}

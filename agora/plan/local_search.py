@@ -3,7 +3,7 @@
 Knows: the rates of machines at spans. Must not know: the cost model, where groups came from, when to stop searching.
 
 With the cuts fixed, a machine has one rate in each group, so that all moves and swaps of the slowest group are compared
-in one array operation. When no exchange helps, the cuts are made anew, until those do not help either.
+in one array operation. When no exchange helps, the cuts are made again, until those do not help either.
 """
 
 from __future__ import annotations

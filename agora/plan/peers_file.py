@@ -92,7 +92,7 @@ class PeersFile:
         if name in known:
             return known[name]
         if name not in ACCELERATORS:
-            raise InputError(f"--add {describe(name)} is no kind of machine; {suggest(name, known | ACCELERATORS)}")
+            raise InputError(f"--add {describe(name)} is not a kind of machine; {suggest(name, known | ACCELERATORS)}")
         links = sorted(self.machines, key=lambda machine: machine.upload)
         middle, accelerator = links[len(links) // 2], ACCELERATORS[name]
         return replace(

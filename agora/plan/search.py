@@ -39,8 +39,8 @@ PROMISING: Final = 3
 GOOD_ENOUGH: Final = 0.9995
 """The search ends when a plan reaches this part of the upper bound."""
 SEARCH_WORK: Final = 24_000_000
-"""The most machines x stages^2 x random changes of one grouping: it limits the time, whatever the swarm's size."""
-FEWEST_DISTURBANCES: Final = 10
+"""Upper bound on machines x stages^2 x random changes of one grouping: it limits the time for a swarm of any size."""
+MIN_DISTURBANCES: Final = 10
 MAX_DISTURBANCES: Final = 150
 RANDOM_RESTARTS: Final = 0.5
 """The probability that a random change starts from wholly random groups; in small swarms these reach groupings that
@@ -115,7 +115,7 @@ def _preference(grouping: Grouping) -> tuple[float, int]:
 def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
     """Returns the best grouping with one more group, of those that split_groups leads to; None if there is none."""
     count = grouping.count + 1
-    most = max(FEWEST_DISTURBANCES, SEARCH_WORK // (10 * _count_additions(rates)))
+    most = max(MIN_DISTURBANCES, SEARCH_WORK // (10 * _count_additions(rates)))
     candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), most))
     judged = [(cuts.rate if (cuts := best_cuts(rates, groups, count)) else 0.0) for groups in candidates]
     promising = sorted(range(len(candidates)), key=lambda index: -judged[index])[:PROMISING]
@@ -145,7 +145,7 @@ def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: rand
     A changed grouping that is no worse is changed further. Ends early at the rate `good_enough`.
     """
     best = current = grouping
-    for _ in range(max(FEWEST_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _count_additions(rates)))):
+    for _ in range(max(MIN_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _count_additions(rates)))):
         if best.rate >= good_enough:
             break
         restarts = rng.random() < RANDOM_RESTARTS

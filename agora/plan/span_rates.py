@@ -17,7 +17,7 @@ from agora.plan.cost import RunCost
 from agora.plan.machine import Machine
 
 Rates: TypeAlias = NDArray[np.float64]
-"""Microbatches per second; the last two axes are a span's [first stage, last stage + 1]; 0 where that is no span."""
+"""Microbatches per second; the last two axes are a span's [first stage, last stage + 1]; 0 where that is not a span."""
 
 
 def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
@@ -42,7 +42,7 @@ class _SpanNeeds:
     """What each span needs, by the cost model, as arrays.
 
     upload, download: bytes per microbatch, [first stage, last stage + 1]. flops, device, host: operations per
-    microbatch and bytes held, [training mode, first stage, last stage + 1]; infinite bytes where that is no span.
+    microbatch and bytes held, [training mode, first stage, last stage + 1]; infinite bytes where that is not a span.
     """
 
     def __init__(self, cost: RunCost) -> None:

@@ -30,17 +30,17 @@ DRAIN_LOOK_S = 1.0
 HANG_S = 60.0
 """Seconds after which a machine that hangs is ended, by its watchdog or its owner."""
 
-NAMED_S = LIFETIME_S + 600.0
+DEPARTED_KEPT_S = LIFETIME_S + 600.0
 """Seconds for which a machine that has gone is remembered: longer than its claim may be in any peer's view."""
 
 
 class PlacementRules(Protocol):
-    """Interface: decides which stages each machine holds, and how often a machine asks again."""
+    """Interface: decides which stages each machine holds, and how often a machine reconsiders its span."""
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
         """Returns the span that a newcomer should hold; None: it stands by."""
 
-    def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
+    def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
         """Returns the span to which a serving peer should move; None: it stays. view: returns what the peer knows."""
 
     def next_look_s(self) -> float | None:
@@ -113,7 +113,7 @@ class FleetSimulation:
             self._watch(peer)
 
     def join(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a machine that starts its daemon, chooses a span, fetches its state and serves."""
+        """Adds a machine and returns it at once, without a span; after `startup_s` it chooses one or stands by."""
         self._measurements.joins += 1
         peer = self.add(equipment)
         self._events.after(self._startup_s, self._choose, peer)
@@ -180,7 +180,7 @@ class FleetSimulation:
             self.hops.route_waiting(peer)
         reader = self._readers[peer.id]
         interval_s = reader.interval_s()
-        self._measurements.directory_stored += reader.records_stored_per_s(peer.span) * interval_s
+        self._measurements.directory_stored += reader.records_published_per_s(peer.span) * interval_s
         self._events.after(interval_s, self._read, peer)
 
     def _read_directory(self, peer: SimulatedPeer) -> bool:
@@ -204,20 +204,20 @@ class FleetSimulation:
         if peer.presence is Presence.STANDBY:
             self._choose(peer)
         elif peer.presence is Presence.SERVING:
-            span = self._judge(peer)
+            span = self._reconsider(peer)
             if span is not None:
                 self._read_directory(peer)
-                span = self._judge(peer)  # again, on a view as fresh as the daemon's
+                span = self._reconsider(peer)  # again, on a view as fresh as the daemon's
             if span is not None and span != peer.span:
                 self._measurements.moves += 1
                 self._drain(peer, lambda: self._fetch(peer, span))
         if (look_s := self._rules.next_look_s()) is not None:
             self._events.after(look_s, self._look, peer)
 
-    def _judge(self, peer: SimulatedPeer) -> Span | None:
+    def _reconsider(self, peer: SimulatedPeer) -> Span | None:
         """Returns the span to which a machine should move, by its own view; None: it stays."""
         reader = self._readers[peer.id]
-        return self._rules.judge(self._events.now, peer, lambda: reader.view(peer.span))
+        return self._rules.reconsider(self._events.now, peer, lambda: reader.view(peer.span))
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
         """Stops new work for a machine, lets it finish what it holds, for at most DRAIN_S, then calls `then`."""
@@ -291,7 +291,7 @@ class FleetSimulation:
         peer.presence = Presence.GONE
         peer.device.stop()
         self._departed[peer.id] = peer
-        self._events.after(NAMED_S, self._forget, peer.id)
+        self._events.after(DEPARTED_KEPT_S, self._forget, peer.id)
         self.hops.break_connections(peer)
 
     def _forget(self, peer: PeerId) -> None:

@@ -55,7 +55,7 @@ class NetworkFaults:
 
 
 class Uplink:
-    """A peer's uplink: sends all messages in order at the link's rate; each then takes half a round trip."""
+    """Models a peer's uplink: computes when messages arrive, given the link's rate, latency, jitter and loss."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
         """Creates an idle link."""

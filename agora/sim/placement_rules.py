@@ -17,7 +17,7 @@ from agora.swarm.placement import Ability, StageDemands, choose_placement
 from agora.swarm.rebalancing import judge_move, next_look_s
 from agora.swarm.view import View
 
-JUDGED_S = 2.0
+VERDICT_TTL_S = 2.0
 """Seconds for which a cached verdict on a span and machine kind is reused."""
 
 
@@ -33,7 +33,7 @@ class DaemonPlacement:
     """Decides as the daemon does. It implements fleet_simulation.PlacementRules.
 
     model: the stages' costs. rebalancing: whether machines that serve ever move. Caches, per span and machine kind for
-    JUDGED_S, whether any random draw could lead to a move. Machines' views differ in large runs, so this is an
+    VERDICT_TTL_S, whether any random draw could lead to a move. Machines' views differ in large runs, so this is an
     approximation.
     """
 
@@ -49,26 +49,26 @@ class DaemonPlacement:
         """Returns the span that a newcomer should hold; None: it stands by."""
         return choose_placement(view, self._demands, self._ability(peer.equipment), self._rng).span
 
-    def judge(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
+    def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
         """Returns the span to which a serving peer should move; None: it stays. view: returns the peer's view.
 
-        Remembers for JUDGED_S whether peers of this span and kind of machine may move at all.
+        Remembers for VERDICT_TTL_S whether peers of this span and kind of machine may move at all.
         now: simulated seconds.
         """
         if not self._rebalancing or peer.span is None:
             return None
         alike = (peer.span, peer.equipment.kind)
         judged_at, may_move = self._may_move.get(alike, (-math.inf, False))
-        if now - judged_at > JUDGED_S:
-            may_move = self._place_after_move(view(), peer, _ZeroDraws()) is not None
+        if now - judged_at > VERDICT_TTL_S:
+            may_move = self._move_target(view(), peer, _ZeroDraws()) is not None
             self._may_move[alike] = now, may_move
-        return self._place_after_move(view(), peer, self._rng) if may_move else None
+        return self._move_target(view(), peer, self._rng) if may_move else None
 
     def next_look_s(self) -> float | None:
         """Returns the random number of seconds until a peer judges its place again; None: never."""
         return next_look_s(self._rng)
 
-    def _place_after_move(self, view: View, peer: SimulatedPeer, rng: random.Random) -> Span | None:
+    def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random) -> Span | None:
         """Returns the span to which judge_move moves the peer; None: it stays."""
         placement = judge_move(view, peer.id, self._demands, self._ability(peer.equipment), rng)
         return None if placement is None else placement.span

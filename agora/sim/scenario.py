@@ -103,7 +103,7 @@ def load_scenario(path: Path) -> Scenario:
     except OSError as error:
         raise ScenarioError(f"{path} cannot be read ({error.strerror}); give the path of a scenario") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path} is no TOML file ({error}); see docs/simulator.md for an example") from None
+        raise ScenarioError(f"{path} is not a TOML file ({error}); see docs/simulator.md for an example") from None
     return parse_scenario(raw, path.stem)
 
 
@@ -179,7 +179,7 @@ def _machine_group(table: SettingsTable, stages: int) -> MachineGroup:
 
 
 def _churn(table: SettingsTable) -> Churn:
-    """Returns the churn that the section [churn] describes: that of its shape, but for the settings that are given.
+    """Returns the churn that the section [churn] describes: that of its shape, except for the settings given.
 
     Raises ScenarioError for unknown keys and wrong values.
     """

@@ -38,21 +38,21 @@ class SettingsTable:
         """Returns the table [name] inside this one; an empty one if it is missing and `optional`, else raises."""
         value = self._value(name, {} if optional else None)
         if not isinstance(value, dict):
-            raise self._error(f"{name} of {self._where} is no table; write [{name}]")
+            raise self._error(f"{name} of {self._where} is not a table; write [{name}]")
         return SettingsTable(value, f"[{name}]", self._error)
 
     def tables(self, name: str) -> list[SettingsTable]:
         """Returns the list of tables [[name]]; [] if there is none. Raises if [name] is something else."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-            raise self._error(f"{name} of {self._where} is no list of tables; write [[{name}]]")
+            raise self._error(f"{name} of {self._where} is not a list of tables; write [[{name}]]")
         return [SettingsTable(entry, f"[[{name}]] number {n}", self._error) for n, entry in enumerate(value, 1)]
 
     def text(self, name: str, default: str) -> str:
         """Returns the setting `name`; raises unless it is a text of at most 200 characters."""
         value = self._value(name, default)
         if not isinstance(value, str) or len(value) > 200:
-            raise self._error(f"{name} of {self._where} is no text of at most 200 characters; write it in quotes")
+            raise self._error(f"{name} of {self._where} is not a text of at most 200 characters; write it in quotes")
         return value
 
     def choice(self, name: str, default: str, choices: Sequence[str]) -> str:

@@ -79,13 +79,16 @@ class SimulatedReader:
         if self._plan.is_small:
             return linger_s(0.0)
         is_close = span is not None and span.first <= stage <= span.last + 1
-        return linger_s(0.0) + (1.0 + JITTER) * (self._plan.close if is_close else self._plan.other) * MAX_READ_S
+        return (
+            linger_s(0.0)
+            + (1.0 + JITTER) * (self._plan.near_period if is_close else self._plan.other_period) * MAX_READ_S
+        )
 
     def interval_s(self) -> float:
         """Returns the seconds until the next read, drawn at random."""
         return (CALM_READ_S if self._plan.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
-    def records_stored_per_s(self, span: Span | None) -> float:
+    def records_published_per_s(self, span: Span | None) -> float:
         """Returns the records per second that the peer stores: its claim and its progress, in each of its shards.
 
         0 without a span.

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class NothingLeftToHappen(AssertionError):
+class DeadlockError(AssertionError):
     """Raised when every task waits and no timer is set, so that nothing can ever happen again."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never waits: adds the time that it should wait to its clock instead."""
+    """Never blocks: advances its clock by the timeout."""
 
     def __init__(self) -> None:
         """Starts the clock at 1000 s."""
@@ -26,9 +26,9 @@ class _JumpingSelector(selectors.SelectSelector):
         self.now = 1000.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Adds `timeout` to the clock and returns what is ready now. Raises NothingLeftToHappen without a timeout."""
+        """Adds `timeout` to the clock and returns what is ready now. Raises DeadlockError without a timeout."""
         if timeout is None:
-            raise NothingLeftToHappen
+            raise DeadlockError
         self.now += max(0.0, timeout)
         return super().select(0)
 

@@ -263,8 +263,8 @@ class BaseFetch:
         """Asks a source which tensors it has, and for the tensor list if that is not known yet. Sets source.held."""
         try:
             reply = await self._call(source, GetBase, INDEX_S)
-            tensors = self.tensor_list or await self._fetch_list_of(source, _check_index(reply))
-            source.held = _check_held(reply, tensors)
+            tensors = self.tensor_list or await self._fetch_list_of(source, _read_list_size(reply))
+            source.held = _read_held(reply, tensors)
         except AgoraError as error:
             self._handle_failure(source, error)
             return
@@ -367,19 +367,19 @@ class BaseFetch:
                 source.held, source.failures, source.not_before = None, 0, now + REVIVE_S
 
 
-def _check_index(reply: Reply) -> int:
+def _read_list_size(reply: Reply) -> int:
     """Returns the tensor list's size in bytes from the answer to GetBase. Raises FalseBaseError for another message."""
     if not isinstance(reply.message, BaseIndex):
         raise FalseBaseError("bad-message", f"GetBase was answered by {type(reply.message).__name__}.")
     return reply.message.size
 
 
-def _check_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
+def _read_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
     """Returns the numbers of the tensors that the sender of this answer to GetBase has.
 
     Raises FalseBaseError for a malformed answer, and for one that states another size of the tensor list.
     """
-    if _check_index(reply) != len(tensors.to_bytes()):
+    if _read_list_size(reply) != len(tensors.to_bytes()):
         raise FalseBaseError("bad-message", "The list has another size than a peer says.")
     (bits,) = reply.tensors
     if bits.dtype != "uint8" or len(bits.shape) != 1:

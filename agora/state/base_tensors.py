@@ -43,7 +43,7 @@ class BaseTensors:
     def places_in_folder(self) -> dict[str, TensorBytes]:
         """Returns by name where each listable tensor in the owner's folder lies. Reads the headers once. Blocks.
 
-        Raises BaseModelError for a file that is no safetensors file.
+        Raises BaseModelError for a file that is not a safetensors file.
         """
         if self._owned is None:
             places = [read_tensor_places(path) for path in self._owner_files()]

@@ -143,7 +143,7 @@ def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
     for name, tensor in _read_tensors(checkpoint.path / MOMENTS).items():
         moment_name, _, tensor_name = name.partition(".")
         if moment_name not in moments:
-            raise CheckpointError(f"{checkpoint.path / MOMENTS} holds {name}, which is no moment of this run.")
+            raise CheckpointError(f"{checkpoint.path / MOMENTS} holds {name}, which is not a moment of this run.")
         moments[moment_name][tensor_name] = tensor
     try:
         return StageState(
@@ -249,7 +249,9 @@ def _read_index(path: Path) -> _CheckpointIndex:
     try:
         index = _CheckpointIndex.model_validate_json(text)
     except ValidationError as error:
-        raise CheckpointError(f"{file} is no checkpoint's index ({error.error_count()} fields are wrong).") from error
+        raise CheckpointError(
+            f"{file} is not a checkpoint's index ({error.error_count()} fields are wrong)."
+        ) from error
     if index.step != int(match[1]) or set(index.files) != {WEIGHTS, MOMENTS}:
         raise CheckpointError(f"{file} does not describe a checkpoint of that name.")
     return index
@@ -259,6 +261,6 @@ def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
     """Returns all tensors of a safetensors file by name. Raises CheckpointError if it is not a readable one."""
     try:
         with safe_open(file, framework="numpy") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is not a mapping
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read as safetensors ({error}).") from error

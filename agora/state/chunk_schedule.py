@@ -88,7 +88,7 @@ class ChunkSchedule:
             heapq.heappush(self._missing, chunk)
 
     def discard(self, chunk: int) -> None:
-        """Makes a chunk that has arrived missing again, so that it is fetched anew."""
+        """Makes a chunk that has arrived missing again, so that it is fetched again."""
         self.arrived_chunks.remove(chunk)
         heapq.heappush(self._missing, chunk)
 

@@ -28,11 +28,11 @@ TICK_S: Final = 0.05  # seconds between two looks for slow sources while nothing
 # With these numbers one source fills a link of 200 Mbit/s and 50 ms, and all chunks being fetched take 48 MiB of
 # memory.
 
-Asked = TypeVar("Asked", bound=Hashable)
+RequestKey = TypeVar("RequestKey", bound=Hashable)
 
 
 @dataclass(slots=True)
-class ChunkSource(Generic[Asked]):
+class ChunkSource(Generic[RequestKey]):
     """A peer that something is fetched from.
 
     calls: what is asked for -> task of the open call, and the loop time at which it began. failures: how many in a row.
@@ -40,7 +40,7 @@ class ChunkSource(Generic[Asked]):
     """
 
     peer: PeerId
-    calls: dict[Asked, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
+    calls: dict[RequestKey, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
     last_chunk_s: float = math.inf
@@ -75,7 +75,7 @@ class ChunkSource(Generic[Asked]):
             self.failures += 1
             self.not_before = now + PAUSE_S * 2 ** (self.failures - 1)
 
-    def take_ended_calls(self) -> list[tuple[Asked, asyncio.Task[None]]]:
+    def take_ended_calls(self) -> list[tuple[RequestKey, asyncio.Task[None]]]:
         """Removes the calls that have ended, and returns for each what it asked for and its task."""
         ended = [(asked, task) for asked, (task, _) in self.calls.items() if task.done()]
         for asked, _ in ended:

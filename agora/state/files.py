@@ -24,7 +24,7 @@ from agora_protocol.errors import DiskError, InputError
 from numpy.typing import NDArray
 
 HEADER_ALIGNMENT: Final = 8  # bytes; a safetensors header is padded with spaces to a multiple of it
-LIST: Final = "export.json"
+EXPORT_INDEX: Final = "export.json"
 MAX_LIST_BYTES: Final = 2**20
 PUBLIC: Final = 0o644  # the mode of a file that every user of the machine may read
 
@@ -113,7 +113,7 @@ def sync_folder(folder: Path) -> None:
 # --- folders of results
 
 
-def check_export_place(out: Path, *, replace: bool) -> Path:
+def resolve_export_folder(out: Path, *, replace: bool) -> Path:
     """Returns `out` as an absolute path if an export may be written there.
 
     Raises InputError for the current folder, a file, a folder with anything but an earlier export in it, and for an
@@ -128,8 +128,8 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
         raise InputError(f"{place} is a file; name a folder.")
     names = sorted(path.name for path in place.iterdir())
     try:
-        with (place / LIST).open("rb") as file:
-            exported = {LIST, *json.loads(file.read(MAX_LIST_BYTES))["files"].keys()}
+        with (place / EXPORT_INDEX).open("rb") as file:
+            exported = {EXPORT_INDEX, *json.loads(file.read(MAX_LIST_BYTES))["files"].keys()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         exported = None
     if names and exported is None:
@@ -143,7 +143,7 @@ def check_export_place(out: Path, *, replace: bool) -> Path:
 
 @contextlib.contextmanager
 def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
-    """Context manager: yields a new folder next to `place`, to be filled in the block, and renames it to `place` then.
+    """Context manager: yields a new folder beside `place`, for the block to fill; on success renames it to `place`.
 
     A folder at `place` is replaced and removed. An exception in the block removes the new folder; an OSError becomes a
     DiskError. Raises DiskError at once if the disk has less than `need_bytes` free.
@@ -209,4 +209,4 @@ def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, 
     Raises OSError.
     """
     hashes = {name: asdict(file) for name, file in sorted(files.items())}
-    write_file(folder / LIST, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)
+    write_file(folder / EXPORT_INDEX, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)

@@ -56,7 +56,7 @@ class HubFolder:
 
 
 def hub_id_of(named: Path) -> HubId | None:
-    """Returns the id if `named` looks like ORG/NAME or ORG/NAME@REVISION and is no existing folder; None otherwise."""
+    """Returns the id if `named` looks like ORG/NAME[@REVISION] and is not an existing folder; None otherwise."""
     match = _ID.fullmatch(str(named))
     if match is None or named.is_dir():
         return None
@@ -127,7 +127,7 @@ def _weight_files(folder: Path) -> list[str]:
         if not names or not all(_WEIGHTS.fullmatch(name) for name in names):
             raise ValueError("it lists no safetensors files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BaseModelError(f"{index} is no index of weights files; choose another model or revision.") from error
+        raise BaseModelError(f"{index} is not an index of weights files; choose another model or revision.") from error
     return names
 
 

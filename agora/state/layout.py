@@ -171,7 +171,7 @@ class Layout:
         flat = np.zeros(self.numel, np.float32)
         views = self.views(flat)
         if unmatched := sorted(views.keys() ^ tensors.keys()):
-            problem = "missing" if unmatched[0] in views else "no tensor of this stage"
+            problem = "missing" if unmatched[0] in views else "not a tensor of this stage"
             raise ValueError(f"{unmatched[0]} is {problem}")
         for name, view in views.items():
             tensor = tensors[name]

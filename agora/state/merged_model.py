@@ -117,7 +117,10 @@ class OpenStageFile:
 
 @dataclass(frozen=True, slots=True)
 class OpenStages:
-    """The weights of all stages in open files (see open_stages). sources: the open file of each exported tensor."""
+    """The weights of all stages in open files (see open_stages). Checks them and converts them for export.
+
+    sources: the open file of each exported tensor.
+    """
 
     sources: Mapping[ExportedTensor, OpenStageFile]
 
@@ -187,9 +190,9 @@ def open_stages(
                 if metadata.get(key) != value:
                     raise ExportError(f"{file.path} is of {key} {metadata.get(key, 'none')[:64]}, not {value}.")
             expected = {file.prefix + tensor.source for tensor in tensors[file.stage]}
-            actual = {name for name in reader.keys() if name.startswith(file.prefix)}  # noqa: SIM118 - it is no mapping
+            actual = {name for name in reader.keys() if name.startswith(file.prefix)}  # noqa: SIM118 - it is not a mapping
             if unmatched := sorted(expected ^ actual):
-                problem = "is missing" if unmatched[0] in expected else "is no tensor of this stage"
+                problem = "is missing" if unmatched[0] in expected else "is not a tensor of this stage"
                 raise ExportError(f"{file.path}: {unmatched[0]} {problem}.")
             sources |= dict.fromkeys(tensors[file.stage], OpenStageFile(file.path, file.prefix, reader))
         yield OpenStages(sources)

@@ -86,7 +86,9 @@ def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: A
 
 
 def list_tensors(files: Sequence[Path]) -> TensorList:
-    """Returns the tensor list of these weights files; reads all their bytes, for the hashes.
+    """Returns the tensor list of these weights files, sorted by name; reads all their bytes, for the hashes.
+
+    Tensors that cannot be listed are left out.
 
     Raises BaseModelError for files that cannot be read or that have a tensor twice, ProtocolError for more tensors than
     a list may have. Blocks for as long as reading the whole model takes.

@@ -45,8 +45,8 @@ STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before 
 class _Source(ChunkSource[int | None]):
     """A replica that the state is fetched from.
 
-    calls: the key is the chunk's number, or None for the call that asks for an offer. given_up: it is not asked any
-    more; last_error says why.
+    calls: the key is the chunk's number, or None for the call that asks for an offer. given_up: True once it
+    will not be asked again; last_error says why. offer: its latest offer, None before one.
     """
 
     offer: Offer | None = None

@@ -26,9 +26,9 @@ from agora.swarm.admission import (
 )
 
 MAX_PEERS: Final = 16_384
-"""Most peers whose proofs are remembered; those that showed theirs longest ago are forgotten first."""
+"""Maximum number of peers whose proofs are remembered; those that showed theirs longest ago are forgotten first."""
 MAX_PROOFS: Final = 4096
-"""Most proofs of which it is remembered that their signatures are valid."""
+"""Maximum number of proofs of which it is remembered that their signatures are valid."""
 
 
 class AdmissionBook:
@@ -118,7 +118,7 @@ class AdmissionBook:
         return revocation
 
     def sealed_revocations(self) -> list[bytes]:
-        """Returns the bytes of all signed revocations, in the order in which they were taken."""
+        """Returns the bytes of all signed revocations, in the order in which they were accepted."""
         return list(self._sealed.values())
 
     def _forget_one(self) -> None:

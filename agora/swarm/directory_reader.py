@@ -111,7 +111,7 @@ class DirectoryReader:
         return self._split_by_linger([record for record in records if record.peer != self._me], span)
 
     def forget(self) -> None:
-        """Forgets the estimates, so that the next read takes the run for a small one and counts anew."""
+        """Forgets the estimates, so that the next read takes the run for a small one and counts again."""
         self._readings = {}
 
     def _hashes(self, claims: Sequence[Record]) -> set[int]:
@@ -140,7 +140,7 @@ class DirectoryReader:
     @property
     def linger_s(self) -> float:
         """Seconds for which a peer of this peer's stages or the next one stays in the view after a read found it."""
-        return self._linger_s(self._plan.close)
+        return self._linger_s(self._plan.near_period)
 
     def samples(self, span: Span | None) -> dict[int, StageSample]:
         """Returns the estimated size of each stage, by stage; {} in a small run, which is read whole each time.
@@ -151,7 +151,7 @@ class DirectoryReader:
             return {}
         samples = {}
         for stage in range(self._stage_count):
-            reads = self._plan.close if _is_close(stage, stage, span) else self._plan.other
+            reads = self._plan.near_period if _is_close(stage, stage, span) else self._plan.other_period
             samples[stage] = StageSample(estimate_peers(self._readings, stage), self._linger_s(reads))
         return samples
 
@@ -162,7 +162,7 @@ class DirectoryReader:
         """
         close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
         others = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
-        lingers = self._linger_s(self._plan.close), self._linger_s(self._plan.other)
+        lingers = self._linger_s(self._plan.near_period), self._linger_s(self._plan.other_period)
         return [FoundRecords(others, lingers[1]), FoundRecords(close, lingers[0])]
 
     def _linger_s(self, reads: float) -> float:

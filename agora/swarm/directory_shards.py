@@ -31,24 +31,24 @@ from agora_protocol.shards import HASH_BITS, HASHES, Shard, shard_bits
 SHARD_PEERS = 32
 """Approximate peers in a shard of the depth that is read: 23 to 45 if the estimate is right."""
 SMALL_RUN = 256
-"""Most claims of a run that is read whole each time; a span counts once for each of its stages."""
+"""Maximum number of claims of a run that is read whole each time; a span counts once for each of its stages."""
 SHARDS_PER_READ = 6
 OWN_SHARDS = 16
 MIN_NEXT_SHARDS, MAX_NEXT_SHARDS = 4, 16
 CALLERS_PER_SHARD = 4
-"""Least peers that should know each shard of the next stage, if MAX_NEXT_SHARDS for each of them are enough."""
+"""Minimum number of callers that should know each shard of the next stage, as far as MAX_NEXT_SHARDS allows."""
 OTHERS_PER_CYCLE = 8
 """Stages, other than the reader's and the next, of which a shard is read in one cycle."""
 MIN_WAIT_OF_OTHERS = 4.0
-"""Least cycles after which such a shard is read again."""
+"""Minimum number of cycles after which such a shard is read again."""
 EXCHANGE_S = 1920.0
 """Seconds after which each random shard of the next stage is replaced by another; they take turns."""
 MIX_S = 600.0
-"""Seconds after which other shards of the reader's stages are read, where not all are; the same for all in them."""
+"""Seconds after which the replicas of a stage of which not all shards are read move on, together, to other shards."""
 READINGS_S = 300.0
 """A reading no longer counts when it is this many seconds older than the stage's newest one."""
-CACHED = 1 << 17
-"""Most results of a pure function that are remembered: a simulation asks for those of 10,000 peers in turn."""
+MAX_CACHED_RESULTS = 1 << 17
+"""Maximum number of cached results of a pure function: a simulation asks for those of 10,000 peers in turn."""
 DEPTH_0_MARGIN = 1.5
 """A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps."""
 
@@ -84,14 +84,14 @@ class ReaderIdentity:
 class ReadPlan:
     """The shards to read next. Immutable.
 
-    is_small: whether everything is read each time. close: number of reads after which a shard of the reader's stages
-    or the next one is read again. other: the same for the other stages.
+    is_small: whether everything is read each time. near_period: number of reads after which a shard of the reader's
+    stages or the next one is read again. other_period: the same for the other stages.
     """
 
     shards: tuple[Shard, ...]
     is_small: bool
-    close: float = 1.0
-    other: float = 1.0
+    near_period: float = 1.0
+    other_period: float = 1.0
 
 
 # --- how many peers there are
@@ -151,8 +151,8 @@ def depths_to_publish(peers: float) -> set[int]:
 def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[Shard]:
     """Returns the shards in which a peer publishes its records.
 
-    For each stage of its span: the shards at the two depths around the estimated one, and depth 0 if its hash is low
-    enough for that key to keep it.
+    For each stage of its span: its shard at each depth of depths_to_publish (one or two), and at depth 0 if its hash
+    is low enough for that key to keep it.
     """
     shards = []
     for stage in span.stages:
@@ -184,7 +184,7 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
     def lateness(shard: Shard) -> float:
         """Returns how long ago a shard was read, in its own periods; infinity for a close one that never was.
 
-        Another stage's one counts as read with the newest of its stage, so that it does not delay the close ones.
+        A shard of another stage is as overdue as the newest reading of its stage, so that it does not delay near ones.
         """
         readings = known.get(shard.stage, {})
         if shard in close:
@@ -232,7 +232,7 @@ def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float
     return {Shard(stage, bits) for bits in _bits_around(peer_hash, depth, free, int(now // MIX_S))}
 
 
-@lru_cache(maxsize=CACHED)
+@lru_cache(maxsize=MAX_CACHED_RESULTS)
 def _bits_around(peer_hash: int, depth: int, free: int, turn: int) -> tuple[str, ...]:
     """Returns the bits of the shards that agree with a hash but for `free` of `depth` bits; `turn` says for which."""
     places = [(turn * free + index) % depth for index in range(free)]
@@ -270,7 +270,7 @@ def _random_hash(seed: int, index: int, now: float) -> int:
     return _hash_of_turn(seed, index, math.floor(now / EXCHANGE_S + index / MAX_NEXT_SHARDS))
 
 
-@lru_cache(maxsize=CACHED)
+@lru_cache(maxsize=MAX_CACHED_RESULTS)
 def _hash_of_turn(seed: int, index: int, turn: int) -> int:
     """Returns the random hash of one turn."""
     digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()

@@ -40,7 +40,7 @@ class Health:
     do: str | None = None
 
 
-def judge(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
+def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
     """Returns the swarm's health as one peer that works sees it: UNREACHABLE, STALLED, DEGRADED or OK (module's table).
 
     since_unix: when that peer began to look; time without steps counts only from then on.

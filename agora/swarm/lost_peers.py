@@ -27,7 +27,7 @@ from agora.swarm.view import PeerView, View
 LOST_S: Final = 30.0
 """Seconds for which a lost peer is disbelieved: more than a dead peer's claim lasts in the directory."""
 MAX_DIALS: Final = 4
-"""Most peers to dial that one `look` returns; the next ones return the rest."""
+"""Maximum number of peers to dial that one `look` returns; the next ones return the rest."""
 
 
 class LostPeers:

@@ -1,7 +1,7 @@
 """Decides which strangers are dialled next: peers with a claim, with whom no HELLO was exchanged yet. Deterministic.
 
-Knows: claims, and which dials were begun when. Must not know: whether a dial succeeds (then the peer is no stranger any
-more), the network, or a clock: `now` and a random generator are passed in.
+Knows: claims, and which dials were begun when. Must not know: whether a dial succeeds (then the peer is no longer a
+stranger), the network, or a clock: `now` and a random generator are passed in.
 
 A claim costs its signer nothing, so it counts for nothing until somebody was met under its name at its addresses: see
 docs/limits.md. Dials are shared among the networks that the addresses are of, so that a thousand invented claims delay
@@ -22,7 +22,7 @@ from agora_protocol.ids import PeerId
 from agora.swarm.view import PeerView
 
 MAX_DIALS: Final = 32
-"""Most strangers dialled after one read of the directory."""
+"""Maximum number of strangers dialled after one read of the directory."""
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 120.0
 """A stranger that did not answer is dialled again after FIRST_WAIT_S, then after twice as long each time."""
@@ -46,7 +46,7 @@ class Acquaintances(Protocol):
         """Dials strangers and returns within a few seconds; afterwards `is_met` is true of those that answered."""
 
 
-class EverybodyIsMet:
+class AllHandshaken:
     """Acquaintances that count every peer as met; for tests, and until others are set."""
 
     def is_met(self, peer: PeerId) -> bool:

@@ -22,7 +22,7 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
 from agora.swarm.lost_peers import LostPeers
-from agora.swarm.meetings import Acquaintances, EverybodyIsMet, Meetings
+from agora.swarm.meetings import Acquaintances, AllHandshaken, Meetings
 from agora.swarm.placement import (
     Ability,
     Placement,
@@ -38,11 +38,11 @@ from agora.swarm.stage_supply import equal_demands
 from agora.swarm.view import StageSample, View, merge
 
 MEET_ALL_S = 15.0
-"""Most seconds for which a newcomer dials those whose claims it has read, before it chooses a span."""
+"""Maximum number of seconds for which a newcomer dials those whose claims it has read, before it chooses a span."""
 MANY_UNREACHABLE = 16
-"""Unreachable strangers in one batch of dials, if they are most of it, after which the stages are counted anew."""
+"""If at least this many, and most, of a batch of dialled strangers are unreachable, the peers are counted again."""
 SETTLE_S = 1.0
-"""Least seconds, at random up to twice this, for others to see a claim before its peer looks for collisions."""
+"""Minimum seconds, at random up to twice this, for others to see a claim before its peer looks for collisions."""
 LIFETIME_S = 20.0
 """Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
@@ -97,7 +97,7 @@ class Membership:
         self._report = report
         self._progress = progress
         self._on_change = on_change
-        self.acquaintances: Acquaintances = EverybodyIsMet()
+        self.acquaintances: Acquaintances = AllHandshaken()
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
@@ -304,7 +304,7 @@ class Membership:
         self._merge([])
 
     def _merge(self, found: Sequence[FoundRecords], samples: Mapping[int, StageSample] | None = None) -> None:
-        """Merges records into the view, removes peers that expired, are lost or are no members, and reports changes.
+        """Merges records into the view, removes peers that expired, are lost or are not members, and reports changes.
 
         This peer's own claim is merged each time, so that it never expires. samples: the view's new samples; None keeps
         the present ones.

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MAX_SETTLING_ROUNDS = 12
-"""The most rounds, each of one read of the other claims, after which a joining peer's claim is settled in any case."""
+"""Maximum rounds, each one read of the other claims, after which a joining peer's claim is settled in any case."""
 ROUNDS_TO_KEEP = 3
 """The rounds in a row that a span must be kept to be settled; peers that still choose again may then be pinned."""
 MIN_SHARE = 0.02

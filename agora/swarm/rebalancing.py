@@ -23,7 +23,7 @@ It bounds what is lost: of 10 replicas where 11 could be, a tenth is. Where stag
 uncertainty is added, see StageSupply.
 """
 MIN_REPLICAS = 3
-"""The least number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
+"""Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
 HORIZON_S = 1800.0
 """Seconds for which a move is expected to pay; in a swarm of rented machines, few are there for much longer."""
 MOVE_S = 60.0

@@ -26,9 +26,9 @@ JITTER: Final = 0.25
 REMEMBERED_S: Final = 24 * 3600.0
 """A peer is dialled while it was seen at most this many seconds before the peer that was seen last."""
 MAX_REMEMBERED: Final = 256
-"""Most peers remembered; those seen last stay. One that can be reached is enough to find all of its half."""
+"""Maximum number of peers remembered; those seen last stay. One that can be reached is enough to find its half."""
 MAX_DIALS: Final = 8
-"""Most peers dialled at once; those that have waited longest come first."""
+"""Maximum number of peers dialled at once; those that have waited longest come first."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ ENOUGH_HOLDERS = 2
 MAX_TIMES_USUAL = 64.0
 """A peer's claimed speed counts as at most this many times the median: one claim must not hide that a stage is slow."""
 MAX_COMPARED = 256
-"""Most spans compared by the rates of all stages, among those that raise the swarm's rate equally."""
+"""Maximum number of spans compared by the rates of all stages, among those that raise the swarm's rate equally."""
 
 
 @dataclass(frozen=True, slots=True)

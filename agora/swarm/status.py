@@ -66,7 +66,7 @@ def status(
 
     paths: how the asked peer reaches others: "direct", "punched", "relayed" or "self"; a peer that is not among them is
     shown with the path that its claim suggests. The state "serving" is shown as "training". samples: what the asked
-    peer knows of them; None in runs on text, and if it is no origin or has seen no step yet.
+    peer knows of them; None in runs on text, and if it is not an origin or has seen no step yet.
     """
     stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))

@@ -14,7 +14,7 @@ forward while the daemon runs changes nothing. `boot` times are seconds since th
 | is settled | none or 1 | as before: nobody is believed alone |
 | is settled | 2 or more | the median of theirs |
 
-Where an even number of others tells, the median counts this peer's own time too. A peer that is not settled tells
+If an even number of other peers tell a time, the median counts this peer's own time too. An unsettled peer tells
 nobody a time. A median within STEADY_S of the time in force changes nothing, so that measuring errors do not add up.
 One that is more than MAX_CORRECTION_S from this machine's clock is not followed.
 """
@@ -39,8 +39,8 @@ REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
 class ClockCorrection:
     """The seconds to add to this machine's clock to get swarm time. Immutable.
 
-    is_settled: see the module's table. refused_s: the correction that the others' clocks ask for, if it was not applied
-    because it exceeds MAX_CORRECTION_S; otherwise None.
+    is_settled: whether swarm time has been established, see the module's table. refused_s: the correction that the
+    others' clocks ask for, if it was not applied because it exceeds MAX_CORRECTION_S; otherwise None.
     """
 
     seconds: float = 0.0
@@ -65,7 +65,7 @@ def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> Clo
 
 
 def _median_with_own(offsets_s: Sequence[float], own: float) -> float:
-    """Returns the median of `offsets_s`; of an even number, `own` is counted too, so that one of the values wins."""
+    """Returns the median of `offsets_s`; of an even number, `own` is counted too: it is always one of the values."""
     return statistics.median(offsets_s if len(offsets_s) % 2 else [*offsets_s, own])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from agora.model.tuning_packages import import_tuning
 
 BLOCK: Final = 256
-"""How many values share a scale; bitsandbytes' update takes no other number."""
+"""How many values share a scale; bitsandbytes' update supports no other block size."""
 CHUNK: Final = BLOCK << 12
 """How many values are updated at a time: on the CPU the update makes float32 copies of their moments."""
 
@@ -80,10 +80,10 @@ class EightBitPart:
         self.mean = QuantisedMoment(count, device, is_signed=True)
         self.square = QuantisedMoment(count, device, is_signed=False)
 
-    def step(self, weights: Tensor, gradient: Tensor, rate: float, updates: int) -> None:
+    def step(self, weights: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
         """Changes `weights` and the moments in place by one AdamW step.
 
-        weights, gradient: of this range, float32 [n]. updates: number of this step in the moments' life, 1 the first.
+        weights, gradient: of this range, float32 [n]. step: number of this step in the moments' life, 1 the first.
         """
         section, mean, square = self._section, self.mean, self.square
         for part, scales in chunks(len(weights)):
@@ -98,8 +98,8 @@ class EightBitPart:
                 0.0,  # beta3 and alpha are AdEMAMix's
                 0.0,
                 section.epsilon,
-                updates,
-                rate,
+                step,
+                learning_rate,
                 mean.levels,
                 square.levels,
                 mean.scales[scales],

@@ -24,6 +24,7 @@ def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int |
 
     step: 1 is the first. checksum: of the step's mean. last: the agreed step before this one, by default step - 1.
     lineage(step) = CRC-32(lineage(last), step, checksum), or 0 (unknown) if lineage(last) is unknown.
+    A checksum of 0 becomes INITIAL_LINEAGE.
     """
     parent = lineages.get(step - 1 if last is None else last, 0)
     child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_LINEAGE

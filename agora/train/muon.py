@@ -27,7 +27,7 @@ UPDATE_RMS: Final = 0.2
 """Root mean square of an update's elements at rate 1, about that of AdamW: so one learning rate serves both."""
 SMALLEST_NORM: Final = 1e-30
 BATCH_ELEMENTS: Final = 1 << 24
-"""Most elements per batch of orthogonalised matrices: larger batches are no faster, and take much more memory."""
+"""Maximum number of elements per batch of orthogonalised matrices: larger ones are no faster and take more memory."""
 MANY_ROWS: Final = 128
 """For matrices with at least this many rows, computing symmetric products in halves is faster."""
 WIDE: Final = 1.5

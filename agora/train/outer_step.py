@@ -65,7 +65,9 @@ class OuterOptimizer:
         shape or dtype, and when the resulting change of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
-            raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no slice of {len(blocks)} blocks")
+            raise ProtocolError(
+                "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a slice of {len(blocks)} blocks"
+            )
         block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)
         moves = block_has_mean[: len(blocks), None]
         anchor, velocity, mean = (

@@ -30,7 +30,7 @@ from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
 
 MAX_CLOSED_SHARES = 2
-"""Most closed shares that wait for their means, each a gradient in memory; beyond that the open share grows."""
+"""Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows."""
 STALENESS_BINS = 33
 """Staleness 0, 1, ... 31, and one bin for everything older."""
 
@@ -199,10 +199,10 @@ class TrainedStage:
             lineages=self._lineages,
         )
 
-    def count_microbatch(self, name: str, tokens: int, loss: float, step_at_forward: int) -> None:
+    def count_microbatch(self, microbatch: str, tokens: int, loss: float, step_at_forward: int) -> None:
         """Counts a microbatch whose gradient was added to the sum.
 
-        name: of the microbatch, for events. loss: the sum over its `tokens`. Its staleness is max(0, open step -
+        microbatch: its name in events. loss: the sum over its `tokens`. Its staleness is max(0, open step -
         step_at_forward): steps whose shares are closed count as taken. In a synchronous run, reports GradientLate if
         the share of its step is closed already.
         """
@@ -216,7 +216,7 @@ class TrainedStage:
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
         if self._closed_shares and self._synchronous:
-            self._report(GradientLate(self.number, self.step, name, tokens))
+            self._report(GradientLate(self.number, self.step, microbatch, tokens))
 
     def count_refused(self, microbatch: str, reason: str) -> None:
         """Counts a gradient that is not finite and reports GradientRefused. microbatch: "" for a whole sum."""
@@ -314,7 +314,7 @@ class TrainedStage:
         for a norm that is not finite; the step can then be taken along another gradient.
         """
         if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
-            raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is no gradient here")
+            raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a gradient here")
         if number != self.step:
             raise LocalError(f"stage {self.number} takes step {self.step} next, not {number}; ask for its share")
         result, checksum = None, 0

@@ -77,10 +77,10 @@ def _size(config: dict[str, Any], key: str) -> int:
     """Returns the config's value for `key`. Raises ValueError unless it is an integer from 1 to 2^31 - 1."""
     value = config.get(key)
     if type(value) is not int or not 0 < value < 2**31:
-        raise ValueError(f"has {key} {describe(value)}, which is no size")
+        raise ValueError(f"has {key} {describe(value)}, which is not a size")
     return value
 
 
 def _refuse_constant(name: str) -> None:
     """Raises ValueError; the JSON reader calls it for NaN and infinity."""
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

@@ -96,7 +96,7 @@ class Identity:
 
 
 def peer_id_bytes(peer: PeerId) -> bytes:
-    """Returns the peer id's 38 multihash bytes. Raises ProtocolError("wrong-key") for what is no Ed25519 peer id."""
+    """Returns the peer id's 38 multihash bytes. Raises ProtocolError("wrong-key") if it is not an Ed25519 peer id."""
     return PEER_ID_PREFIX + public_key_of(peer)
 
 

@@ -40,7 +40,7 @@ class Span:
         """Raises InputError unless 0 <= first <= last < MAX_STAGES."""
         if not 0 <= self.first <= self.last < MAX_STAGES:
             raise InputError(
-                f"{self.first}-{self.last} is no span of stages; write it as 2 or 0-1, from 0 to {MAX_STAGES - 1}."
+                f"{self.first}-{self.last} is not a span of stages; write it as 2 or 0-1, from 0 to {MAX_STAGES - 1}."
             )
 
     @property
@@ -65,7 +65,7 @@ class Span:
         """Returns the span that a text such as "0-1" or "2" names. Raises InputError for any other text."""
         match = _SPAN.match(text.strip())
         if match is None:
-            raise InputError(f"{text[:40]!r} is no span of stages; write one stage as 2, or several as 0-1.")
+            raise InputError(f"{text[:40]!r} is not a span of stages; write one stage as 2, or several as 0-1.")
         return cls(int(match[1]), int(match[2] or match[1]))
 
 

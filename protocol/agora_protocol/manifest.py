@@ -273,9 +273,9 @@ class SignedManifest:
                 raise ProtocolError("bad-message", "it is not [1, canonical, signature]")
             values = unpack(parts[1], MAX_MANIFEST_BYTES) if isinstance(parts[1], bytes) else None
         except ProtocolError as error:
-            raise ManifestError(f"The bytes are no signed manifest ({error}); ask another peer.") from None
+            raise ManifestError(f"The bytes are not a signed manifest ({error}); ask another peer.") from None
         if not isinstance(values, dict) or not isinstance(parts[2], bytes) or len(parts[2]) != 64:
-            raise ManifestError("The bytes are no signed manifest; ask another peer.")
+            raise ManifestError("The bytes are not a signed manifest; ask another peer.")
         signed = cls(Manifest.from_values(values, "the received manifest"), parts[2])
         if signed.manifest.canonical() != parts[1]:
             raise ManifestError("The received manifest is not in canonical form; ask another peer.")

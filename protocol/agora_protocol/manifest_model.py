@@ -274,20 +274,22 @@ class HfSection(ModelSection):
     def _check_weights(self) -> str | None:
         """Returns an error sentence unless `weights` has distinct plain names of safetensors files, each with a hash.
 
-        Also for a `tensors_hash` that is no hash. Names must not be paths, so that a manifest cannot make a machine
+        Also for a `tensors_hash` that is not a hash. Names must not be paths, so that a manifest cannot make a machine
         read files in other folders.
         """
         if not self.weights:
             return f"[model] weights names no file; {WRITE_ANEW}."
         for name, digest in self.weights:
             if not WEIGHTS_FILE.fullmatch(name):
-                return f"[model] weights names {describe(name)}, which is no name of a safetensors file; {WRITE_ANEW}."
+                return (
+                    f"[model] weights names {describe(name)}, which is not a name of a safetensors file; {WRITE_ANEW}."
+                )
             if not SHA256.fullmatch(digest):
-                return f"[model] weights has {describe(digest)} for {name}, which is no SHA-256; {WRITE_ANEW}."
+                return f"[model] weights has {describe(digest)} for {name}, which is not a SHA-256; {WRITE_ANEW}."
         if len({name for name, _ in self.weights}) != len(self.weights):
             return "[model] weights names one file twice; remove the repetition."
         if self.tensors_hash and not SHA256.fullmatch(self.tensors_hash):
-            return f"[model] tensors_hash is {describe(self.tensors_hash)}, which is no SHA-256; {WRITE_ANEW}."
+            return f"[model] tensors_hash is {describe(self.tensors_hash)}, which is not a SHA-256; {WRITE_ANEW}."
         return None
 
 
@@ -302,7 +304,7 @@ def link_subspace(width: int) -> int:
 def read_model_section(values: Any, source: str) -> Any:
     """Returns the values of a [model] table as the section of the family that they name.
 
-    Values that are no table are returned unchanged, so that the manifest's own check refuses them. Raises
+    Values that are not tables are returned unchanged, so that the manifest's own check refuses them. Raises
     ManifestError, which begins with `source`, for an unknown family and for wrong values.
     """
     if not isinstance(values, dict):

@@ -55,7 +55,7 @@ def _check_stages(manifest: Manifest) -> str | None:
         return f"[stages] first_layers names {len(cuts)} stages where count is {count}; name the first layer of each."
     if cuts[0] != 0 or any(a >= b for a, b in pairwise(cuts)) or cuts[-1] >= layers:
         return (
-            f"[stages] first_layers {list(cuts)} is no cut of {layers} layers; "
+            f"[stages] first_layers {list(cuts)} is not a cut of {layers} layers; "
             f"begin with 0 and rise to at most {layers - 1}, or remove it to cut evenly."
         )
     return None

@@ -50,7 +50,7 @@ class DialedBack(Message, kind=41, frames=(FrameType.ANSWER,)):
     reached: tuple[int, ...] = list_field(_port_field(), MAX_PORTS, doc="the ports at which it was reached")
 
     def find_problem(self) -> str | None:
-        """Returns a complaint when `seen` is no address, else None."""
+        """Returns a complaint when `seen` is not an address, else None."""
         return _find_address_problem(self.seen)
 
 
@@ -69,7 +69,7 @@ class Meet(Message, kind=43, frames=(FrameType.REQUEST,)):
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=8_000, doc=_DEADLINE_DOC)
 
     def find_problem(self) -> str | None:
-        """Returns a complaint when `seen` is no address, else None."""
+        """Returns a complaint when `seen` is not an address, else None."""
         return _find_address_problem(self.seen)
 
 
@@ -81,7 +81,7 @@ class Meeting(Message, kind=44, frames=(FrameType.ANSWER,)):
     )
 
     def find_problem(self) -> str | None:
-        """Returns a complaint when `seen` is no address, else None."""
+        """Returns a complaint when `seen` is not an address, else None."""
         return _find_address_problem(self.seen)
 
 

@@ -207,7 +207,7 @@ def record_key(run: RunId, kind: str | type[Record], stage: int, bits: str = "")
     """
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:
-        raise ValueError(f"{name!r} is no record; use one of {', '.join(NAMES)}")
+        raise ValueError(f"{name!r} is not a record; use one of {', '.join(NAMES)}")
     return f"{run}/{name}/{stage}/{bits}" if bits else f"{run}/{name}/{stage}"
 
 

@@ -53,7 +53,7 @@ class ListedTensor:
         return count_pieces(self.nbytes)
 
     def piece_bytes(self, piece: int) -> int:
-        """Returns the bytes of piece number `piece`: STATE_CHUNK_BYTES, but for the last one."""
+        """Returns the bytes of piece number `piece`: STATE_CHUNK_BYTES, except for the last one."""
         return min(STATE_CHUNK_BYTES, self.nbytes - piece * STATE_CHUNK_BYTES)
 
     def is_piece(self, piece: int, data: bytes | memoryview) -> bool:

@@ -73,7 +73,7 @@ class Child:
         except ValueError as bad:
             raise self._failed(f"answered {line[:80]!r}, which is not JSON") from bad
         if not isinstance(answer, dict):
-            raise self._failed(f"answered {line[:80]!r}, which is no JSON object")
+            raise self._failed(f"answered {line[:80]!r}, which is not a JSON object")
         return answer
 
     def ask(self, order: Mapping[str, object], timeout_s: float) -> dict[str, Any]:

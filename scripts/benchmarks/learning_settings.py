@@ -130,7 +130,7 @@ def _link(text: str) -> str:
 
 
 def _assignment(text: str) -> tuple[str, str, Any]:
-    """Returns section, field and value of SECTION.FIELD=VALUE; a value that is no TOML is a string."""
+    """Returns section, field and value of SECTION.FIELD=VALUE; a value that is not valid TOML is a string."""
     name, equals, value = text.partition("=")
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):

@@ -78,7 +78,7 @@ def show(value: Cell) -> str:
 
 
 def print_tables(report: Report, out: TextIO) -> None:
-    """Prints rows and ratios as tables, without colour and wrapping where `out` is no terminal."""
+    """Prints rows and ratios as tables, without colour and wrapping where `out` is not a terminal."""
     from rich.console import Console
 
     console = Console(file=out, width=None if out.isatty() else 160, highlight=False)

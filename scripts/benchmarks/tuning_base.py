@@ -109,7 +109,7 @@ def _docstrings(folder: Path) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for file in find_files([STDLIB], folder):
         for piece in file.pieces():
-            with warnings.catch_warnings(), contextlib.suppress(SyntaxError):  # some files are no Python
+            with warnings.catch_warnings(), contextlib.suppress(SyntaxError):  # some files are not Python
                 warnings.simplefilter("ignore")
                 nodes = [node for node in ast.walk(ast.parse(piece.text)) if isinstance(node, documented)]
                 yield from filter(None, map(ast.get_docstring, nodes))

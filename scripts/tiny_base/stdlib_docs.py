@@ -96,7 +96,7 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
 
 
 def _summary(docstring: str) -> str:
-    """Returns the first line of a docstring, with a full stop; "" if it is no sentence of its own, or unusable."""
+    """Returns the first line of a docstring, with a full stop; "" if it is not a sentence of its own, or unusable."""
     first, _, rest = docstring.partition("\n")
     first, next_line = first.strip(), rest.partition("\n")[0]
     is_whole = not next_line.strip() or first.endswith(".")

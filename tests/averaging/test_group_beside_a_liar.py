@@ -200,7 +200,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
                 await bring(9, good)
             codes = [(event.peer, event.offence, event.text.partition(":")[0]) for event in recorded]
             assert codes == [(OTHER, "bad-average", code) for code in ("bad-tensor", "bad-message")], (
-                "a round that is far away is no fault"
+                "a round that is far away is not a fault"
             )
 
     asyncio.run(asyncio.wait_for(whole(), 30))

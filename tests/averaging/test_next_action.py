@@ -36,8 +36,8 @@ SYNCHRONOUS = replace(EXACT, synchronous=True, max_steps_behind=1)
 CONFIGS = pytest.mark.parametrize("config", [EXACT, FREE, SYNCHRONOUS], ids=["exact", "free", "synchronous"])
 
 
-def at(step: int, tokens: int, part: int | None = None) -> ReplicaCounts:
-    return ReplicaCounts(step, step if part is None else part, tokens, tokens)
+def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
+    return ReplicaCounts(step, step if share is None else share, tokens, tokens)
 
 
 def others(
@@ -96,7 +96,7 @@ def test_a_stage_that_is_behind_follows() -> None:
 def test_a_stage_that_is_behind_at_an_exact_step_of_an_asynchronous_run_replays_it(tokens: int) -> None:
     for step in (6, 7, 25):
         assert next_action(NOW, OwnStage(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
-    closed = OwnStage(at(5, tokens, part=6))
+    closed = OwnStage(at(5, tokens, share=6))
     assert next_action(NOW, closed, others((A, 6, 0)), EXACT)[0] == Action("step together", 5), (
         "its owners have the mean"
     )
@@ -123,18 +123,18 @@ def test_an_incomplete_synchronous_step_waits_for_tokens() -> None:
     assert action == Action("wait") and reason == "100 tokens are missing"
 
 
-def test_a_part_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
+def test_a_share_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
     own = OwnStage(at(5, 300), quota=400)
     action, reason = next_action(NOW, own, others((A, 5, 300)), EXACT)
     assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
     full = OwnStage(at(5, 400), quota=400)
     assert next_action(NOW, full, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
     assert next_action(NOW, full, others((A, 5, 300)), SYNCHRONOUS)[0] == Action("wait"), "all must have come"
-    closed = OwnStage(at(5, 10, part=6), quota=400)
+    closed = OwnStage(at(5, 10, share=6), quota=400)
     assert next_action(NOW, closed, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
 
 
-def test_where_origins_wait_for_means_a_part_is_complete_when_nothing_of_it_is_in_work() -> None:
+def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_in_work() -> None:
     own = OwnStage(at(5, 400), quota=400, in_hand=1)
     assert next_action(NOW, own, others((A, 5, 300)), EXACT)[0] == Action("wait")
     assert next_action(NOW, replace(own, in_hand=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
@@ -142,7 +142,7 @@ def test_where_origins_wait_for_means_a_part_is_complete_when_nothing_of_it_is_i
     assert not step_policy(5, {A}, others((A, 5, 300)).known, 400, EXACT, by_device=False).closes_share
 
 
-def test_a_replica_closes_its_part_a_while_after_another_one_has() -> None:
+def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
     """It contributes what it has, so that the mean is not made without it."""
     closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0)], A, ME, NOW)
     heard = OtherReplicas(closed, (A,))
@@ -160,8 +160,8 @@ def test_a_replica_closes_its_part_a_while_after_another_one_has() -> None:
 
 
 @CONFIGS
-def test_a_part_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_reached(config: ActionConfig) -> None:
-    own = OwnStage(at(5, 0, part=6))
+def test_a_share_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_reached(config: ActionConfig) -> None:
+    own = OwnStage(at(5, 0, share=6))
     one = others((A, 5, 10))
     assert next_action(NOW, own, one, config)[0] == Action("step together", 5)
     if config is not FREE:
@@ -170,7 +170,7 @@ def test_a_part_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_rea
     assert next_action(NOW, own, others(), config)[0] == Action("step together", 5), "a mean of its own share"
 
 
-def test_the_device_closes_a_part_only_where_its_quota_is_known() -> None:
+def test_the_device_closes_a_share_only_where_its_quota_is_known() -> None:
     heard = others((A, 5, 300))
     assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, 10**9, 5, 400, closes_share=True)
     assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_share

@@ -1,4 +1,4 @@
-"""The averaging benchmark: fixed names, both sides average the same, a round that is not whole is no figure."""
+"""The averaging benchmark: fixed names, both sides average the same, a round that is not whole is not a figure."""
 
 from __future__ import annotations
 

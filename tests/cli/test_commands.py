@@ -112,7 +112,7 @@ def test_join_refuses_what_is_wrong_before_it_starts_anything(tmp_path: Path, ru
     one_sentence(run("node", "join", "missing.toml"), 2, "missing.toml", "swarm new")
     one_sentence(run("node", "join", "agora://nonsense"), 2, "invite")
     one_sentence(run("node", "join", "good.toml", "--stages", "2-1"), 2, "stages")
-    one_sentence(run("node", "join", "good.toml", "--listen", "here"), 2, "'here' is no address")
+    one_sentence(run("node", "join", "good.toml", "--listen", "here"), 2, "'here' is not an address")
     one_sentence(run("node", "join", "good.toml", AGORA_THREDS="2"), 1, "did you mean AGORA_THREADS?")
     one_sentence(run("node", "join", "good.toml", AGORA_FAULTS="hop.acepted:kill"), 1, "AGORA_FAULTS")
     (tmp_path / "file").write_text("")
@@ -166,11 +166,11 @@ def test_status_of_a_run_that_nobody_answers_for_is_4_and_still_an_object(
     assert value["schema"] == 1 and value["health"]["state"] == "UNREACHABLE" and value["health"]["do"]
     plain = run("swarm", "status", "good.toml")
     assert plain.returncode == 4 and "health  UNREACHABLE  why: " in plain.stdout
-    one_sentence(run("swarm", "status", "nonsense"), 2, "no run that this machine has joined")
+    one_sentence(run("swarm", "status", "nonsense"), 2, "or a run that this machine has joined")
 
 
 def test_an_export_that_cannot_be_says_so_in_one_sentence(run: Callable[..., Completed]) -> None:
-    one_sentence(run("swarm", "export", "nonsense", "--out", "model"), 2, "no run that this machine has joined")
+    one_sentence(run("swarm", "export", "nonsense", "--out", "model"), 2, "or a run that this machine has joined")
     one_sentence(run("swarm", "export", "cd" * 32, "--out", "model"), 4, "has not joined run cdcdcdcdcdcd")
     one_sentence(run("swarm", "export", "cd" * 32, "--out", "model", "--shard-size", "some"), 2, "--shard-size")
 

@@ -407,7 +407,7 @@ def test_mistakes_end_before_anything_is_asked(checkpoints: paths.Home, tmp_path
         run("poems", tmp_path / "out", dtype="int4")
     with pytest.raises(InputError, match="no earlier export"):
         run("poems", checkpoints.root)
-    with pytest.raises(InputError, match="'poms' is no file.*'poems'"):
+    with pytest.raises(InputError, match="'poms' is not a file.*'poems'"):
         run("poms", tmp_path / "out")
     assert (export.parse_size("5GB"), export.parse_size("1.5 mb")) == (5 * 10**9, 1_500_000)
 

@@ -383,7 +383,7 @@ def rewrite(tuned: Tuned, change: Callable[[np.ndarray], np.ndarray]) -> None:
     [
         (damage_hash, BaseModelError, "model.safetensors has the SHA-256", True),
         (remove_weights, BaseModelError, "has no model.safetensors", True),
-        (remove_folder, Failure, "base is no folder", True),
+        (remove_folder, Failure, "base is not a folder", True),
         (remove_tokenizer, DiskError, "Cannot read the tokenizer file", False),
         (remove_stage, Failure, "stage 1 is missing", False),
         (remove_stage, Failure, "stage 1 is missing", True),

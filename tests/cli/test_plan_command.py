@@ -10,7 +10,7 @@ from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.manifest import preset
 
 from agora.cli import console, plan_command
-from agora.cli.plan_command import PlanQuestion
+from agora.cli.plan_command import PlanOptions
 from agora.node import paths
 
 PEERS = """
@@ -39,11 +39,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def question(run: str, tmp_path: Path, text: str = PEERS, added: str | None = None) -> PlanQuestion:
+def question(run: str, tmp_path: Path, text: str = PEERS, added: str | None = None) -> PlanOptions:
     """A question about the machines of `text`, with a picture."""
     peers = tmp_path / "peers.toml"
     peers.write_text(text)
-    return PlanQuestion(run, peers, tmp_path / "plan.svg", added)
+    return PlanOptions(run, peers, tmp_path / "plan.svg", added)
 
 
 def test_people_get_a_table_a_picture_the_bottleneck_and_what_one_more_adds(
@@ -101,7 +101,7 @@ def test_what_is_wrong_with_the_file_is_one_sentence(run: str, tmp_path: Path, t
 
 def test_a_missing_file_is_named(run: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"There is no file .*none\.toml; write your machines into it"):
-        plan_command.run(PlanQuestion(run, tmp_path / "none.toml"), as_json=False)
+        plan_command.run(PlanOptions(run, tmp_path / "none.toml"), as_json=False)
 
 
 def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_path: Path) -> None:
@@ -113,5 +113,5 @@ def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_
 
 
 def test_an_unknown_run_is_a_sentence(tmp_path: Path, run: str) -> None:
-    with pytest.raises(InputError, match="no run that this machine has joined"):
+    with pytest.raises(InputError, match="or a run that this machine has joined"):
         plan_command.run(question("nobody-knows", tmp_path), as_json=False)

@@ -92,7 +92,7 @@ def test_runs_without_tickets_have_plain_invites_and_say_what_has_no_effect(
     ("wrong", "says"),
     [
         (InviteRequest(role="king"), "member, reader, delegate"),
-        (InviteRequest("somebody"), "no peer id"),
+        (InviteRequest("somebody"), "not a peer id"),
         (InviteRequest(role="delegate"), "name it with --peer"),
         (InviteRequest(days=0), "above 0"),
     ],
@@ -114,7 +114,7 @@ def test_a_ban_that_reaches_nobody_is_kept_for_the_next_start(tmp_path: Path, mo
         signing_command.ban(founder.run, PEER, tmp_path, as_json=True)
     ((sealed,),) = asked
     assert open_revocation(sealed, founder.run).subject == PEER
-    for peer, says in (("nobody", "no peer id"), (founder.identity.peer, "founder cannot be banned")):
+    for peer, says in (("nobody", "not a peer id"), (founder.identity.peer, "founder cannot be banned")):
         with pytest.raises(Failure, match=says):
             signing_command.ban(founder.run, peer, tmp_path, as_json=True)
 
@@ -125,7 +125,7 @@ def test_an_owner_bans_a_peer_while_no_daemon_runs(
     monkeypatch.setenv("AGORA_RUNTIME_DIR", str(tmp_path / "no daemons"))
     main_node.ban(PEER, directory=tmp_path)
     assert admission_files.read_banned(Home(tmp_path)) == [PEER] and "next start" in capsys.readouterr().err
-    with pytest.raises(InputError, match="no peer id"):
+    with pytest.raises(InputError, match="not a peer id"):
         main_node.ban("somebody", directory=tmp_path)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.data.block_order import BlockOrder
-from agora.data.epoch_shares import LAPSE, TOLD, EpochShares
+from agora.data.epoch_shares import ANNOUNCE_INTERVALS, LAPSE, EpochShares
 from agora.data.epoch_state import KEPT_TALLIES, MAX_EPOCH, MAX_STATE_INTS
 from tests.data.epoch_swarm import EpochSwarm
 
@@ -158,7 +158,7 @@ def test_a_claim_in_the_block_of_another_is_opened_only_when_it_was_told() -> No
     first = [one.take_next("ab") for _ in range(own)]
     assert all(number is not None and number < 40 for number in first)
     assert one.take_next("ab") >= 40, "of the next epoch, where it has blocks of its own"
-    for _ in range(TOLD):
+    for _ in range(ANNOUNCE_INTERVALS):
         one.state()
     assert one.take_next("ab") < 40
 

@@ -117,7 +117,9 @@ def test_the_default_chunks_are_packed_nearly_full() -> None:
     learnt = np.arange(1025) > 0
     stored = sum(
         piece.size
-        for piece in builder.pieces((TokenSequence(ids[:n], learnt[:n], offsets, "", 0),) for n in lengths.tolist())
+        for piece in builder.iter_arrays(
+            (TokenSequence(ids[:n], learnt[:n], offsets, "", 0),) for n in lengths.tolist()
+        )
     )
     summary = builder.summary()
     assert len(summary.chunks) > 2 and stored == summary.rows * 1025 + summary.rows
@@ -259,7 +261,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
         open_sample_rows(sample_run(), tmp_path / "cache", base=tmp_path)
     with pytest.raises(DiskError, match=r"has no tokenizer\.json"):
         opened(tmp_path, tokenizer="nowhere/tokenizer.json")
-    with pytest.raises(ManifestError, match=r"is no tokenizer\.json, beside which the chat template"):
+    with pytest.raises(ManifestError, match=r"is not a tokenizer\.json, beside which the chat template"):
         opened(tmp_path, tokenizer="my.json")
     with pytest.raises(ManifestError, match="has no samples"):
         open_sample_rows(sample_run("lm", samples=""), tmp_path / "cache", base=tmp_path)
@@ -276,7 +278,7 @@ def test_an_id_beyond_the_vocabulary_is_refused() -> None:
     builder = RowBuilder("x.jsonl", "sft", 8, 256, seed=0, heldout=0.0)
     odd = TokenSequence(np.array([1, 300], np.int32), np.array([False, True]), np.zeros((2, 2), np.int32), "", 0)
     with pytest.raises(DataError, match=r"gave x\.jsonl token id 300 but says that its vocabulary is 256"):
-        list(builder.pieces([(odd,)]))
+        list(builder.iter_arrays([(odd,)]))
 
 
 def test_a_summary_survives_json() -> None:
@@ -306,9 +308,9 @@ def test_rows_of_any_lengths_are_unpacked_to_what_was_packed(
     builder = RowBuilder("x", "sft", context, 256, seed=seed, heldout=heldout)
     if len(learnt) < (2 if heldout else 1):
         with pytest.raises(DataError):
-            list(builder.pieces((each,) for each in made))
+            list(builder.iter_arrays((each,) for each in made))
         return
-    values = np.concatenate(list(builder.pieces((each,) for each in made)))
+    values = np.concatenate(list(builder.iter_arrays((each,) for each in made)))
     rows = SampleRows(values, builder.summary(), context, 1, seed)
     found = samples_of([*training_rows(rows), *heldout_rows(rows)])
     assert Counter(found) == Counter((tuple(each.ids.tolist()), tuple(each.supervised.tolist())) for each in learnt)

@@ -257,7 +257,7 @@ def test_a_run_with_a_base_model_needs_its_folder(single: Path) -> None:
     manifest = manifest_of(single)
     with pytest.raises(BaseModelError, match="name the folder that has its files: --base-model DIR"):
         build(manifest, 0, None)
-    with pytest.raises(BaseModelError, match=r"--base-model /nowhere is no folder; name the one"):
+    with pytest.raises(BaseModelError, match=r"--base-model /nowhere is not a folder; name the one"):
         build(manifest, 0, Path("/nowhere"))
 
 
@@ -334,7 +334,7 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
     for call, says in (
         (lambda: weight_files(tmp_path / "empty"), "has neither model.safetensors nor model.safetensors.index.json"),
         (lambda: read_config(tmp_path / "empty"), "Cannot read .*config.json"),
-        (lambda: read_config(tmp_path / "nowhere"), "is no folder"),
+        (lambda: read_config(tmp_path / "nowhere"), "is not a folder"),
     ):
         with pytest.raises(BaseModelError, match=says):
             call()
@@ -344,7 +344,7 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
         weight_files(sharded)
     for content in ("{", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}'):
         (sharded / base_model.INDEX).write_text(content)
-        with pytest.raises(BaseModelError, match="is no index of weights files"):
+        with pytest.raises(BaseModelError, match="is not an index of weights files"):
             weight_files(sharded)
 
 

@@ -102,7 +102,7 @@ def test_two_peers_that_dial_each_other_at_once_agree_on_one_of_the_streams() ->
             await asyncio.gather(*asked)
             chosen = [a.network.connection_to(b.id), b.network.connection_to(a.id)]
             assert chosen[0] is not None and chosen[1] is not None
-            assert chosen[0].opened is not chosen[1].opened
+            assert chosen[0].is_initiator is not chosen[1].is_initiator
             await a.network.call(b.id, GetStatus(), deadline=after(10))
             await b.network.call(a.id, GetStatus(), deadline=after(10))
 
@@ -244,7 +244,9 @@ def test_what_a_handler_raises_arrives_typed_and_bugs_are_reported_where_they_ar
             assert [error.code for error in caught[:2]] == ["busy", "not-my-stage"]
             assert caught[0].retry_after_ms == 120 and caught[3].stage == 3 and caught[4].code == "bad-tensor"
             assert not any("secret" in str(error) for error in caught)
-            assert len(b.failures) == 1 and not b.violations, "what a handler refuses is no violation of the protocol"
+            assert len(b.failures) == 1 and not b.violations, (
+                "what a handler refuses is not a violation of the protocol"
+            )
 
     run(main)
 

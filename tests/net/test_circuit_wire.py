@@ -12,11 +12,11 @@ from agora.net.circuit_wire import (
     HopType,
     Status,
     StopType,
-    address_bytes,
     address_text,
     decode_hop,
     decode_stop,
     encode_hop,
+    encode_multiaddr,
     encode_stop,
     read_varint,
     varint,
@@ -39,7 +39,7 @@ RESERVE = bytes.fromhex("020800")
     ids=["direct", "with its peer", "of a relay", "through a relay"],
 )
 def test_an_address_through_a_relay_survives_the_way_to_p2pd_and_back(address: str) -> None:
-    assert address_text(address_bytes(address)) == address
+    assert address_text(encode_multiaddr(address)) == address
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_an_address_through_a_relay_survives_the_way_to_p2pd_and_back(address: s
 )
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValueError):
-        address_bytes(address)
+        encode_multiaddr(address)
 
 
 def test_messages_are_those_of_go_libp2p() -> None:
@@ -74,7 +74,7 @@ def test_whatever_comes_is_a_message_or_a_value_error() -> None:
     seeds = [
         encode_hop(CircuitMessage(HopType.CONNECT, peer=PEER))[1:],
         encode_stop(CircuitMessage(StopType.STATUS, status=Status.OK))[1:],
-        address_bytes(f"/ip4/203.0.113.7/tcp/4001/p2p/{RELAY}/p2p-circuit"),
+        encode_multiaddr(f"/ip4/203.0.113.7/tcp/4001/p2p/{RELAY}/p2p-circuit"),
         b"",
     ]
     refused = 0

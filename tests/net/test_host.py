@@ -26,7 +26,7 @@ def test_a_taken_port_and_an_odd_address_are_named_with_what_to_do(tmp_path: Pat
             port = other.getsockname()[1]
             with pytest.raises(LocalError, match=f"port {port} is taken; choose another"):
                 await Host.create(identity_path=tmp_path / "key", listen=[f"/ip4/127.0.0.1/tcp/{port}"])
-        with pytest.raises(LocalError, match="no address to listen on"):
+        with pytest.raises(LocalError, match="not an address to listen on"):
             await Host.create(identity_path=tmp_path / "key", listen=["localhost:4001"])
         with pytest.raises(LocalError, match="address of this machine"):
             await Host.create(identity_path=tmp_path / "key", listen=["/ip4/192.0.2.1/tcp/4001"])

@@ -52,18 +52,18 @@ def test_a_link_is_read_as_it_is_written(text: str, rate: float, rtt: float, jit
     [
         ("", "write RATE,RTT"),
         ("200Mbit", "write RATE,RTT"),
-        ("200,50", "'200' is no rate like 20Mbit"),
-        ("20MB,50ms", "no rate like 20Mbit"),
-        ("20Mbit,50", "no RTT like 50ms"),
-        ("20Mbit,-5ms", "no RTT like 50ms"),
-        ("20Mbit,50ms,x", "no jitter like"),
-        ("20Mbit,50ms,1ms,3", "no loss like 0.1%"),
+        ("200,50", "'200' is not a valid rate like 20Mbit"),
+        ("20MB,50ms", "not a valid rate like 20Mbit"),
+        ("20Mbit,50", "not a valid RTT like 50ms"),
+        ("20Mbit,-5ms", "not a valid RTT like 50ms"),
+        ("20Mbit,50ms,x", "not a valid jitter like"),
+        ("20Mbit,50ms,1ms,3", "not a valid loss like 0.1%"),
         ("20Mbit,50ms,1ms,1%,2", "write RATE,RTT"),
         ("0Mbit,50ms", "too slow"),
-        ("1" * 400 + "gbit,50ms", "no rate like"),
+        ("1" * 400 + "gbit,50ms", "not a valid rate like"),
         ("20Mbit,11s", "write less"),
         ("20Mbit,50ms,1ms,60%", "at most 50%"),
-        ("1\u0662Mbit,50ms", "no rate like"),
+        ("1\u0662Mbit,50ms", "not a valid rate like"),
     ],
 )
 def test_what_is_no_link_is_refused_with_what_to_write(text: str, says: str) -> None:
@@ -293,7 +293,7 @@ def test_another_rate_counts_from_then_on_and_the_round_trip_stays() -> None:
 def test_a_rate_that_is_none_changes_nothing() -> None:
     async def main() -> None:
         link = new_link()
-        for text, says in [("", "no rate like"), ("1bit", "too slow"), ("5Mbit,9s", "no rate like")]:
+        for text, says in [("", "not a valid rate like"), ("1bit", "too slow"), ("5Mbit,9s", "not a valid rate like")]:
             with pytest.raises(LinkError, match=says):
                 link.change_rate(text)
         assert link.spec == SPEC and link.up.rate == SPEC.rate

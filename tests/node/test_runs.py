@@ -112,7 +112,7 @@ def test_an_invite_is_joined_by_addresses_that_were_remembered(home: Home) -> No
     [
         ("missing.toml", InputError, "write one with `swarm new missing.toml`"),
         ("somewhere/missing", InputError, "There is no manifest"),
-        ("nonsense", InputError, "no file, no invite and no run"),
+        ("nonsense", InputError, "not a file, an invite or a run"),
         ("agora://nonsense", InputError, "agora-node join"),
         (".", InputError, "is a directory"),
     ],

@@ -73,7 +73,7 @@ def test_a_key_is_made_once_is_private_and_stands_in_no_configuration(tmp_path: 
         text = configuration_of(mesh, machine)
         assert file.read_text().strip() not in text and "PrivateKey" not in text
     file.write_text("no key")
-    with pytest.raises(InputError, match="no WireGuard key"):
+    with pytest.raises(InputError, match="not a WireGuard key"):
         write_key(file)
 
 

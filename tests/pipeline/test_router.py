@@ -13,7 +13,8 @@ from agora_protocol.messages import Advance, Pong, Process, Processed
 from agora.net.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.router import NEWS_PER_STAGE
+from agora.pipeline.peer_choice import PathHint
+from agora.pipeline.router import NEWS_PER_STAGE, RoutedCall
 from agora.sim.virtual_time import run
 from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
 from tests.pipeline.world import (
@@ -246,6 +247,17 @@ def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
         assert sum(sum(c.compute.counted.values()) for c in callees) == 1
 
     run(work())
+
+
+def test_a_peer_that_was_busy_keeps_its_hint_at_its_first_failure() -> None:
+    holder = peer_id("holder")
+    process = Process(MB, peer_id("origin"), 1, "train", 60_000, ())
+    routed = RoutedCall(process, [], 60.0, lambda news: None, PathHint({1: holder}, {holder}))
+    routed.reasons[holder] = "busy"
+    routed.record_failure(holder, "the stream ended")
+    assert routed.hint == PathHint({1: holder}, {holder})
+    routed.record_failure(holder, "the stream ended")
+    assert routed.hint == PathHint({}, set())
 
 
 @pytest.mark.parametrize(

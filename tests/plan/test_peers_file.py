@@ -43,7 +43,7 @@ def test_one_more_machine_is_of_a_kind_of_the_file_or_an_accelerator_with_the_me
     assert peers.find_kind("attic") == peers.kinds[1]
     added = peers.find_kind("t4")
     assert (added.flops, added.upload, added.host_memory) == (26e12, 125e6, 0.0)
-    with pytest.raises(InputError, match=r"--add 'h10' is no kind of machine; did you mean 'h100'\?"):
+    with pytest.raises(InputError, match=r"--add 'h10' is not a kind of machine; did you mean 'h100'\?"):
         peers.find_kind("h10")
 
 

@@ -98,14 +98,14 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         made.until(lambda: made.completed(daemon) > 3, "it to train alone, holding both stages")
         assert daemon.ask("evaluate", batches=2)["loss"] > 0
         assert daemon.ask("link", rate="2Mbit") == {"link": "2Mbit,1ms"}
-        with pytest.raises(DaemonRefused, match="no rate like 20Mbit"):
+        with pytest.raises(DaemonRefused, match="not a valid rate like 20Mbit"):
             daemon.ask("link", rate="fast")
         assert daemon.ask("drain") == {"in_flight": 0}
         drained_at = made.completed(daemon)
         daemon.ask("refill")
         made.until(lambda: made.completed(daemon) > drained_at, "a drained origin to go on")
         daemon.ask("pause")
-        made.until(lambda: daemon.ask("report")["in_hand"] == 0, "what is in hand to be finished")
+        made.until(lambda: daemon.ask("report")["in_hand"] == 0, "open work to be finished")
         assert daemon.ask("status")["health"]["state"] == "PAUSED"
         before = made.completed(daemon)
         daemon.ask("resume")

@@ -115,7 +115,7 @@ def test_a_move_that_cannot_begin_is_one_sentence_and_changes_nothing(tmp_path: 
         for stages, text in (
             ("0-2", "beyond the run's last stage; give stages within 0-1"),
             ("0-1", "holds stages 0-1 already"),
-            ("first", "is no span of stages"),
+            ("first", "is not a span of stages"),
         ):
             with pytest.raises(DaemonRefused, match=text) as refusal:
                 daemon.ask("move", stages=stages)

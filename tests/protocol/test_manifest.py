@@ -133,9 +133,9 @@ def test_admission(alice: Identity, bob: Identity) -> None:
         ("[stages]\ncount = 5", "[model] layers 4 are fewer than [stages] count 5, and every stage needs a layer"),
         ("[stages]\ncount = 0", "[stages] count 0 must be greater than or equal to 1"),
         ("[stages]\nfirst_layers = [0]", "first_layers names 1 stages where count is 2"),
-        ("[stages]\nfirst_layers = [1, 2]", "first_layers [1, 2] is no cut of 4 layers; begin with 0"),
-        ("[stages]\nfirst_layers = [0, 0]", "first_layers [0, 0] is no cut of 4 layers"),
-        ("[stages]\nfirst_layers = [0, 4]", "first_layers [0, 4] is no cut of 4 layers"),
+        ("[stages]\nfirst_layers = [1, 2]", "first_layers [1, 2] is not a cut of 4 layers; begin with 0"),
+        ("[stages]\nfirst_layers = [0, 0]", "first_layers [0, 0] is not a cut of 4 layers"),
+        ("[stages]\nfirst_layers = [0, 4]", "first_layers [0, 4] is not a cut of 4 layers"),
         ("[stages]\nfirst_layers = [0, '1']", "[stages] first_layers[1] '1' must be a valid integer"),
         ("[boundary]\ncodec = 'int8/int5hh'", "[boundary] codec 'int8/int5hh' is unknown; did you mean 'int5h'? use one of bf16"),  # noqa: E501
         ("[boundary]\ncodec = 'gzip'", "[boundary] codec 'gzip' is unknown; use one of bf16, float32, int8, int8h, int7"),  # noqa: E501

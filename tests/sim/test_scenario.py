@@ -55,7 +55,7 @@ def test_a_file_that_is_missing_or_no_toml_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match="cannot be read"):
         load_scenario(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("= 1")
-    with pytest.raises(ScenarioError, match="no TOML file"):
+    with pytest.raises(ScenarioError, match="not a TOML file"):
         load_scenario(tmp_path / "bad.toml")
 
 

@@ -224,9 +224,9 @@ def test_a_checkpoint_of_another_run_or_stage_or_model_is_refused(tmp_path: Path
     numel, slots = slots_of([(7, 30), (30,), (20, 21), ()])
     with pytest.raises(CheckpointError, match=r"does not fit stage 2: layer.2.weight is float32 \(20, 20\)"):
         read_checkpoint(written, replace(LAYOUT, numel=numel, slots=slots))
-    with pytest.raises(CheckpointError, match="layer.3.weight is no tensor of this stage"):
+    with pytest.raises(CheckpointError, match="layer.3.weight is not a tensor of this stage"):
         read_checkpoint(written, replace(LAYOUT, slots=SLOTS[:-1]))
-    with pytest.raises(CheckpointError, match=r"holds square.layer.0.weight, which is no moment of this run"):
+    with pytest.raises(CheckpointError, match=r"holds square.layer.0.weight, which is not a moment of this run"):
         read_checkpoint(written, replace(LAYOUT, moments=LAYOUT.moments[:1]))
     (written.path / FILES[2]).write_bytes(b"\xff" * 64)
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):

@@ -124,7 +124,7 @@ def test_every_stage_is_written_as_those_who_hold_it_have_it(
             assert file.path == scene.folder / f"stage-{file.stage}.safetensors"
             with safe_open(file.path, framework="numpy") as opened:
                 assert opened.metadata() == {"run": signed.run_id, "stage": str(file.stage), "step": str(file.step)}
-                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is not a mapping
             expected = layout.views(given.weights + (100 if average else 0))
             assert found.keys() == expected.keys()
             assert all(np.array_equal(found[name], expected[name]) for name in expected)

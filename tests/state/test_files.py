@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError, InputError
 
-from agora.state.files import PUBLIC, check_export_place, fresh_folder, write_file, write_file_list
+from agora.state.files import PUBLIC, fresh_folder, resolve_export_folder, write_file, write_file_list
 
 
 def export(out: Path, text: bytes = b"new", *, replace: bool = False) -> Path:
-    place = check_export_place(out, replace=replace)
+    place = resolve_export_folder(out, replace=replace)
     with fresh_folder(place, 0) as folder:
         write_file_list(folder, {"schema": 1}, {"a.txt": write_file(folder / "a.txt", [text], PUBLIC)})
     return place

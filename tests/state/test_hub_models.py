@@ -153,7 +153,7 @@ def test_an_index_that_lists_other_files_is_refused(hub: FakeHub, tmp_path: Path
     hub.folder.mkdir()
     (hub.folder / "config.json").write_bytes((model / "config.json").read_bytes())
     (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(BaseModelError, match="is no index of weights files"):
+    with pytest.raises(BaseModelError, match="is not an index of weights files"):
         fetch_model(HubId(REPO))
 
 

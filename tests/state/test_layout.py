@@ -58,7 +58,7 @@ def test_tensors_of_another_stage_are_named() -> None:
     good = stage.views(np.zeros(numel, np.float32))
     with pytest.raises(ValueError, match="layer.1.weight is missing"):
         stage.flat({"layer.0.weight": good["layer.0.weight"]})
-    with pytest.raises(ValueError, match="more is no tensor"):
+    with pytest.raises(ValueError, match="more is not a tensor"):
         stage.flat(good | {"more": np.zeros(1, np.float32)})
     with pytest.raises(ValueError, match=r"layer.0.weight is float32 \(3, 2\)"):
         stage.flat(good | {"layer.0.weight": np.zeros((3, 2), np.float32)})

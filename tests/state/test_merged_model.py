@@ -147,7 +147,7 @@ def nan(array: np.ndarray) -> np.ndarray:
 
 DAMAGES = {
     "b is missing": {"a": tensors(0)["a"]},
-    "x is no tensor of this stage": tensors(0) | {"x": np.zeros(1, np.float32)},
+    "x is not a tensor of this stage": tensors(0) | {"x": np.zeros(1, np.float32)},
     r"a is F32 \(3, 4\); the manifest says F32 \(4, 3\)": tensors(0) | {"a": np.zeros((3, 4), np.float32)},
     r"b is F16 \(5,\)": tensors(0) | {"b": np.zeros(5, np.float16)},
     "a has values that are not finite": tensors(0) | {"a": nan(tensors(0)["a"])},

@@ -177,8 +177,8 @@ def test_a_read_and_a_cycle_are_bounded_for_any_number_of_peers(stages: int, per
     known = knowing(dict.fromkeys(range(stages), per_stage), depth_to_read(per_stage))
     plan = plan_read(known, reader_of(123 << 50, span, stages), 0.0, random.Random(0))
     assert not plan.is_small and len(plan.shards) <= SHARDS_PER_READ
-    assert plan.close <= (max(OWN_SHARDS, length) + MAX_NEXT_SHARDS + 8) / SHARDS_PER_READ
-    assert plan.other <= plan.close * max(4, stages / 8)
+    assert plan.near_period <= (max(OWN_SHARDS, length) + MAX_NEXT_SHARDS + 8) / SHARDS_PER_READ
+    assert plan.other_period <= plan.near_period * max(4, stages / 8)
 
 
 def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
@@ -198,7 +198,7 @@ def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
         if 2.0 * number > MIX_S - 10:
             break
     assert close <= last.keys() and {shard.stage for shard in last} == set(range(32))
-    assert gaps[True] <= math.ceil(plan.close) + 2 and gaps[False] <= math.ceil(plan.other) + 3
+    assert gaps[True] <= math.ceil(plan.near_period) + 2 and gaps[False] <= math.ceil(plan.other_period) + 3
 
 
 @pytest.mark.parametrize("count", [10, 1_000, 30_000])

@@ -10,7 +10,7 @@ import pytest
 from agora_protocol.ids import peer_name
 from agora_protocol.records import StageAccount
 
-from agora.swarm.health import Health, judge
+from agora.swarm.health import Health, assess_health
 from agora.swarm.status import RunIdentity, status
 from agora.swarm.view import StageSample, View
 from tests.swarm.makers import peer_id, seen, view
@@ -23,7 +23,7 @@ def two_each(stages: int, **rest) -> View:
 
 
 def health(peers: View, stages: int = 2, *, since: float = 0.0) -> Health:
-    return judge(peers, stages, NOW, since_unix=since)
+    return assess_health(peers, stages, NOW, since_unix=since)
 
 
 def test_ok_when_every_stage_steps_and_has_two_replicas() -> None:

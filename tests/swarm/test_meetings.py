@@ -12,7 +12,7 @@ from agora_protocol.records import Claim
 from agora_protocol.shards import Shard
 
 from agora.sim.virtual_time import run
-from agora.swarm.health import judge
+from agora.swarm.health import assess_health
 from agora.swarm.meetings import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, Meetings
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.placement import Ability
@@ -124,7 +124,7 @@ def test_a_thousand_invented_claims_change_neither_spans_nor_views_nor_health() 
             assert view.peers.keys() == everyone
             assert [len(view.replicas(stage)) for stage in range(4)] == [1, 1, 1, 1]
             assert [view.replica_count(stage) for stage in range(4)] == [1, 1, 1, 1]
-            assert judge(view, 4, unix(), since_unix=unix()).why == "stage 0 has not taken its first step yet"
+            assert assess_health(view, 4, unix(), since_unix=unix()).why == "stage 0 has not taken its first step yet"
         for member in members:
             await member.stop()
         return sorted(member.membership.claim.span.first for member in members if member.membership.claim)

@@ -286,7 +286,7 @@ def test_a_directory_in_trouble_is_told_and_the_last_view_stays_for_a_while() ->
         await asyncio.sleep(5.0)
         store.broken = True
         await asyncio.sleep(2.0)
-        assert b.identity.peer in a.membership.view.peers, "a slow read is no death"
+        assert b.identity.peer in a.membership.view.peers, "a slow read is not a death"
         await asyncio.sleep(20.0)
         assert set(a.membership.view.peers) == {a.identity.peer}, "we never lose ourselves"
         assert {e.what for e in a.events if isinstance(e, DirectoryTrouble)} == {"read", "publish"}
