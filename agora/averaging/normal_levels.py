@@ -85,7 +85,7 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
 def _scale_codes(sizes: Tensor) -> tuple[int, Tensor]:
     """Returns the exponent of a vector and the scale codes of its blocks, uint8 [blocks].
 
-    sizes: root mean square of each block, float32 [blocks].
+    sizes: root mean square of each block, float32 [blocks]. Larger ones than 2^MAX_EXPONENT count as that.
     """
     sizes = sizes.clamp(max=2.0**MAX_EXPONENT)
     largest = float(sizes.max()) if len(sizes) else 0.0

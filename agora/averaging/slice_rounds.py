@@ -92,7 +92,7 @@ class SliceRounds:
     async def _run(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
         """Runs a round, waits for the end of the `previous` one, and applies the mean; reports errors as TaskFailed.
 
-        rounds_late: how many later rounds are due already.
+        Without another member it applies no mean. rounds_late: how many later rounds are due already.
         """
         try:
             blocks = self._slices.blocks(number)

@@ -117,7 +117,7 @@ class BoundedP2P:
     async def add_protobuf_handler(
         self, name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_protobuf_type: Any, **_: Any
     ) -> None:
-        """From now on, answers other nodes' calls of `name` by `handler`; refuses those that exceed the bounds."""
+        """From now on, answers members' calls of `name` by `handler`; refuses others, and those beyond the bounds."""
         kind = name.rpartition(".")[2]
 
         async def answer(raw: bytes, remote: Any) -> bytes:

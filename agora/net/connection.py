@@ -212,7 +212,7 @@ class Connection:
             del self._open[number]
 
     async def ping(self) -> None:
-        """Sends a Ping, and updates `round_trip` and `boot_unix` by its answer; does nothing when none comes."""
+        """Sends a Ping; its answer updates `round_trip` and, if it tells a time, `boot_unix`. Silence: no change."""
         started = boot_time()  # the loop's clock counts milliseconds
         try:
             async with asyncio.timeout(self._limits.silence_s + self._limits.answer_s):

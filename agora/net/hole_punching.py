@@ -117,7 +117,7 @@ class HolePuncher:
     async def _open(self, address: str) -> RawStream:
         """Returns a TCP connection to `address`, made from the port at which p2pd listens.
 
-        Raises ConnectionBroken for an unusable address, or when none opens within PUNCH_S.
+        Tries again every AGAIN_S. Raises ConnectionBroken for an unusable address, or when none opens within PUNCH_S.
         """
         parts = host_and_port(address)
         if parts is None or parts[0] not in self._host.listens:

@@ -312,7 +312,7 @@ class StateKeeper:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
-        """Writes a checkpoint of the stage as it is now, after any write that is running.
+        """Writes a checkpoint of the stage as it is now, after any write that is running; removes old ones.
 
         Reports CheckpointWritten and calls on_written, or reports a DiskError as DiskTrouble.
         """

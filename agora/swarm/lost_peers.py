@@ -42,9 +42,10 @@ class LostPeers:
         self._lost: dict[PeerId, tuple[int, float]] = {}
 
     def look(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
-        """Records who is connected now.
+        """Records who is connected now; forgets lost peers that are, or whose time is over.
 
-        Returns the peers of the view to dial because their connection broke, each once.
+        Returns the peers of the view to dial because their connection broke, each once, at most MAX_DIALS: the next
+        calls return the rest.
         """
         live = frozenset(connected)
         self._to_dial |= dict.fromkeys(sorted(self._connected - live))

@@ -161,7 +161,7 @@ class _Judgement:
     def judge(self) -> Placement | None:
         """Returns the best span if moving there beats staying by the least gain and repays its cost; otherwise None.
 
-        Leaves the supply with the move made.
+        A move that fills a stage with fewer than two peers needs no gain. Leaves the supply with the move made.
         """
         if not self.is_uneven():
             return None

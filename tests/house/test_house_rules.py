@@ -63,7 +63,7 @@ def test_mypy_strict_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_rooms_know_only_whom_they_may() -> None:
+def test_packages_import_only_what_they_may() -> None:
     done = run(tool("lint-imports"))
     assert done.returncode == 0, done.stdout + done.stderr
 
