@@ -234,8 +234,9 @@ class LocalSwarm:
 
     def kill_all(self) -> None:
         """Kills every daemon of this swarm, and all processes that they have started."""
-        for daemon in self.daemons.values():
-            daemon.kill_group()
+        with contextlib.ExitStack() as every:  # an error with one leaves no other alive
+            for daemon in self.daemons.values():
+                every.callback(daemon.kill_group)
 
 
 def start_interpreter(

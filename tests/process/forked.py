@@ -6,6 +6,7 @@ an exit code of its own. The demo's tests and those of command lines start daemo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -54,7 +55,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """To the daemon alone, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the fork server has seen its end, and not yet told of it
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """SIGTERM."""
