@@ -103,7 +103,7 @@ def main() -> int:
         "--peers 2,4,8 --steps 100,400 --seeds 3 --schedule synchronous --link 200Mbit,50ms --kill-every 10 "
         "--set SECTION.FIELD=VALUE (of the manifest, again and again); `wan` takes --losses --widths 64 128 --seeds 3; "
         "`tuning` takes --speeds or --losses, --codecs int8,int4h/int3h --stages 2 --steps 100 --seeds 3; "
-        "`simulate` takes --simulated (no real daemons) or --real (only these).",
+        "`simulate` takes --churn, --fleets or --real: one of its parts, with a section of its own.",
     )
     parser.add_argument("name", metavar="NAME", help=f"which comparison: {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="end within 5 minutes on 2 cores; same ratio names")

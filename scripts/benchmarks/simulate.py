@@ -35,6 +35,22 @@ Callers choose by what they heard of a queue up to a minute ago. N microbatches 
 that are chosen at random keep N / (N + M - 1) of them busy: with 4 for each machine 0.80, with 12 for each 0.92.
 """
 FIGURE = "simulate-scale.svg"
+TITLE = "Simulation: the daemon's decisions on many machines"
+TITLES = {
+    "churn": "Simulation: placement under heavy churn",
+    "fleets": "Simulation: ten thousand machines",
+    "real": "Simulation beside real daemons",
+}
+"""By part of the benchmark: the title of its section when it runs alone."""
+ROWS_NOTE = (
+    "of_bound divides by the maximum flow of the spans that are held. took_s: seconds of this machine's processor, on "
+    "one core."
+)
+LOAD_NOTE = (
+    "messages: frames that a machine sends per second, progress included; stored and read: records of the "
+    "directory per machine and second; keys: reads of one key. A run of up to 256 claims is read whole every 4 s, "
+    f"a larger one six shards at a time every 8 s. ![Load by fleet size](figures/{FIGURE})"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,46 +97,50 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Report:
-    """Runs both parts, or one of them; exits with code 2 for other options.
+    """Runs all three parts, or the one that is named; exits with code 2 for other options.
 
-    `--simulated` leaves out the real daemons. `--real` runs only these, and reports them in a section of their own.
+    `--churn`: placement under heavy churn. `--fleets`: up to ten thousand machines. `--real`: real daemons beside
+    simulated ones. A part that runs alone has a section of its own.
     """
     parser = argparse.ArgumentParser(prog="./scripts/bench simulate", add_help=False)
     part = parser.add_mutually_exclusive_group()
-    part.add_argument("--simulated", action="store_true")
-    part.add_argument("--real", action="store_true")
-    given, extent = parser.parse_args(options), QUICK if quick else FULL
-    name = "simulate --real" if given.real else "simulate"
-    title = "Simulation beside real daemons" if given.real else "Simulation: the daemon's decisions on many machines"
-    report = Report(name, title, describe())
-    if not given.real:
-        _run_simulated_part(extent, report)
-    if not given.simulated:
+    for name in TITLES:
+        part.add_argument(f"--{name}", dest="part", action="store_const", const=name)
+    chosen, extent = parser.parse_args(options).part, QUICK if quick else FULL
+    report = Report(f"simulate --{chosen}" if chosen else "simulate", TITLES.get(chosen, TITLE), describe())
+    if chosen in (None, "churn"):
+        _run_churn(extent, report)
+    if chosen in (None, "fleets"):
+        _run_fleets(extent, report)
+    if chosen in (None, "real"):
         _run_real_part(extent, folder, report)
     return report
 
 
-def _run_simulated_part(extent: Extent, report: Report) -> None:
-    """Adds the rows, ratios, notes and the picture of what is only simulated."""
+def _run_churn(extent: Extent, report: Report) -> None:
+    """Adds the rows, the ratio and the note of the placement under heavy churn."""
     moving, unmoved = (_simulate(heavy_churn(extent, moves, False), report) for moves in (True, False))
     _simulate(heavy_churn(extent, True, True), report)
+    report.ratios["rebalancing_of_optimal"] = Ratio(
+        moving.bound_of_best_placement,
+        ">= 0.96",
+        "flow of the spans held by that of the best placement at each moment; without moves "
+        f"{unmoved.bound_of_best_placement:.3f}",
+    )
+    report.notes += [churn_note(extent), ROWS_NOTE]
+
+
+def _run_fleets(extent: Extent, report: Report) -> None:
+    """Adds the rows, the ratio, the notes and the picture of fleets of all sizes."""
     _simulate(large_fleet(extent.sizes[0], extent.large_s, per_stage=0), report)
     fleets = {peers: _simulate(large_fleet(peers, extent.large_s), report) for peers in (*extent.sizes, extent.large)}
     report.pictures = {FIGURE: _picture_of(fleets)}
-    report.ratios |= {
-        "rebalancing_of_optimal": Ratio(
-            moving.bound_of_best_placement,
-            ">= 0.96",
-            "flow of the spans held by that of the best placement at each moment; without moves "
-            f"{unmoved.bound_of_best_placement:.3f}",
-        ),
-        "ten_thousand_of_bound": Ratio(
-            fleets[extent.large].of_bound,
-            ">= 0.95",
-            f"throughput of {extent.large:,} peers by the flow bound of their spans",
-        ),
-    }
-    report.notes += simulated_notes(extent)
+    report.ratios["ten_thousand_of_bound"] = Ratio(
+        fleets[extent.large].of_bound,
+        ">= 0.95",
+        f"throughput of {extent.large:,} peers by the flow bound of their spans",
+    )
+    report.notes += [fleets_note(extent), *([] if ROWS_NOTE in report.notes else [ROWS_NOTE]), LOAD_NOTE]
 
 
 def _run_real_part(extent: Extent, folder: Path, report: Report) -> None:
@@ -146,22 +166,25 @@ def _picture_of(fleets: Mapping[int, SimulationReport]) -> str:
     return draw("Per machine and second, by machines in the run", lines)
 
 
-def simulated_notes(extent: Extent) -> list[str]:
-    """Returns what the simulated figures mean, for the published page."""
-    return [
+def churn_note(extent: Extent) -> str:
+    """Returns what the figures of heavy churn mean, for the published page."""
+    return (
         f"Heavy churn: {SHAPES['p3'].kills:.0%} of the fleet vanish per hour, up to {SHAPES['p3'].at_once} at once, "
         f"and others come; {extent.churn_peers} equal machines hold one of 32 stages each, for {extent.hours:g} hours. "
         "of_best_placement and placement_of_best divide throughput and the flow of the spans held by "
         "what an omniscient placement of whole machines would reach at each moment, where "
-        "moves and joins cost nothing; machines that still fetch their state count in it.",
-        f"of_bound divides by the maximum flow of the spans that are held. An origin keeps {PER_STAGE_IN_FLIGHT} "
-        f"microbatches for each stage in flight (schedule.max_in_flight). Fleets are simulated for {extent.large_s:g} "
-        f"s, of which the first {large_fleet(1, extent.large_s).warmup_s:g} s are not counted.",
-        "messages: frames that a machine sends per second, progress included; stored and read: records of the "
-        "directory per machine and second; keys: reads of one key. A run of up to 256 claims is read whole every 4 s, "
-        f"a larger one six shards at a time every 8 s. ![Load by fleet size](figures/{FIGURE})",
-        "took_s: seconds of this machine's processor, on one core.",
-    ]
+        "moves and joins cost nothing; machines that still fetch their state count in it."
+    )
+
+
+def fleets_note(extent: Extent) -> str:
+    """Returns what the figures of fleets mean, for the published page."""
+    return (
+        f"Fleets live under the same churn, {SHAPES['p3'].kills:.0%} of the machines per hour, and hold 8 stages. "
+        f"An origin keeps {PER_STAGE_IN_FLIGHT} microbatches for each stage in flight (schedule.max_in_flight). "
+        f"They are simulated for {extent.large_s:g} s, of which the first "
+        f"{large_fleet(1, extent.large_s).warmup_s:g} s are not counted."
+    )
 
 
 def _scenario(
