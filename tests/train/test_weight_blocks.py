@@ -159,7 +159,11 @@ def test_a_slice_that_would_not_be_finite_changes_nothing(value: float) -> None:
     moments = {name: values.clone() for name, values in bench.stage.moments.items()}
     mean = bench.noise()
     mean[17] = value
-    for bad, why in ((mean, "not be finite"), (bench.noise()[:-1], "no slice"), (bench.noise().double(), "no slice")):
+    for bad, why in (
+        (mean, "not be finite"),
+        (bench.noise()[:-1], "not a slice"),
+        (bench.noise().double(), "not a slice"),
+    ):
         with pytest.raises(ProtocolError, match=why):
             bench.take_in(1, bad, bench.slice())
     assert torch.equal(bench.stage.weights.current.flat, before) and bench.stage.progress.agreed == 0
