@@ -106,8 +106,13 @@ class FleetSimulation:
         peer.incarnation += 1
         self._directory.claim(peer, span, "serving")
 
-    def start(self, peer: SimulatedPeer) -> None:
-        """Lets a placed machine read the directory and begin its work, unless it has gone since."""
+    def start(self, peer: SimulatedPeer, after_s: float) -> None:
+        """Lets a placed machine read the directory now, and begin its work and further reads after so many seconds."""
+        self._read_directory(peer)
+        self._events.after(after_s, self._start_work, peer)
+
+    def _start_work(self, peer: SimulatedPeer) -> None:
+        """Lets a placed machine begin its work, unless it has gone since."""
         if peer.presence is Presence.SERVING:
             self._begin_work(peer)
             self._watch(peer)

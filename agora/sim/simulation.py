@@ -27,7 +27,10 @@ from agora.sim.simulated_peer import Equipment, Presence
 from agora.sim.simulated_work import Workload
 
 LATEST_START_S = 1.0
-"""Seconds within which the machines of the start begin to work, each at a random moment; all claims are there at 0."""
+"""Seconds within which the machines of the start begin to work, each at a random moment.
+
+At 0 all claims are there and have been read: a machine that knew of no next one would fail its first calls.
+"""
 
 COLLECTED_EVERY = 1000
 """How many times as many new objects as usual there are between two searches for unreachable cycles."""
@@ -98,10 +101,11 @@ class Simulation:
         self._rng.shuffle(groups)
         placed = balanced_spans([g for g in groups if g.span is None], self.scenario.model.work)
         free = iter(placed)
-        for group in groups:
-            peer = self.fleet.add(self._equipment(group))
+        peers = [self.fleet.add(self._equipment(group)) for group in groups]
+        for peer, group in zip(peers, groups, strict=True):
             self.fleet.place(peer, group.span or next(free))
-            self.events.at(self._rng.uniform(0.0, LATEST_START_S), self.fleet.start, peer)
+        for peer in peers:
+            self.fleet.start(peer, self._rng.uniform(0.0, LATEST_START_S))
         for event in fleet_events(self.scenario.churn, len(groups), self.scenario.seconds, self._rng):
             self.events.at(event.time, self._apply, event)
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from agora_protocol.ids import Span
 from benchmarks.simulate import QUICK, heavy_churn, large_fleet
-from benchmarks.simulate_real import CASES, STAGES, Observation, manifest, simulate
+from benchmarks.simulate_real import CASES, LOOPBACK, STAGES, Observation, manifest, simulate
 
 from agora.sim.simulation import Simulation
 from agora.sim.simulation_report import SimulationReport
@@ -38,3 +38,12 @@ def test_a_fleet_under_churn_comes_near_the_bound() -> None:
     report = SimulationReport(described, Simulation(described).run())
     assert report.of_bound > 0.75
     assert report.measured.dropped == 0
+
+
+def test_equal_simulated_peers_reach_what_their_spans_allow_from_the_start() -> None:
+    """The case that is compared with eight real daemons; one that began before it knew its next peers fell to 0.6."""
+    case = CASES["equal peers"]
+    spans = tuple(Span.parse(peer.stages) for peer in case)
+    seen = Observation(19.0, (0.1,) * 8, spans, (LOOPBACK,) * 8, 33_000.0)
+    found = simulate(seen)
+    assert found.of_bound > 0.9 and found.measured.rerouted == 0
