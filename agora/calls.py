@@ -29,7 +29,7 @@ class Reply:
 
 
 class Caller(Protocol):
-    """Interface for calls to peers: sends a request and waits for the reply. Implemented by net.network.Network."""
+    """Protocol: sends a request to a peer and waits for the reply. Implemented by net.network.Network."""
 
     async def call(
         self,
@@ -44,5 +44,5 @@ class Caller(Protocol):
 
         Raises the peer's refusal as the error that it names, and an AgoraError when the connection breaks or cannot be
         opened, or at the deadline. When the caller stops waiting, by deadline or cancellation, the peer's work is
-        cancelled. on_progress: called with each progress frame that comes before the reply.
+        cancelled. on_progress: called with each progress message (Advance) that comes before the reply.
         """

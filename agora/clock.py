@@ -26,8 +26,9 @@ def boot_time() -> float:
 
 
 def slept_s() -> float:
-    """Returns how many seconds this machine has been suspended since it was booted; 0.0 where nobody can tell.
+    """Returns how many seconds this machine has been suspended since it was booted, to within some microseconds.
 
-    The event loop's clock does not count them, although other machines worked on in that time.
+    Returns about 0.0 where the system has no clock that counts them. The event loop's clock does not count suspended
+    seconds, although other machines work on in that time.
     """
     return boot_time() - time.clock_gettime(time.CLOCK_MONOTONIC)

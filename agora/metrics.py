@@ -30,9 +30,10 @@ MAX_REWARD: Final = 1e12
 
 
 def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> bool:
-    """Returns whether a microbatch of `tokens` supervised tokens and `rows` rows can have these sums.
+    """Returns whether a microbatch of `tokens` supervised tokens and `rows` rows can have these metric sums.
 
-    kind: the manifest's objective.kind. False also for a wrong number of sums.
+    kind: the manifest's objective.kind. sft: 0 to `tokens` right tokens. dpo: rows // 2 pairs, 0 to that many right
+    ones, sums of rewards within +-MAX_REWARD. Returns False also for a wrong number of sums and for an unknown kind.
     """
     match kind, tuple(sums):
         case "lm", ():
@@ -40,7 +41,9 @@ def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> b
         case "sft", (correct,):
             return 0 <= correct <= tokens
         case "dpo", (chosen, rejected, accurate, pairs):
-            return pairs == rows // 2 and 0 <= accurate <= pairs and max(abs(chosen), abs(rejected)) <= MAX_REWARD
+            return (
+                pairs == rows // 2 and 0 <= accurate <= pairs and all(abs(x) <= MAX_REWARD for x in (chosen, rejected))
+            )
     return False
 
 
@@ -55,7 +58,8 @@ def add_sums(sums: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
 def named_means(kind: str, sums: Sequence[float], tokens: int) -> dict[str, float]:
     """Returns the metrics by name: means over the supervised tokens (sft) or over the pairs (dpo).
 
-    tokens: the number of supervised tokens behind the sums. Returns {} for lm, and if nothing has been summed.
+    kind: the manifest's objective.kind. tokens: number of supervised tokens behind the sums; dpo ignores it. Returns {}
+    for lm, for a wrong number of sums, and if no tokens (sft) or no pairs (dpo) have been summed.
     """
     match kind, tuple(sums):
         case "sft", (correct,) if tokens:

@@ -1,4 +1,4 @@
-"""The exponential moving average of measurements that start without a value. Pure.
+"""The exponential moving average of measurements that start without a value. Deterministic.
 
 Knows: numbers. Must not know: what they measure, or when.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Immutable exponential moving average, changed by `with_sample`; the first 1 / `weight` samples count equally.
+    """An exponential moving average in which the first 1 / `weight` samples count equally; see `with_sample`.
 
-    value: None before the first sample. samples: how many there were.
+    weight: of a new sample, 0 to 1. value: None before the first sample. samples: how many there were.
     """
 
     weight: float
@@ -20,6 +20,7 @@ class MovingAverage:
     samples: int = 0
 
     def with_sample(self, sample: float) -> MovingAverage:
-        """Returns a new average with the sample: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
-        weight, value = max(self.weight, 1.0 / (self.samples + 1)), sample if self.value is None else self.value
+        """Returns the average with `sample` added: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
+        weight = max(self.weight, 1.0 / (self.samples + 1))
+        value = sample if self.value is None else self.value
         return MovingAverage(self.weight, value + weight * (sample - value), self.samples + 1)

@@ -14,41 +14,50 @@ from agora_protocol.tensors import WireTensor
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """Immutable policy: when a stage steps along its gradient sum, or closes its share of a step for the mean.
+    """When the device thread takes a stage's step along its gradient sum, or closes its share of a step for the mean.
 
-    `own_tokens`, `alone` and `closes_share` hold for step number `step` only (0 is the first). The stage may be at a
-    later step by now, about which nothing is known; then the last column holds, which is always safe.
+    `own_tokens`, `alone` and `closes_share` hold for step number `step` only (counted from 0). The stage may be at a
+    later step by now, for which the policy says nothing; there the last column holds, which is always safe.
 
     | question                                 | step `step`                             | any other step      |
     |------------------------------------------|-----------------------------------------|---------------------|
     | own tokens needed                        | own_tokens                              | target_tokens       |
-    | steps along the mean of all replicas     | step < exact_steps, unless `alone`      | step < exact_steps  |
-    | closes its share when it has the tokens  | closes_share, if it steps along a mean  | no                  |
+    | uses the mean gradient of all replicas   | step < exact_steps, unless `alone`      | step < exact_steps  |
+    | closes its share when it has the tokens  | closes_share, if it uses the mean       | no                  |
     """
 
     target_tokens: int  # how many all replicas together count for one step
-    exact_steps: int = 0  # the first steps, which are taken along the mean gradient of all replicas
-    step: int = -1  # for which the next three hold; -1: for none
+    exact_steps: int = 0  # the number of first steps, which are taken with the mean gradient of all replicas
+    step: int = -1  # the number for which the next three fields hold; -1: they hold for none
     own_tokens: int = 0  # how many this replica must count so that all reach `target_tokens`, with those it has counted
     alone: bool = False  # no other replica holds the stage
     closes_share: bool = False
 
     def tokens_needed(self, step: int) -> int:
-        """Returns how many tokens this replica must count for step `step`, see the table."""
+        """Returns how many tokens this replica must count for step `step` before it steps or closes its share.
+
+        `own_tokens` at the policy's own step, else `target_tokens`.
+        """
         return self.own_tokens if step == self.step else self.target_tokens
 
-    def is_along_mean(self, step: int) -> bool:
-        """Returns whether step `step` is taken along the mean gradient of all replicas, see the table."""
+    def uses_mean_gradient(self, step: int) -> bool:
+        """Returns whether step `step` is taken along the mean gradient of all replicas.
+
+        True below `exact_steps`, except at the policy's own step if the replica is `alone`.
+        """
         return step < self.exact_steps and not (self.alone and step == self.step)
 
     def must_close(self, step: int) -> bool:
-        """Returns whether the share of step `step` is to be closed once it has `tokens_needed(step)`, see the table."""
-        return self.closes_share and step == self.step and self.is_along_mean(step)
+        """Returns whether the device thread is to close the share of step `step` once it has `tokens_needed(step)`.
+
+        True only if `closes_share`, at the policy's own step, and if that step uses the mean gradient.
+        """
+        return self.closes_share and step == self.step and self.uses_mean_gradient(step)
 
 
 @dataclass(frozen=True, slots=True)
 class StageStepped:
-    """Event: a stage has taken an optimizer step. step: steps taken so far. own_tokens: this replica's tokens in it."""
+    """Event: a stage has taken an optimizer step, and `step` in all. own_tokens: this replica's tokens in this one."""
 
     stage: int
     step: int
@@ -57,7 +66,7 @@ class StageStepped:
 
 @dataclass(frozen=True, slots=True)
 class ShareClosed:
-    """Event: a stage has closed its share of step number `step` (0 the first), over `tokens`, and opened the next."""
+    """Event: a stage has closed its share of step `step` (counted from 0), over `tokens`, and opened the next."""
 
     stage: int
     step: int
@@ -69,11 +78,11 @@ StepEvent = StageStepped | ShareClosed
 
 @dataclass(frozen=True, slots=True)
 class SpanResult:
-    """The result of one microbatch in this peer's span: gradient, device time, loss."""
+    """The result of one microbatch in this peer's span: gradient, device time, loss, metrics."""
 
     gradient: WireTensor | None  # with respect to the boundary that entered, encoded; None at stage 0 or if not trained
-    busy_s: float  # seconds on the device, the forward included
-    loss_sum: float = 0.0  # in nats, over `tokens` supervised tokens; both are known only in the run's last stage
-    tokens: int = 0
+    busy_s: float  # seconds on the device, the forward pass included
+    loss_sum: float = 0.0  # mean loss in nats * `tokens`; in the run's last stage only
+    tokens: int = 0  # the loss weight: supervised tokens, of dpo all tokens of its rows
     metrics: tuple[float, ...] = ()  # sums, see agora.metrics; known only in the run's last stage
     log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for a reference request only

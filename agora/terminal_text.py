@@ -12,10 +12,10 @@ HIDDEN: Final = "?"
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Returns `text` with HIDDEN in place of each character that a terminal would obey instead of showing.
+    """Returns `text` with HIDDEN in place of each character that str.isprintable rejects, except those in `keep`.
 
-    Those are control characters (escape sequences begin with one) and characters that change the direction or the
-    order of what is shown. keep: characters that stay although they are not shown.
+    Rejected are control characters (escape sequences begin with one), characters that change the direction or the order
+    of what is shown, unassigned ones, and every kind of space except " ".
     """
     if text.isprintable():
         return text
@@ -23,5 +23,8 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str, limit: int | None = None) -> str:
-    """Returns `text` with each run of whitespace replaced by one space, cut to its first `limit` characters."""
+    """Returns `text` with each sequence of whitespace replaced by one space, and none at the ends.
+
+    limit: maximum number of characters, beyond which the text is cut; None for no limit.
+    """
     return " ".join(text.split())[:limit]

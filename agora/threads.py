@@ -15,15 +15,16 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` on a new daemon thread and returns its result, or raises its exception.
+    """Runs `work` on a new daemon thread, waits for it, and returns its result or raises its exception.
 
-    Cancelling this call does not stop the thread; its result is then dropped.
+    Cancelling this call does not stop the thread, but drops its result. If `work` raises SystemExit, the thread ends
+    and this call never returns.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
 
     def run() -> None:
-        """Calls `work` on the thread, and sets the future to its result or exception."""
+        """Calls `work` on the thread, and sets the future to its result or to the Exception that it raised."""
         try:
             future.set_result(work())
         except Exception as error:

@@ -19,24 +19,22 @@ from agora.averaging.part_codec import EncodedPart
 from agora.codec import is_all_finite
 
 Aggregation = Literal["mean", "clip"]
-CLIP_ROUNDS: Final = 3  # enough, because the owner's own value, where it begins, is near: Karimireddy et al., ICML 2021
+CLIP_ROUNDS: Final = 3  # enough, since clipping begins near, at the owner's own value: Karimireddy et al., ICML 2021
 MIN_NORM, MAX_NORM = 1e-15, 1e15
 MAX_TIMES_LONGER: Final = 2.0
 """A contribution may be this many times as long as the lower median of all; a longer one is shortened to that."""
 MIN_TO_COMPARE: Final = 3
-"""Contributions without which none is called too long: of two, nobody can say which is right."""
+"""Minimum number of contributions for one to be called too long: of two, either could be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartMean:
-    """The mean of a part, float32 [n], and its owner's message about it; immutable.
+    """The mean of one part of a round."""
 
-    encoded: the bytes that `values` were decoded from; None before the mean is encoded.
-    """
-
-    values: Tensor
+    values: Tensor  # float32 [n]
     message: Averaged
-    encoded: EncodedPart | None = None
+    """How many members contributed, and the tokens behind the mean; the part's owner sends it with the mean."""
+    encoded: EncodedPart | None = None  # the tensors that `values` were decoded from; None before the mean is encoded
 
 
 def aggregate(
@@ -49,9 +47,11 @@ def aggregate(
 ) -> PartMean | None:
     """Returns the weighted mean, or the centered clip, of `contributions`, float32 [n] each and finite.
 
-    A contribution of weight 0 adds no values; the message counts it as a contributor. cap: whether to lower the weights
-    first, see cap_weights, and to shorten values that are far too long, see shorten. center: the start value of a clip;
-    None means the median of each coordinate. Returns None when every weight is 0 or the result is not finite.
+    aggregation: "mean" or "clip". A contribution of weight 0 adds no values, but the result's message counts it as a
+    contributor. cap: whether to lower the largest weights first, see cap_weights, and to scale contributions down that
+    are far too long, see shorten; the message's weight is the sum before that. center: the start value of a clip; None
+    means the median of each coordinate. The result is not encoded; it is None when every weight is 0 or the mean is not
+    finite.
     """
     weighted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not weighted:
@@ -68,7 +68,10 @@ def aggregate(
 
 
 def cap_weights(weights: Sequence[float]) -> list[float]:
-    """Returns the n `weights`, all above 0, in their order, the largest lowered until none exceeds 2/n of the sum."""
+    """Returns the n `weights`, in the same order, with the largest lowered until none exceeds 2/n of their new sum.
+
+    All must be above 0, and there must be at least one.
+    """
     ordered = sorted(weights, reverse=True)
     for lowered, largest_kept in enumerate(ordered):
         cap = 2.0 * sum(ordered[lowered:]) / (len(ordered) - 2 * lowered)
@@ -78,18 +81,20 @@ def cap_weights(weights: Sequence[float]) -> list[float]:
 
 
 def shorten(values: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
-    """Returns the contributions `values`, float32 [n] each, of `weights` tokens; those that are too long scaled down.
+    """Returns the contributions `values`, float32 [n] each, with the ones that are too long scaled down to their limit.
 
-    The length x of one over w tokens may be MAX_TIMES_LONGER * max(median(x), median(x sqrt(w)) / sqrt(w)), of all
-    contributors: what is mostly noise is the longer the fewer tokens are behind it. Without this bound one contribution
-    of 1e30 makes the mean implausible for everybody, and the step of all is lost.
+    weights: tokens of each contribution. The limit of the Euclidean length x of a contribution over w tokens is
+    MAX_TIMES_LONGER * max(median(x), median(x sqrt(w)) / sqrt(w)), with lower medians over all contributions: one over
+    fewer tokens holds more noise, and so is longer. Without this limit one contribution of 1e30 makes the mean
+    implausible for everybody, and all lose the step. A contribution is returned unchanged if its length is infinite or
+    its limit 0, and all are if there are fewer than MIN_TO_COMPARE.
     """
     if len(values) < MIN_TO_COMPARE:
         return list(values)
     lengths = [_norm(value) for value in values]
-    usual = statistics.median_low(lengths)
-    of_one_token = statistics.median_low([x * math.sqrt(w) for x, w in zip(lengths, weights, strict=True)])
-    limits = [MAX_TIMES_LONGER * max(usual, of_one_token / math.sqrt(weight)) for weight in weights]
+    median_length = statistics.median_low(lengths)
+    median_of_one_token = statistics.median_low([x * math.sqrt(w) for x, w in zip(lengths, weights, strict=True)])
+    limits = [MAX_TIMES_LONGER * max(median_length, median_of_one_token / math.sqrt(weight)) for weight in weights]
     return [
         value * (limit / length) if 0.0 < limit < length < math.inf else value
         for value, length, limit in zip(values, lengths, limits, strict=True)
@@ -105,7 +110,7 @@ def magnitude(values: Tensor) -> float:
 
 
 def _norm(values: Tensor) -> float:
-    """Returns the Euclidean norm: computed in float32, and again in float64 if not within MIN_NORM to MAX_NORM."""
+    """Returns the Euclidean norm: in float32, or computed again in float64 if not between MIN_NORM and MAX_NORM."""
     norm = float(torch.linalg.vector_norm(values))
     return norm if MIN_NORM < norm < MAX_NORM else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
@@ -121,8 +126,9 @@ def _mean(values: Sequence[Tensor], fractions: Sequence[float]) -> Tensor:
 def _clip(values: Sequence[Tensor], fractions: Sequence[float], center: Tensor | None) -> Tensor:
     """Returns the centered clip of `values`: CLIP_ROUNDS times v += sum of fraction * (x - v) * min(1, tau / |x - v|).
 
-    v begins at `center`, or, if that is None, at the median of each coordinate. tau is the lower median of the |x - v|
-    that are not 0, so that half of the contributors cannot choose it.
+    fractions: of the weights, with sum 1. v begins at `center`, or, if that is None, at the lower median of each
+    coordinate. tau, computed each time again, is the lower median of the |x - v| that are not 0, so that half of the
+    contributors cannot choose it. Ends early when every x equals v.
     """
     clipped = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
     for _ in range(CLIP_ROUNDS):

@@ -33,11 +33,11 @@ class WeightedValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a member sends to the owner of a part; immutable.
+    """What a member sends to the owner of a part.
 
     values: float32 [n], before encoding. weight: tokens behind them. encoded: the same values as bytes. own: this
-    replica's values and tokens of this round, without residual and late gradient. late_tokens: the part of `weight`
-    that belongs to the late gradient.
+    replica's values and tokens of this round, without residual and late gradient. late_tokens: how many
+    tokens of `weight` belong to the late gradient.
     """
 
     values: Tensor
@@ -50,7 +50,9 @@ class Contribution:
 class ContributionBuilder:
     """Builds the contributions of one peer; keeps, by region, what is added to the region's next contribution.
 
-    That is the residual, which the last encoding lost, and the late gradient, which came too late for its own mean.
+    A region is the elements of a stage that a part averages. Added are the residual, which the last encoding lost, and
+    the late gradient, which came too late for the mean of its own step. The caller calls `build` for each part, then
+    record_outcome; then carry_over for a part whose mean is all zeros.
     """
 
     def __init__(self, config: RoundConfig) -> None:
@@ -59,12 +61,13 @@ class ContributionBuilder:
         self._late_gradients: dict[Region, WeightedValues] = {}
 
     def build(self, part: Part, values: Tensor, weight: float, wire: WireName) -> Contribution:
-        """Returns the contribution of `values`, float32 [n], computed over `weight` tokens, encoded as `wire`.
+        """Returns the contribution of `values`, float32 [n], computed over `weight` tokens, encoded in format `wire`.
 
         Merges the region's late gradient as a mean weighted by tokens (its tokens join the weight), then adds the
         error-feedback residual if `wire` has 2 to 4 bits. Changes nothing; see record_outcome.
         """
-        own, region = WeightedValues(values, weight), self._config.region(part)
+        own = WeightedValues(values, weight)
+        region = self._config.region(part)
         late = self._late_gradients.get(region)
         if late is not None and weight + late.tokens > 0:
             weight += late.tokens
@@ -74,29 +77,34 @@ class ContributionBuilder:
         encoded = self._config.encode_part(part, values, wire)
         return Contribution(values, weight, encoded, own, late.tokens if late else 0.0)
 
-    def record_outcome(self, part: Part, sent: Contribution, counted: bool | None) -> float:
+    def record_outcome(self, part: Part, contribution: Contribution, counted: bool | None) -> float:
         """Records whether the part's mean contains the contribution (`counted`; None if unknown). Returns lost tokens.
 
-        Lost tokens are those that no later mean can contain.
+        Lost tokens are those that no later mean can contain. The former late gradient is dropped in any case, the
+        former residual only where there is a new one.
 
-        | counted | added to the region's next contribution | lost tokens |
+        | counted | kept for the region's next contribution | lost tokens |
         |---|---|---|
-        | True | the residual | 0 |
-        | False, of a gradient | the replica's own values, as late gradient | those of the last late gradient |
+        | True | the new residual (float32), if the contribution was sent in 2 to 4 bits | 0 |
+        | False, of a gradient | the replica's own values, as late gradient | those of the former late gradient |
         | False, of a slice | nothing new | 0 |
         | None | nothing new | 0 |
         """
         region = self._config.region(part)
         self._late_gradients.pop(region, None)
         if counted is False and part.what == "gradient":
-            self._late_gradients[region] = sent.own
-            return sent.late_tokens
-        if counted and sent.encoded.wire in NORMAL_BITS:
-            self._residuals[region] = sent.values - self._config.decode_part(part, sent.encoded, len(sent.values))
+            self._late_gradients[region] = contribution.own
+            return contribution.late_tokens
+        if counted and contribution.encoded.wire in NORMAL_BITS:
+            decoded = self._config.decode_part(part, contribution.encoded, len(contribution.values))
+            self._residuals[region] = contribution.values - decoded
         return 0.0
 
     def carry_over(self, part: Part, values: Tensor, weight: float) -> None:
-        """Keeps the values of a part that got no mean, over `weight` tokens, for the region's next contribution."""
+        """Keeps `values`, of a part without a mean, as the late gradient for the region's next contribution.
+
+        values: this replica's own. weight: the tokens behind them. Replaces the region's former late gradient.
+        """
         self._late_gradients[self._config.region(part)] = WeightedValues(values, weight)
 
     def drop_stage(self, stage: int) -> None:

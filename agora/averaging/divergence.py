@@ -1,4 +1,4 @@
-"""Finds out whether replicas that should be equal have diverged, and which of them are right. Pure.
+"""Finds out whether replicas that should be equal have diverged, and which of them are right. Deterministic.
 
 Knows: this replica's lineages by step (train.lineage), and those that others reported. Must not know: weights, calls,
 time.
@@ -15,11 +15,13 @@ from agora.averaging.replica_progress import KnownReplicas
 
 
 def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
-    """Returns the sorted ids of the replicas whose state is right where this one's is not.
+    """Returns the sorted ids of the replicas whose state is right, for this one to fetch, because its own is wrong.
 
-    Returns () when this replica is right, or when no lineage can be compared. lineages: this replica's, by agreed step.
-    Replicas with the same lineage at the same step form a group. The largest group is right; among groups of equal
-    size, the one that has the least id. A replica at a later step than this one counts as equal to it.
+    lineages: of this replica, digests of all means applied up to a step, by the number of that step. live: the other
+    replicas, each with one step and its lineage. Replicas with the same lineage at the same step form a group. The
+    largest group is right; among groups of equal size, the one that has the least id. A replica at a later step than
+    `lineages` reach joins this replica's group; one whose lineage is unknown here or there is ignored. Returns () when
+    this replica's own group is right.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)

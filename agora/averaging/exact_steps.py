@@ -24,6 +24,7 @@ from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
 
 FETCH_AGAIN_S: Final = 1.0
+"""Seconds of pause after a failed fetch of a state."""
 FETCH_TRIES: Final = 3
 """Failed fetches of a state after which, if nobody has taken the step, the peer with the least id takes it."""
 
@@ -32,17 +33,21 @@ class ExactStepGroup(RoundGroup, Protocol):
     """Protocol: the replicas that take exact steps together, as this peer sees them; implemented by ReplicaGroup."""
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Records that the stage took a step along one mean gradient with no failed part, as all its replicas do.
+        """Records that the stage took a step along a mean gradient of which no part failed.
 
-        tokens: number of tokens, of all replicas, that the mean was taken over.
+        tokens: number of tokens, of all replicas, behind the mean; they decide how many tokens the next steps have.
         """
 
     async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Replaces the stage's state by a source's of at least `at_least` steps; raises Unavailable if none has one."""
+        """Replaces the stage's state by that of a source with at least `at_least` steps; Unavailable if none has it."""
 
 
 class ExactSteps:
-    """Takes exact steps of the stages of a span; every public method returns when the step is taken or given up."""
+    """Takes exact steps of the stages of a span: steps along the mean gradient of all replicas.
+
+    Every public method returns when the step is taken or given up. ReplicaGroup calls each when next_action says so,
+    and again after a step that was given up.
+    """
 
     def __init__(
         self,
@@ -61,7 +66,9 @@ class ExactSteps:
         self._report = report
 
     async def step_together(self, stage: int, step: int) -> None:
-        """Takes step `step` along the mean gradient of a round; closes this replica's share of it if that is open.
+        """Averages the gradient of step `step` with the other replicas in one round, and takes the step along the mean.
+
+        First closes this replica's share (its own gradient for the step) if it is open.
 
         | a part failed here, and | asynchronous run | synchronous run |
         |---|---|---|
@@ -69,8 +76,9 @@ class ExactSteps:
         | there is no other replica | step along this peer's gradient | the same |
         | no other replica keeps it | step along 0, see _fill_failed_parts | see _fetch_until_taken |
 
-        Returns without a step if the open step is another one by now. In an asynchronous run a gradient that is refused
-        (ProtocolError), or that is 0 everywhere, only counts the step and leaves the weights as they are.
+        If the closed share belongs to another step than `step`, returns without a round. A mean that is 0 everywhere or
+        cannot be used only counts the step and leaves the weights as they are; in a synchronous run one that cannot be
+        used raises ProtocolError. A step without failed parts is passed to record_exact_step.
         """
         share = await self._stages.take_gradient_share(stage)
         if share.step != step:
@@ -95,26 +103,27 @@ class ExactSteps:
                 self._group.record_exact_step(stage, result.weight)
 
     async def _fill_failed_parts(self, first_part: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
-        """Puts a mean into each failed part of `result`, and returns the fraction of all parts whose mean is not 0.
+        """Asks the other replicas for the means of the failed parts of `result`; writes a mean for each into it.
 
         | another replica | the mean |
         |---|---|
         | keeps the part's mean | that one |
-        | exists, but none keeps it | 0, which is kept here for others |
+        | exists, but none keeps it | 0, which is kept here for others that ask |
         | does not exist | this replica's own `values` |
 
-        Where the mean is 0, this peer's values, over `tokens`, are carried over to the next step. If other replicas
-        used another mean than 0, they all find that out by their lineages.
+        Returns the fraction of all parts whose mean is not 0. For a part with mean 0, this peer's values, over `tokens`
+        tokens, are carried over to the next step. If another replica used another mean, the lineages will differ.
         """
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
         await recall_repeatedly(self._reducer, self._group, first_part, result)
         if len(self._group.members(first_part.stage)) == 1:
             return 1.0
-        cuts, zeros = cut_into_parts(len(result.mean)), 0
+        cuts = cut_into_parts(len(result.mean))
+        zeros = 0
         for index in failed:
             part, cut = first_part._replace(part=index), cuts[index]
             if not result.averaged[index]:
-                zero_mean = self._reducer.exchange.zero_mean(part, len(values[cut]))
+                zero_mean = self._reducer.exchange.encode_zero_mean(part, len(values[cut]))
                 self._reducer.keep_mean(part, zero_mean)
                 result.mean[cut] = zero_mean.values
             if not result.mean[cut].any():
@@ -123,9 +132,10 @@ class ExactSteps:
         return 1 - zeros / len(cuts)
 
     async def replay(self, stage: int, step: int) -> None:
-        """Takes step `step` along its mean gradient, which is asked of the others; fetches their state if they lack it.
+        """Asks other replicas for the mean gradient of the past step `step`, takes the step, calls record_exact_step.
 
-        The tokens that this replica has counted stay in its open share, for a later step.
+        If a part of the mean is not found, replaces the state instead, by fetch_or_catch_up. The tokens in this
+        replica's open share stay there, for a later step.
         """
         zeros = torch.zeros(self._stages.layout(stage).numel)
         result = RoundResult(zeros, [False for _ in cut_into_parts(len(zeros))])
@@ -140,10 +150,10 @@ class ExactSteps:
     async def fetch_or_catch_up(
         self, stage: int, at_least: int, reached: int, sources: Collection[PeerId] = ()
     ) -> None:
-        """Fetches a state of at least `at_least` steps from `sources`, by default from all live others.
+        """Replaces the stage's state by one of at least `at_least` steps from `sources`, by default any live replica.
 
-        If no source gives one, reports TaskFailed and waits FETCH_AGAIN_S; in an asynchronous run it then takes over
-        the step number `reached` by ReplicatedStages.catch_up.
+        If no source gives one, reports TaskFailed and waits FETCH_AGAIN_S; in an asynchronous run it then sets the
+        stage's step count to `reached` without a state, see ReplicatedStages.catch_up.
         """
         try:
             await self._group.fetch_state(stage, sorted(sources or self._group.live_others(stage)), at_least)
@@ -154,11 +164,11 @@ class ExactSteps:
                 await self._stages.catch_up(stage, reached)
 
     async def _fetch_until_taken(self, stage: int, at_least: int) -> bool:
-        """Fetches the state of a replica that has taken `at_least` steps; returns whether one gave it.
+        """Fetches the stage's state from a member with at least `at_least` steps; returns whether one gave it.
 
         Tries again every FETCH_AGAIN_S, and reports each failure. Returns False when no other member is left, or when
-        FETCH_TRIES have failed and this peer has the least id: then the caller takes the step, and the others fetch
-        this peer's state.
+        FETCH_TRIES tries have failed and this peer has the least id of all: then the caller takes the step itself, and
+        the other members fetch this peer's state.
         """
         tries = 0
         while others := sorted(self._group.members(stage).keys() - {self._me}):

@@ -2,8 +2,8 @@
 
 Knows: the run's averaging configuration, parts and their values. Must not know: calls, deadlines.
 
-An owner encodes a mean once, and everybody, the owner included, uses what these bytes decode to. So all replicas apply
-the same bits, whoever sent them the mean, and whenever.
+An owner encodes a mean once, and every replica, the owner included, uses what these bytes decode to. So all replicas
+apply the same bits, whichever replica sent them the mean, and at any time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ INT8_ROUNDS: Final = 20
 
 
 class Part(NamedTuple):
-    """The name of one part of a round.
+    """The name of one part of a round: one of the pieces into which the averaged vector is cut, each with its owner.
 
-    stage: the stage whose replicas hold the round. what: "gradient" or "slice". number: counts the rounds of this stage
-    and kind. part: index within the round.
+    stage: the stage whose replicas hold the round. what: "gradient" or "slice", a fixed set of the stage's weights.
+    number: counts the rounds of this stage and kind; of a gradient, the step. part: index within the round.
     """
 
     stage: int
@@ -48,14 +48,15 @@ class Part(NamedTuple):
 
     @property
     def round(self) -> tuple[int, str, int]:
-        """The name of the round that the part belongs to: (stage, what, number)."""
+        """The name of the part's round: (stage, what, number)."""
         return self[:3]
 
 
 class Region(NamedTuple):
-    """Names the elements of a stage that a part averages; many rounds average the same region.
+    """Names the elements of a stage that a part averages: the key of what is kept from one round to the next.
 
-    slice_number: which slice of the stage; 0 for gradients, whose parts are of the whole stage.
+    stage, what, part: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts are of the whole
+    stage.
     """
 
     stage: int
@@ -66,11 +67,11 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundConfig:
-    """What the manifest says about rounds, and this peer's id (`me`). Immutable.
+    """What the manifest says about rounds, and this peer's id (`me`).
 
     round_s: seconds that a round may take. max_weight: tokens above which a contribution is refused. synchronous:
     whether means are exact, so that weights are not capped, nothing is clipped and no mean is rejected as implausible.
-    slices: the number of slices of a stage.
+    gradient_wire, slice_wire: the formats in which values are sent. slices: the number of slices of a stage.
     """
 
     me: PeerId
@@ -86,7 +87,8 @@ class RoundConfig:
     @classmethod
     def from_manifest(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
         """Returns the configuration of a run; in a synchronous run gradients and slices are sent as float32."""
-        averaging, synchronous = signed.manifest.averaging, signed.manifest.schedule.kind == "synchronous"
+        averaging = signed.manifest.averaging
+        synchronous = signed.manifest.schedule.kind == "synchronous"
         slices = slice_count(averaging.fraction)
         max_weight = MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * averaging.every * slices
         wires: tuple[WireName, WireName] = averaging.gradient_wire, averaging.slice_wire
@@ -99,12 +101,15 @@ class RoundConfig:
         return Region(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
 
     def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
-        """Returns the part's first and second owner among the members, None without a second; see choose_owners."""
+        """Returns the part's first and second owner among the members, which average its values; see choose_owners.
+
+        The second is None if only one member may own parts.
+        """
         epoch = ownership_epoch(part.what, part.number, self.slices)
         return choose_owners(self.run, part.stage, part.what, epoch, part.part, members)
 
     def dither_label(self, part: Part) -> str:
-        """Returns the part's label for dither_fractions: the same string at all members, another for every part."""
+        """Returns the seed string of the part's dither (random rounding), the same at all members of the round."""
         return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
 
     def encode_part(self, part: Part, values: Tensor, wire: WireName) -> EncodedPart:
@@ -114,7 +119,7 @@ class RoundConfig:
     def decode_part(self, part: Part, encoded: EncodedPart, numel: int) -> Tensor:
         """Returns the values that encode_part encoded for `part`: float32 [numel], the same bits at every receiver.
 
-        Raises ProtocolError when the tensors are not those of `numel` values in the codec that `encoded` names.
+        Raises ProtocolError unless the tensors are those of `numel` values in the format `encoded.wire`.
         """
         return PartCodec(encoded.wire).decode(encoded.tensors, numel, self.dither_label(part))
 
@@ -123,7 +128,7 @@ class Exchange:
     """Encodes what one peer sends in rounds, as member and as owner; decodes means, and checks their magnitudes.
 
     In 2 to 4 bits members and owners use error feedback: each adds the residual of its last encoding of a region to the
-    next one. It sends nothing itself.
+    next one. Sends nothing itself. Keeps, by region, residuals, late gradients and bounds of magnitudes.
     """
 
     def __init__(self, config: RoundConfig) -> None:
@@ -134,19 +139,28 @@ class Exchange:
         self._owner_residuals: dict[Region, Tensor] = {}
         self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(MagnitudeBound)
 
-    def contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
-        """Returns a member's encoded contribution of `values`, float32 [n], over `weight` tokens."""
+    def build_contribution(self, part: Part, values: Tensor, weight: float) -> Contribution:
+        """Returns a member's contribution of `values`, float32 [n], over `weight` tokens, encoded in the part's format.
+
+        Adds the region's late gradient and residual, see ContributionBuilder.build; changes nothing.
+        """
         return self.contributions.build(part, values, weight, self.wire_of(part))
 
     def wire_of(self, part: Part) -> WireName:
-        """Returns the format in which this peer now sends the part's values; early gradients of few bits go as int8."""
+        """Returns the format in which this peer now sends the part's values, as member and as owner.
+
+        The first INT8_ROUNDS gradients of a run are sent as int8 where later ones take 2 to 4 bits.
+        """
         if part.what == "slice":
             return self._config.slice_wire
         is_early = self.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
         return "int8" if is_early else self.gradient_wire
 
     def drop_stage(self, stage: int) -> None:
-        """Drops residuals and late gradients of a stage whose state was replaced by another replica's."""
+        """Drops the residuals and late gradients of a stage whose state was replaced by another replica's.
+
+        Keeps the bounds of the means' magnitudes.
+        """
         self.contributions.drop_stage(stage)
         for region in [region for region in self._owner_residuals if region.stage == stage]:
             del self._owner_residuals[region]
@@ -154,11 +168,13 @@ class Exchange:
     def average(
         self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
     ) -> PartMean | None:
-        """Returns the owner's mean of the contributions `values`, float32 [n] each, by the run's aggregation, encoded.
+        """Averages the contributions `values`, float32 [n] each, as an owner: aggregates, encodes, decodes them again.
 
-        weights: tokens of each contribution; the largest are capped in asynchronous runs. center: the start value of a
-        clip. In 2 to 4 bits, y = mean + e is encoded, and the residual e becomes y - decode(encode(y)). Returns None
-        when every weight is 0 or the mean is not finite.
+        weights: tokens of each contribution. In an asynchronous run the aggregation is the manifest's, and large
+        weights and values are limited, see `aggregate`; in a synchronous run it is the plain weighted mean. center: the
+        start value of a clip. In 2 to 4 bits it encodes y = mean + e, and sets the owner's residual e of the region to
+        y - decode(encode(y)), except after a single contribution. Returns None, and changes nothing, when every weight
+        is 0 or the mean is not finite.
         """
         if self._config.synchronous:
             mean = aggregate(values, weights, "mean", center=None, cap=False)
@@ -166,8 +182,10 @@ class Exchange:
             mean = aggregate(values, weights, self._config.aggregation, center=center, cap=True)
         if mean is None:
             return None
-        wire, region = self.wire_of(part), self._config.region(part)
-        compensated, feeds_back = mean.values, wire in NORMAL_BITS
+        wire = self.wire_of(part)
+        region = self._config.region(part)
+        feeds_back = wire in NORMAL_BITS
+        compensated = mean.values
         if feeds_back and region in self._owner_residuals:
             compensated = compensated + self._owner_residuals[region]
         encoded = self._config.encode_part(part, compensated, wire)
@@ -176,8 +194,8 @@ class Exchange:
             self._owner_residuals[region] = compensated - decoded
         return PartMean(decoded, replace(mean.message, wire=wire), encoded)
 
-    def zero_mean(self, part: Part, numel: int) -> PartMean:
-        """Returns an encoded mean of zeros, float32 [numel], of 0 contributors: for a part whose mean nobody has."""
+    def encode_zero_mean(self, part: Part, numel: int) -> PartMean:
+        """Returns a mean of zeros, float32 [numel], with 0 contributors: for a part whose mean nobody keeps."""
         wire = self.wire_of(part)
         encoded = self._config.encode_part(part, torch.zeros(numel), wire)
         message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=wire)
@@ -186,19 +204,20 @@ class Exchange:
     def decode_mean(self, part: Part, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> PartMean:
         """Returns the mean, float32 [numel], that an owner sent as `tensors` with `message`.
 
-        Raises ProtocolError for tensors of another form than `message.wire` says.
+        Raises ProtocolError for tensors that are not `numel` values in the format `message.wire`.
         """
         encoded = EncodedPart(cast("WireName", message.wire), tensors)
         return PartMean(self._config.decode_part(part, encoded, numel), message, encoded)
 
     def check_magnitude(self, part: Part, own: Tensor, mean: Tensor) -> None:
-        """Raises PeerFailed if `mean` is implausibly large; otherwise updates the bound of its region, MagnitudeBound.
+        """Raises PeerFailed if `mean` is implausibly large; otherwise updates the MagnitudeBound of the part's region.
 
-        own: this replica's values of the part. In a synchronous run every mean is accepted.
+        own: this replica's values of the part. In a synchronous run accepts every mean, and updates nothing.
         """
         if self._config.synchronous:
             return
-        mean_size, own_size, region = magnitude(mean), magnitude(own), self._config.region(part)
+        mean_size, own_size = magnitude(mean), magnitude(own)
+        region = self._config.region(part)
         bound = self._bounds[region]
         if why := bound.why_implausible(mean_size, own_size):
             raise PeerFailed(why)

@@ -23,18 +23,21 @@ from agora.clock import loop_time
 from agora.observe import faults
 
 INTERVAL_S: Final = 0.25
+"""Seconds between two calls of StepGossip.tick in asynchronous runs."""
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
-"""Seconds between two ticks in synchronous runs, where every replica waits for the step."""
+"""Seconds between two calls of StepGossip.tick in synchronous runs, where every replica waits for the step."""
 HEARTBEAT_S: Final = 1.5
 """Seconds after which a replica reports again although nothing has changed, so that it does not count as silent."""
 CALL_S: Final = 3.0
+"""Seconds after which a call that was not answered has failed."""
 
 
 @dataclass(slots=True)
 class _StageGossip:
-    """What is known of one stage's replicas; the counts that this peer has last sent them, and when.
+    """What gossip keeps for one stage of the span. known: the last known progress of the stage's other replicas.
 
-    implausible: by replica, when it last reported a step that is not believed.
+    sent, sent_at: the counts that this peer last sent to them, and when. implausible: by replica, when it last reported
+    an implausible step. Times are loop times.
     """
 
     known: KnownReplicas = field(default_factory=dict)
@@ -44,29 +47,27 @@ class _StageGossip:
 
 
 class GossipListing(Protocol):
-    """Protocol: which replicas this peer sees.
+    """Protocol: which replicas this peer sees; part of ReplicaListing."""
 
-    replicas_in_view: returns the ids of a stage's replicas in its view, with or without this peer.
-    is_connected: whether this peer has any connection; without one, failed calls are no evidence that others are down.
-    """
+    def replicas_in_view(self, stage: int) -> Collection[PeerId]:
+        """Returns the ids of a stage's replicas in this peer's view, with or without this peer."""
 
-    def replicas_in_view(self, stage: int) -> Collection[PeerId]: ...
-    def is_connected(self) -> bool: ...
+    def has_connections(self) -> bool:
+        """Returns whether this peer has any connection; without one, failed calls do not show that others are down."""
 
 
 class PlausibleSteps(Protocol):
-    """Protocol: says which steps of other replicas are believed; implemented by step_bounds.StepBounds.
+    """Protocol: says which steps of other replicas are plausible; implemented by step_bounds.StepBounds."""
 
-    is_plausible: returns whether another replica of a stage can have taken `step` steps by now.
-    """
+    def is_plausible(self, stage: int, step: int) -> bool:
+        """Returns whether another replica of a stage can have taken `step` steps by now."""
 
-    def is_plausible(self, stage: int, step: int) -> bool: ...
     def report(self, stage: int, peer: PeerId, step: int) -> None:
-        """Reports that `peer` claims a step of a stage that is not plausible."""
+        """Reports as an offence that `peer` claims to have taken `step` steps of a stage, which is not plausible."""
 
 
 class AllStepsPlausible:
-    """PlausibleSteps that believes every step; used until `StepGossip.bounds` is set."""
+    """A PlausibleSteps that accepts every step; the default until `StepGossip.bounds` is set."""
 
     def is_plausible(self, stage: int, step: int) -> bool:
         """Returns True."""
@@ -77,10 +78,11 @@ class AllStepsPlausible:
 
 
 class StepGossip:
-    """Exchanges progress with the other replicas of each stage of the span; `known_progress` returns what it has heard.
+    """Exchanges progress (steps and tokens) with the other replicas of each stage of the span.
 
-    `run` sends news and heartbeats until cancelled; `answer` serves the others' calls. When a call to a replica fails,
-    that replica is suspected, see replica_progress. bounds: says which steps of others are believed, by default all.
+    `run` sends changes and heartbeats until cancelled; `answer` serves the calls of other replicas; `known_progress`
+    returns what was heard. When a call to a replica fails, that replica is suspected, see replica_progress. bounds:
+    says which steps of other replicas are plausible, by default all.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class StepGossip:
         rng: random.Random | None = None,
     ) -> None:
         """counts: returns for each stage how far this peer is; never blocks.
-        on_change: is called with a stage, on the loop, at every tick and whenever something was heard.
+        on_change: called on the loop with the stage, at every tick and after every merge.
         """
         self._me = me
         self._span = span
@@ -122,31 +124,44 @@ class StepGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def others_in_view(self, stage: int) -> set[PeerId]:
-        """Returns the other replicas of a stage that the view lists, without those whose steps are not believed."""
+        """Returns the ids of a stage's other replicas in this peer's view of the run.
+
+        Leaves a replica out for FORGIVE_S after it reported an implausible step.
+        """
         since = loop_time() - FORGIVE_S
-        not_believed = {peer for peer, at in self._stages[stage].implausible.items() if at > since}
-        return set(self._listing.replicas_in_view(stage)) - {self._me} - not_believed
+        implausible_peers = {peer for peer, at in self._stages[stage].implausible.items() if at > since}
+        return set(self._listing.replicas_in_view(stage)) - {self._me} - implausible_peers
 
     def known_progress(self, stage: int) -> KnownReplicas:
-        """Returns the last known progress of each other replica of a stage, by id."""
+        """Returns the last known progress of a stage's other replicas, by id; silent ones may be among them.
+
+        A replica that was never heard of is among them only if a call to it failed; its counts are 0 then.
+        """
         return self._stages[stage].known
 
-    def furthest(self, stage: int) -> int:
-        """Returns the most steps that another replica of a stage has reported of itself; 0 without any."""
+    def furthest_step(self, stage: int) -> int:
+        """Returns the most steps that another replica of a stage has reported of itself.
+
+        Returns 0 if no other is known, -1 if none of the known ones has reported itself.
+        """
         return max((progress.direct.step for progress in self.known_progress(stage).values()), default=0)
 
     def tick(self) -> None:
-        """Sends each stage's progress if it has changed or a heartbeat is due, and calls `on_change` for every stage.
+        """Sends each stage's progress, if it has changed or a heartbeat is due, and calls `on_change` for every stage.
 
-        Starts one task for each call, and does not wait. A suspected replica is called at every tick until it answers
-        or counts as silent. A replica to which a call about the stage is still open is called at a later tick.
+        Sends to all the stage's replicas in the view, or to GOSSIP_FANOUT random ones of many, and to suspected
+        replicas at every tick, until they answer or count as silent. Starts one task for each call, and does not wait.
+        Leaves a replica out while a call to it about the stage is open; the progress then counts as not sent, and is
+        sent again at the next tick. Forgets replicas that are neither live nor in the view, and implausible reports
+        older than FORGIVE_S.
         """
-        now, counts = loop_time(), self._counts()
-        for stage, state in self._stages.items():
-            state.implausible = {peer: at for peer, at in state.implausible.items() if at > now - FORGIVE_S}
-            state.known = replica_progress.record_view(state.known, self.others_in_view(stage), now)
-            targets = replica_progress.suspected_replicas(state.known, self.others_in_view(stage), now)
-            has_news = state.sent != counts[stage] or now - state.sent_at > HEARTBEAT_S
+        now = loop_time()
+        counts = self._counts()
+        for stage, gossip in self._stages.items():
+            gossip.implausible = {peer: at for peer, at in gossip.implausible.items() if at > now - FORGIVE_S}
+            gossip.known = replica_progress.record_view(gossip.known, self.others_in_view(stage), now)
+            targets = replica_progress.suspected_replicas(gossip.known, self.others_in_view(stage), now)
+            has_news = gossip.sent != counts[stage] or now - gossip.sent_at > HEARTBEAT_S
             if has_news:
                 targets.update(replica_progress.choose_targets(self.others_in_view(stage), self._me, self._rng))
             free = [peer for peer in sorted(targets) if (stage, peer) not in self._calls]
@@ -155,11 +170,15 @@ class StepGossip:
                 for peer in free:
                     self._calls[stage, peer] = asyncio.create_task(self._gossip_with(stage, peer, request))
             if has_news and free and len(free) == len(targets):
-                state.sent, state.sent_at = counts[stage], now
+                gossip.sent, gossip.sent_at = counts[stage], now
             self._on_change(stage)
 
     def answer(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
-        """Merges another replica's gossip and returns this peer's. Raises NotMyStage for a stage outside the span."""
+        """Merges the gossip of `peer`, calls `on_change` with its stage, and returns what this peer knows of the stage.
+
+        Implausible steps of `peer` itself raise nothing: they are reported, see _select_plausible. Raises NotMyStage
+        for a stage outside the span.
+        """
         if message.stage not in self._span:
             raise NotMyStage(f"this peer holds stages {self._span}, not {message.stage}; read the directory again")
         own = self._counts()[message.stage]
@@ -167,49 +186,59 @@ class StepGossip:
         return GossipedSteps(self._compose(message.stage, own))
 
     def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
-        """Returns the entries to send about a stage: this peer's `own` counts, then the last known ones of others."""
+        """Returns the entries to send about a stage: this peer's `own` counts, then those of live replicas in view.
+
+        See replica_progress.compose_gossip.
+        """
         own = own._replace(step=int(faults.say("gossip.step", own.step)))
         return replica_progress.compose_gossip(
             self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time()
         )
 
     async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
-        """Sends one request and merges the answer; when the call fails, records that, so that the peer is suspected."""
-        state = self._stages[stage]
+        """Calls `peer` with one request and merges its answer; ignores an answer of another type.
+
+        If the call fails, records the failure, so that the peer is suspected. A connection that broke is recorded as
+        broken only while this peer has a connection to any peer: otherwise its own network may be down.
+        """
+        gossip = self._stages[stage]
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             if isinstance(reply.message, GossipedSteps):
                 self._merge(stage, reply.message.replicas, peer)
         except AgoraError as error:
-            broken = error.code == BROKEN and self._listing.is_connected()
-            state.known = replica_progress.record_failure(state.known, peer, loop_time(), broken=broken)
+            broken = error.code == BROKEN and self._listing.has_connections()
+            gossip.known = replica_progress.record_failure(gossip.known, peer, loop_time(), broken=broken)
         finally:
             del self._calls[stage, peer]
 
     def _merge(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
-        """Merges what `sender` reported of itself and, if it is listed, of other listed replicas; calls `on_change`.
+        """Merges what `sender` reported of itself and, if it is in view, of other replicas in view; calls `on_change`.
 
-        Of steps that are not plausible nothing is believed.
+        Drops entries with implausible steps, see _select_plausible.
         """
-        state, now = self._stages[stage], loop_time()
+        gossip = self._stages[stage]
+        now = loop_time()
         entries = self._select_plausible(stage, entries, sender)
         listed = self.others_in_view(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
-        known = replica_progress.merge_gossip(state.known, accepted, sender, self._me, now)
-        state.known = replica_progress.record_view(known, listed, now)
+        known = replica_progress.merge_gossip(gossip.known, accepted, sender, self._me, now)
+        gossip.known = replica_progress.record_view(known, listed, now)
         self._on_change(stage)
 
     def _select_plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
-        """Returns the entries whose steps are plausible; none if the sender's own are not, which is reported.
+        """Returns the entries whose steps are plausible, or [] if the sender's entry about itself is implausible.
 
-        For FORGIVE_S such a sender counts as no replica of the stage, and what was known of it is forgotten.
+        In the latter case reports the sender, forgets its progress, and leaves it out of others_in_view for FORGIVE_S;
+        a plausible entry about the sender ends that time.
         """
-        state, bounds = self._stages[stage], self.bounds
-        step = max((max(entry[1], entry[2]) for entry in entries if entry[0] == sender), default=0)
+        gossip = self._stages[stage]
+        bounds = self.bounds
+        step = max((max(step, open_step) for peer, step, open_step, *_ in entries if peer == sender), default=0)
         if bounds.is_plausible(stage, step):
-            state.implausible.pop(sender, None)
-            return [entry for entry in entries if bounds.is_plausible(stage, max(entry[1], entry[2]))]
-        state.implausible[sender] = loop_time()
-        state.known = {peer: progress for peer, progress in state.known.items() if peer != sender}
+            gossip.implausible.pop(sender, None)
+            return [entry for entry in entries if bounds.is_plausible(stage, max(entry[1:3]))]
+        gossip.implausible[sender] = loop_time()
+        gossip.known = {peer: progress for peer, progress in gossip.known.items() if peer != sender}
         bounds.report(stage, sender, step)
         return []

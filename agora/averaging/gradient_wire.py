@@ -2,7 +2,7 @@
 
 Knows: rates, sizes, durations. Must not know: how they were measured, gradients, calls.
 
-Each of n replicas sends (n - 1) / n of its gradient to owners, and its 1 / n of the mean to n - 1 members: in all
+Each of n replicas sends (n - 1) / n of its gradient to owners, and its 1 / n of the mean to n - 1 members: in total
 2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
 """
 
@@ -26,14 +26,15 @@ BYTES: Final[dict[WireName, float]] = {
 
 
 class GradientWire(NamedTuple):
-    """The format in which a replica sends gradients, and the reason in words. Immutable.
+    """The format in which a replica sends gradients, and the reason in words.
 
-    is_limited: whether the uplink is too slow for the manifest's format.
+    is_limited: whether the uplink is too slow for the manifest's format. fits: whether it is fast enough for this one.
     """
 
     name: WireName
     reason: str
     is_limited: bool = False
+    fits: bool = True
 
 
 def choose_gradient_wire(
@@ -41,10 +42,10 @@ def choose_gradient_wire(
 ) -> GradientWire:
     """Returns the largest format, up to `manifest_wire`, whose bytes can be sent in a step; if none can, the smallest.
 
-    A format fits if its bytes <= fraction * uplink * step_s; with n `replicas`, 2 * (n - 1) / n * numel values are sent
-    in a step. numel: elements of the stages held. uplink: measured bytes per second, None while nothing is queued for
-    it. step_s: average duration of a step in seconds, None before the first. fraction: share of the uplink that
-    gradients may use. Without uplink or step_s, or for one replica, `manifest_wire` is returned.
+    A format fits if its bytes <= fraction * uplink * step_s; with n `replicas`, this one included, a replica sends
+    2 * (n - 1) / n * numel values in a step. numel: elements of the stages held. uplink: measured bytes per second,
+    None while nothing is queued for it. step_s: average duration of a step in seconds, None before the first. fraction:
+    part of the uplink that gradients may use. Without uplink or step_s, or for one replica, returns `manifest_wire`.
     """
     if uplink is None or step_s is None or replicas < 2:
         return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")
@@ -58,4 +59,4 @@ def choose_gradient_wire(
     reason += f"{uplink * 8e-6:.3g} Mbit/s carries {budget / 1e6:.3g} MB"
     if needed > budget:
         reason += ", which is too little: local steps with slices (averaging.exact_steps = 0) need a twentieth"
-    return GradientWire(chosen, reason, chosen != manifest_wire or needed > budget)
+    return GradientWire(chosen, reason, chosen != manifest_wire or needed > budget, needed <= budget)

@@ -7,11 +7,11 @@ docs/averaging.md says what the rounds are for, and what follows when one fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from agora_protocol.errors import AgoraError, ProtocolError, Refused
+from agora_protocol.errors import ProtocolError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute
@@ -19,6 +19,7 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging import next_action, replica_progress
+from agora.averaging.background_tasks import start_reported
 from agora.averaging.divergence import replicas_to_fetch_from
 from agora.averaging.exact_steps import ExactSteps
 from agora.averaging.exchange import Part, RoundConfig
@@ -26,7 +27,7 @@ from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossi
 from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
 from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.partition import Members, Slices, cut_into_parts
-from agora.averaging.quota import StepMeter, StepSize
+from agora.averaging.quota import StepMeter, StepTokenPlan
 from agora.averaging.reducer import PartReducer
 from agora.averaging.replica_progress import ReplicaCounts
 from agora.averaging.replicated_stages import ReplicaListing, ReplicatedStages, StateFetcher
@@ -40,8 +41,7 @@ from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
 MAX_ROUNDS_APART: Final = 2
-"""An owner refuses a part whose round is further from its own: this many rounds of gradients, or this many times all
-slices of the stage."""
+"""An owner refuses a part more than this many gradient rounds, or passes over all slices, away from its own round."""
 MAX_REPORT_LAG: Final = 2
 """Steps by which a replica's last report may lag behind the step of a slice round in which it takes part."""
 ROUND_STEPS: Final = 2.0
@@ -52,10 +52,10 @@ LEADING_STEP_INTERVAL_S: Final = 5.0
 
 
 @dataclass(slots=True)
-class _StageState:
-    """What the group keeps for one stage. task: the last exact step, fetch or catch-up. reason: of the last action.
+class _GroupStage:
+    """What the group keeps for one stage. task: the latest step, fetch or catch-up. reason: of the latest decision.
 
-    behind_at: the step at which the stage fell behind the run's leading stage, and the loop time then.
+    behind_at: if the stage is behind the run's leading stage, its step and the loop time when that was noticed.
     """
 
     slices: Slices
@@ -67,7 +67,7 @@ class _StageState:
 
 
 class ReplicaGroup:
-    """Gossips with the replicas of each own stage, and starts the steps, slice rounds and fetches that are due.
+    """This peer's stages among their replicas: gossips, and starts the steps, slice rounds and fetches that are due.
 
     The daemon runs `run` until it cancels it, and calls the `on_...` methods; everything happens on the event loop.
     """
@@ -83,7 +83,7 @@ class ReplicaGroup:
         report: events.Report,
         report_offence: ReportOffence,
     ) -> None:
-        """report_offence: is called for a replica whose contribution breaks the protocol."""
+        """Gives each stage its first StepPolicy. report_offence: is called for replicas that break the protocol."""
         self._averaging = averaging = signed.manifest.averaging
         self._config = config = ActionConfig.from_manifest(signed.manifest)
         self._me = me
@@ -91,7 +91,7 @@ class ReplicaGroup:
         self._state = state
         self._listing = listing
         self._leading_step = 0
-        self._in_hand = 0
+        self._in_progress = 0
         self._report = report
         self._report_offence = report_offence
         self._leaving = False
@@ -101,20 +101,20 @@ class ReplicaGroup:
         self.gossip = gossip = StepGossip(
             me, stages.span, caller, listing, self._counts, self._decide_and_start, interval_s=interval_s
         )
-        step_s = lambda stage: self._stage_states[stage].meter.step_s.value  # noqa: E731
-        gossip.bounds = self.bounds = StepBounds(stages, step_s, gossip.furthest, config, report_offence)
+        self._bounds = StepBounds(stages, self._mean_step_s, gossip.furthest_step, config, report_offence)
+        gossip.bounds = self._bounds
         self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
-        self._stage_states: dict[int, _StageState] = {}
+        self._stage_states: dict[int, _GroupStage] = {}
         microbatch_tokens, target = signed.manifest.quota_tokens, config.target_tokens
         for stage in stages.span.stages:
             slices = Slices(stages.layout(stage).numel, averaging.fraction, signed.manifest.seed)
             rounds = SliceRounds(stage, slices, averaging.every, stages, self.reducer, self, report)
-            self._stage_states[stage] = _StageState(slices, rounds, StepMeter(microbatch_tokens, StepSize(target)))
+            self._stage_states[stage] = _GroupStage(slices, rounds, StepMeter(microbatch_tokens, StepTokenPlan(target)))
             stages.set_step_policy(stage, StepPolicy(config.target_tokens, config.exact_steps))
 
     async def run(self) -> None:
-        """Gossips, steps and averages until cancelled; then cancels all that is running and waits for its end."""
+        """Gossips, steps and averages until cancelled; then cancels all running work, awaits it, closes the reducer."""
         watching = asyncio.create_task(self._watch_other_stages())
         try:
             await self.gossip.run()
@@ -127,9 +127,9 @@ class ReplicaGroup:
             await self.reducer.close()
 
     async def leave(self, within_s: float) -> None:
-        """Starts nothing more; waits up to `within_s` seconds for running steps and fetches, then cancels them.
+        """Starts no more steps or rounds; waits up to `within_s` seconds for steps and fetches, then cancels them.
 
-        Does not wait for slice rounds. A state exported afterwards is final.
+        Running slice rounds go on: a state that is exported afterwards may lack their means.
         """
         self._leaving = True
         running = [state.task for state in self._stage_states.values() if state.task is not None]
@@ -144,7 +144,7 @@ class ReplicaGroup:
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Answers as PartReducer.answer_contribution does; a ProtocolError is reported as an offence of `peer` too."""
+        """Answers Contribute as PartReducer.answer_contribution does; reports each ProtocolError also as an offence."""
         try:
             return await self.reducer.answer_contribution(peer, message, tensors, deadline)
         except ProtocolError as error:
@@ -154,9 +154,9 @@ class ReplicaGroup:
             raise
 
     def missing_tokens(self, stage: int) -> int:
-        """Returns how many tokens all live replicas must still count for the open step.
+        """Returns how many tokens this replica and the other live ones must together still count for the open step.
 
-        Returns 0 while a share that was closed here awaits its mean.
+        Returns 0 if they have enough, and while a share that was closed here awaits its mean.
         """
         own = self._counts()[stage]
         if own.open_step > own.step:
@@ -166,19 +166,19 @@ class ReplicaGroup:
         return max(0, self._config.target_tokens - own.tokens - replica_progress.count_tokens(live, own.open_step))
 
     def reason(self, stage: int) -> str:
-        """Returns the sentence by which `next_action` last explained what the stage does or waits for."""
+        """Returns the sentence in which next_action last said why the stage does what it does; "" before the first."""
         return self._stage_states[stage].reason
 
     # --- what the reducer asks, see ReducerView
 
     def members(self, stage: int) -> Members:
-        """Returns the members of a stage's rounds, this peer included, with bandwidths as in `Members`.
+        """Returns the members of the stage's next round, with this peer, by id, and their bandwidths, see `Members`.
 
-        In asynchronous runs lagging replicas are not members of the rounds of exact steps: they replay those steps.
+        Newcomers own no part. In asynchronous runs lagging replicas are no members at exact steps: they replay these.
         """
         listed, known = self._listing.replicas_in_view(stage), self.gossip.known_progress(stage)
-        step, others_seen = self._stages.step_of(stage), self.gossip.others_in_view(stage)
-        others = replica_progress.round_members(known, others_seen, loop_time())
+        step = self._stages.step_of(stage)
+        others = replica_progress.round_members(known, self.gossip.others_in_view(stage), loop_time())
         if self._config.is_exact(step) and not self._config.synchronous:
             others -= replica_progress.lagging_replicas(known, others, step)
         new = replica_progress.newcomers(known, others, step)
@@ -187,8 +187,11 @@ class ReplicaGroup:
         return {peer: None if peer in new else listed.get(peer, 0.0) for peer in {*others, self._me}}
 
     def round_s(self, stage: int) -> float:
-        """Returns the seconds that a round may take: `averaging.round_s`, in asynchronous runs at most ROUND_STEPS."""
-        step_s, manifest_s = self._stage_states[stage].meter.step_s.value, self._averaging.round_s
+        """Returns the seconds that a round may take: the manifest's `averaging.round_s`.
+
+        In an asynchronous run at most max(MIN_ROUND_S, ROUND_STEPS * a step's mean seconds), once these are known.
+        """
+        step_s, manifest_s = self._mean_step_s(stage), self._averaging.round_s
         if self._config.synchronous or step_s is None:
             return manifest_s
         return min(manifest_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
@@ -196,7 +199,8 @@ class ReplicaGroup:
     def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
 
-        In asynchronous runs also the others that are more than a step behind the part's, or have not reported yet.
+        In asynchronous runs also those that have not reported yet, and those that were more than 1 step (for a slice
+        MAX_REPORT_LAG + 1 steps) behind the part's step when they last reported.
         """
         known = self.gossip.known_progress(part.stage)
         not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
@@ -205,14 +209,14 @@ class ReplicaGroup:
             not_awaited |= replica_progress.lagging_or_unheard_replicas(known, set(peers) - {self._me}, step)
         return not_awaited
 
-    def numel_of(self, part: Part) -> int:
-        """Returns a part's number of elements.
+    def check_part(self, part: Part) -> int:
+        """Checks that `part` can be averaged here now, and returns its number of elements.
 
-        Raises ProtocolError if there is no such part, Refused if its round is too far from this peer's own.
+        Raises ProtocolError if no stage here averages such a part, Refused if its round is too far from this peer's.
         """
         state, is_gradient = self._stage_states.get(part.stage), part.what == "gradient"
-        of_step = part.number if is_gradient else part.number * self._averaging.every - 1
-        if state is None or self._config.is_exact(of_step) != is_gradient:
+        averaged_step = part.number if is_gradient else part.number * self._averaging.every - 1
+        if state is None or self._config.is_exact(averaged_step) != is_gradient:
             raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} {part.number} here")
         step = self._stages.step_of(part.stage)
         own_number = step if is_gradient else step // self._averaging.every
@@ -232,20 +236,20 @@ class ReplicaGroup:
         return set(replica_progress.live_replicas(known, listed, loop_time()))
 
     async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
-        """Takes part in one round with the present members; returns its result within `round_s`, see Round."""
+        """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
         deadline = loop_time() + self.round_s(stage)
         members = self.members(stage)
         return await Round(self.reducer, self._report, stage, what, number, weight, members, deadline).run(values)
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Corrects the planned size of the stage's next step after an exact step over `tokens` tokens."""
+        """Corrects the stage's StepTokenPlan (tokens of the next steps) after an exact step over `tokens` tokens."""
         meter = self._stage_states[stage].meter
-        meter.size = meter.size.after_step(tokens)
+        meter.token_plan = meter.token_plan.after_step(tokens)
 
     async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Stops the stage's slice rounds, fetches its state as StateFetcher.fetch does, then drops its residuals.
+        """Stops the stage's slice rounds, replaces its state by StateFetcher.fetch, then calls Exchange.drop_stage.
 
-        Raises Unavailable when no source has such a state; the residuals are then kept.
+        Returns fetch's result. Raises Unavailable, with the rounds stopped, when no source has such a state.
         """
         await self._stage_states[stage].slice_rounds.stop()
         fetched = await self._state.fetch(stage, sources, at_least)
@@ -255,33 +259,39 @@ class ReplicaGroup:
     # --- deciding
 
     def on_share_closed(self, stage: int) -> None:
-        """Called after the device thread closed a share: gossips this and starts whatever is due, such as the round."""
+        """Called when the device thread closed a share: notes the time, gossips at once, starts what is due."""
         self._stage_states[stage].meter.on_share_closed(loop_time())
         self.gossip.tick()
 
-    def on_microbatch_left(self, stage: int, in_hand: int) -> None:
-        """Called when a training microbatch left; starts what is due then. in_hand: those still in work here."""
-        self._in_hand = in_hand
-        if self._should_hold(stage) and self._counts()[stage].tokens >= self._stage_states[stage].meter.quota_now:
+    def on_microbatch_left(self, stage: int, in_progress: int) -> None:
+        """Called for each stage when a training microbatch has left. in_progress: how many are still in progress here.
+
+        If origins wait for means and the stage's open share has its quota, starts what is due in the stage.
+        """
+        self._in_progress = in_progress
+        if self._origins_wait(stage) and self._counts()[stage].tokens >= self._stage_states[stage].meter.quota_now:
             self._decide_and_start(stage)
 
     def is_awaiting_mean(self, stage: int) -> bool:
         """Returns whether origins wait now because a share closed here lacks its mean; see StepMeter."""
         own = self._counts()[stage]
-        return own.open_step > own.step and self._should_hold(stage)
+        return own.open_step > own.step and self._origins_wait(stage)
 
     def tokens_until_origins_wait(self, stage: int) -> int | None:
-        """Returns how many tokens origins may still open before they must wait for a mean; None if they need not wait.
+        """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit.
 
-        It is quota - tokens of this replica's open share, or -tokens while its last share awaits its mean.
+        The number is quota - tokens of this replica's open share; it is -tokens while a closed share awaits its mean.
         """
         own = self._counts()[stage]
-        if not self._should_hold(stage):
+        if not self._origins_wait(stage):
             return None
         return -own.tokens if own.open_step > own.step else self._stage_states[stage].meter.quota_now - own.tokens
 
     def on_stepped(self, stage: int, step: int, tokens: int) -> None:
-        """Called after each optimizer step: updates meter and wire, counts local `tokens` for slice rounds, gossips."""
+        """Called after each optimizer step: measures it, chooses the format of gradients, gossips, starts what is due.
+
+        step: steps taken so far. tokens: of this replica in that step; in local steps they weigh its next slices.
+        """
         state = self._stage_states[stage]
         state.meter.on_stepped(loop_time())
         if self._counts()[stage].open_step > step:
@@ -292,19 +302,23 @@ class ReplicaGroup:
             state.slice_rounds.record_local_step(tokens)
         self.gossip.tick()
 
-    def _should_hold(self, stage: int) -> bool:
-        """Returns whether origins wait for means now: in asynchronous runs with exact steps, if means come soon."""
+    def _origins_wait(self, stage: int) -> bool:
+        """Returns StepMeter.should_origins_wait; False in synchronous runs, at local steps, without other replicas."""
         meter = self._stage_states[stage].meter
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return False
-        return meter.quota_now > 0 and meter.should_hold_origins(loop_time())
+        return meter.quota_now > 0 and meter.should_origins_wait(loop_time())
+
+    def _mean_step_s(self, stage: int) -> float | None:
+        """Returns the measured average duration of the stage's steps in seconds, None before the first."""
+        return self._stage_states[stage].meter.step_s.value
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients again and reports a change; only in asynchronous runs with exact steps."""
+        """Chooses the format of gradients again, reports a change; not if synchronous or at local steps."""
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return
         numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))
-        uplink, step_s = self._listing.uplink(), self._stage_states[stage].meter.step_s.value
+        uplink, step_s = self._listing.uplink_bytes_per_s(), self._mean_step_s(stage)
         section, exchange = self._averaging, self.reducer.exchange
         chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
         if chosen.name != exchange.gradient_wire:
@@ -312,13 +326,13 @@ class ReplicaGroup:
         self.gradient_wire, exchange.gradient_wire = chosen, chosen.name
 
     def _decide_and_start(self, stage: int) -> None:
-        """Updates the stage's meter and StepPolicy, and starts what `next_action` chooses; reports why it fetches."""
+        """Updates the stage's meter, StepPolicy and reason; starts what next_action chooses; reports why it fetches."""
         now, state, own = loop_time(), self._stage_states[stage], self._counts()[stage]
         others = OtherReplicas(self.gossip.known_progress(stage), self.gossip.others_in_view(stage), self._leading_step)
         replicas, live = next_action.counting_replicas(now, others)
         state.meter.measure(now, own.tokens_counted)
         quota = state.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
-        waits = self._should_hold(stage)
+        waits = self._origins_wait(stage)
         policy = next_action.step_policy(own.open_step, replicas, live, quota, self._config, by_device=not waits)
         self._stages.set_step_policy(stage, policy)
         behind_at, is_running = state.behind_at, state.task is not None and not state.task.done()
@@ -327,42 +341,42 @@ class ReplicaGroup:
             own,
             quota,
             step_s=state.meter.expected_s,
-            leaving=self._leaving,
-            busy=is_running,
+            is_leaving=self._leaving,
+            is_busy=is_running,
             slice_due=state.slice_rounds.next_due(own.step, own.agreed) if takes_slices else None,
             behind_since=behind_at[1] if behind_at and behind_at[0] == own.step < self._leading_step else None,
             diverged_from=replicas_to_fetch_from(self._lineages(stage), self._me, live),
-            in_hand=self._in_hand if waits else 0,
+            in_progress=self._in_progress if waits else 0,
         )
         action, state.reason = next_action.next_action(now, own_stage, others, self._config)
-        match action.what:
+        match action.kind:
             case "slice round":
                 state.slice_rounds.begin(action.number, own.step)
                 self._decide_and_start(stage)
             case "catch up":
-                state.task = self._start(self._stages.catch_up(stage, action.number))
+                state.task = start_reported(self._stages.catch_up(stage, action.number), self._report)
             case "step":
-                state.task = self._start(self._stages.catch_up(stage, own.step + 1))
+                state.task = start_reported(self._stages.catch_up(stage, own.step + 1), self._report)
             case "replay":
-                state.task = self._start(self._exact.replay(stage, action.number))
+                state.task = start_reported(self._exact.replay(stage, action.number), self._report)
             case "step together":
-                state.task = self._start(self._exact.step_together(stage, action.number))
+                state.task = start_reported(self._exact.step_together(stage, action.number), self._report)
             case "fetch":
                 if action.sources:
                     self._report(events.StageDiverged(stage, own.step, ", ".join(action.sources)))
                 else:
                     self._report(events.StageFellBehind(stage, own.step, action.number))
                 fetch = self._exact.fetch_or_catch_up(stage, action.at_least, action.number, action.sources)
-                state.task = self._start(fetch)
+                state.task = start_reported(fetch, self._report)
 
     async def _watch_other_stages(self) -> None:
-        """In a synchronous run, records again and again how far the run's leading stage is, and who is behind it.
+        """In a synchronous run, records every few seconds the leading stage's step, and which stages here are behind.
 
-        Otherwise stages that begin from checkpoints of different steps would wait for one another forever.
+        Without this, stages that begin from checkpoints of different steps would wait for one another forever.
         """
         while self._config.synchronous:
             await asyncio.sleep(LEADING_STEP_INTERVAL_S)
-            of_run = self.bounds.plausible_of_run(self._listing.steps_of_run())
+            of_run = self._bounds.plausible_of_run(self._listing.steps_of_run())
             self._leading_step = replica_progress.leading_step(of_run)
             for stage, state in self._stage_states.items():
                 step = self._stages.step_of(stage)
@@ -372,7 +386,7 @@ class ReplicaGroup:
                     state.behind_at = (step, loop_time())
 
     def _counts(self) -> Mapping[int, ReplicaCounts]:
-        """Returns how far this peer is with each stage of its span, by stage."""
+        """Returns this peer's own progress in each stage of its span, by stage."""
         starts = self._start_steps
         return {
             p.stage: ReplicaCounts(
@@ -382,18 +396,5 @@ class ReplicaGroup:
         }
 
     def _lineages(self, stage: int) -> Mapping[int, int]:
-        """Returns the stage's latest lineages (train.lineage), by the step at which each was agreed on."""
+        """Returns the stage's latest lineages (train.lineage), by the step up to which each counts the means."""
         return next(progress.lineages for progress in self._stages.progress() if progress.stage == stage)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts `work` as a task and returns that; reports TaskFailed if it ends with an error."""
-
-        def report_failure(task: asyncio.Task[None]) -> None:
-            """Reports the error with which the task ended, if any; cancelling is not an error."""
-            if not task.cancelled() and (error := task.exception()) is not None:
-                code = error.code if isinstance(error, AgoraError) else type(error).__name__
-                self._report(events.TaskFailed("averaging", f"{code}: {error}"))
-
-        task = asyncio.create_task(work)
-        task.add_done_callback(report_failure)
-        return task

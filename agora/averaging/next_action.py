@@ -24,20 +24,22 @@ RESUME_AFTER_S: Final = 15.0
 CLOSE_AFTER_FRACTION: Final = 0.25
 """Fraction of a step's duration for which a replica still counts tokens after another one has closed its share."""
 MAX_CLOSE_AFTER_S: Final = 2.0
+"""Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds
+while the duration of a step is unknown."""
 MAX_LOCAL_LAG: Final = 8
-"""A replica that takes local steps and is more steps than this behind the others catches up."""
+"""Maximum number of steps that a replica with local steps may be behind the others; beyond it, it catches up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a stage does next; immutable. ReplicaGroup carries it out.
+    """What a stage does next; it has no effect until ReplicaGroup carries it out.
 
-    | what | the stage |
+    | kind | the stage |
     |---|---|
     | wait | does nothing now |
     | slice round | starts slice round `number` in the background |
-    | replay | takes step `number`, which the others have taken, along the mean gradient that they keep of it |
-    | catch up | takes over step number `number` of the others; one step behind, it steps along its own gradient first |
+    | replay | takes step `number`, which other replicas have taken, along the mean gradient that they keep of it |
+    | catch up | sets its step to `number`, as others have; one step behind, it steps along its own gradient first |
     | step | takes its step, whose tokens are all counted, along this replica's own gradient |
     | step together | takes step `number` along the mean gradient of all replicas; closes its share if that is open |
     | fetch | fetches another replica's state of at least `at_least` steps; the others are at `number` |
@@ -45,7 +47,7 @@ class Action:
     sources: the replicas from which a state is fetched; empty: from all other live ones.
     """
 
-    what: Literal["wait", "slice round", "replay", "catch up", "step", "step together", "fetch"]
+    kind: Literal["wait", "slice round", "replay", "catch up", "step", "step together", "fetch"]
     number: int = 0
     at_least: int = 0
     sources: tuple[PeerId, ...] = ()
@@ -53,16 +55,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ActionConfig:
-    """What the manifest says about stepping; immutable.
+    """What the manifest says about stepping."""
 
-    target_tokens: tokens of a step, counted by all replicas together. exact_steps: number of initial steps that are
-    taken along the mean gradient of all replicas. max_steps_behind: a replica further behind fetches the others' state.
-    """
-
-    target_tokens: int
+    target_tokens: int  # tokens of a step, counted by all replicas together
     synchronous: bool
-    exact_steps: int
-    max_steps_behind: int
+    exact_steps: int  # number of first steps, taken along the mean gradient of all replicas; later ones are local steps
+    max_steps_behind: int  # a replica that is more steps behind the others fetches their state
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> ActionConfig:
@@ -78,30 +76,24 @@ class ActionConfig:
 
 @dataclass(frozen=True, slots=True)
 class OwnStage:
-    """This replica of a stage: how far it is, and what it is doing. Immutable.
-
-    quota: tokens at which its share of a step is closed, 0 when unknown. step_s: seconds in which all replicas count a
-    step's tokens, 0 when unknown. leaving: whether this peer is leaving the run. busy: whether an exact step, a fetch
-    or a catch-up is running. slice_due: the slice round to begin, None if none is due. behind_since: when it fell
-    behind the run's leading stage, on the loop's clock; None if it is not behind. diverged_from: the replicas whose
-    state is right where this one's is not, see replicas_to_fetch_from. in_hand: number of microbatches in progress
-    here that belong to the open share.
-    """
+    """This replica of a stage: how far it is, and what it is doing."""
 
     counts: replica_progress.ReplicaCounts
-    quota: int = 0
-    step_s: float = 0.0
-    leaving: bool = False
-    busy: bool = False
-    slice_due: int | None = None
+    quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
+    step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
+    is_leaving: bool = False  # whether this peer is leaving the run
+    is_busy: bool = False  # whether a step, a fetch or a catch-up is running
+    slice_due: int | None = None  # the slice round to begin, None if none is due
     behind_since: float | None = None
+    """When it fell behind the run's leading stage, on the loop's clock; None if it is not behind."""
     diverged_from: tuple[PeerId, ...] = ()
-    in_hand: int = 0
+    """Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ()."""
+    in_progress: int = 0  # number of microbatches in progress here that belong to the open share
 
 
 @dataclass(frozen=True, slots=True)
 class OtherReplicas:
-    """The other replicas of a stage: their reports, and which of them the view lists. Immutable.
+    """The other replicas of a stage. known: the progress they reported. listed: the ids that this peer's view names.
 
     leading_step: steps taken by the stage of the run that has taken the most.
     """
@@ -114,11 +106,13 @@ class OtherReplicas:
 def next_action(now: float, own: OwnStage, others: OtherReplicas, config: ActionConfig) -> tuple[Action, str]:
     """Returns what the stage does next, by the first rule that applies, and the reason in words.
 
-    now: seconds on the same clock as the times in `others`.
+    The rules, in order: wait while leaving or busy; fetch if diverged; begin the slice round that is due; fetch, replay
+    or catch up if behind; wait while tokens are missing; take the step, alone or together. docs/averaging.md has them
+    as a table. now: seconds on the same clock as the times in `others`.
     """
-    if own.leaving:
+    if own.is_leaving:
         return Action("wait"), "this peer is leaving"
-    if own.busy:
+    if own.is_busy:
         return Action("wait"), "a step or a fetch is running"
     step, tokens = own.counts.step, own.counts.tokens
     if own.diverged_from:
@@ -141,7 +135,8 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
         return Action("catch up", reached), f"the others have taken step {reached}"
     if not closed and own.behind_since is not None and now - own.behind_since >= RESUME_AFTER_S:
         return Action("catch up", others.leading_step), f"another stage of the run is at step {others.leading_step}"
-    incomplete = "" if (behind and config.is_exact(step)) or closed else _why_incomplete(now, own, live, config)
+    must_follow = behind > 0 and config.is_exact(step)
+    incomplete = "" if closed or must_follow else _why_incomplete(now, own, live, config)
     if incomplete:
         return Action("wait"), incomplete
     if not closed and (not config.is_exact(step) or not replicas):
@@ -158,9 +153,11 @@ def _why_incomplete(now: float, own: OwnStage, live: replica_progress.KnownRepli
 
     | complete | when |
     |---|---|
-    | the step | all replicas together have counted its tokens |
-    | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in work |
-    | the share, asynchronous | CLOSE_AFTER_FRACTION of a step has passed since another replica closed its own share |
+    | the step | this replica and the live others have together counted its tokens |
+    | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
+    | the share, asynchronous | another replica closed its own share, and CLOSE_AFTER_FRACTION of a step has passed |
+
+    That fraction counts as at most MAX_CLOSE_AFTER_S seconds, and as these while the duration of a step is unknown.
     """
     step, tokens = own.counts.step, own.counts.tokens
     missing = config.target_tokens - tokens - replica_progress.count_tokens(live, step)
@@ -171,7 +168,7 @@ def _why_incomplete(now: float, own: OwnStage, live: replica_progress.KnownRepli
     closed_at = replica_progress.first_closed_at(live, step)
     patience_s = min(CLOSE_AFTER_FRACTION * own.step_s, MAX_CLOSE_AFTER_S) if own.step_s else MAX_CLOSE_AFTER_S
     is_late = closed_at is not None and now - closed_at >= patience_s
-    if is_late or (0 < own.quota <= tokens and not own.in_hand):
+    if is_late or (0 < own.quota <= tokens and not own.in_progress):
         return ""
     return f"{tokens} of the {own.quota} tokens of its share are counted"
 
@@ -185,13 +182,20 @@ def step_policy(
     *,
     by_device: bool = True,
 ) -> StepPolicy:
-    """Returns the device thread's policy for the open step, number `step`.
+    """Returns the device thread's policy for the open step, number `step`: when it takes the step or closes its share.
+
+    | the step is | own_tokens | closes_share |
+    |---|---|---|
+    | synchronous, or there are no `replicas` (`alone`) | the target less the tokens of `live`, at least 1 | no |
+    | local | quota, or the target if the quota is unknown | no |
+    | exact | quota | if by_device, and the quota is known |
 
     replicas, live: as counting_replicas returns them. quota: tokens at which this replica's share is closed, 0 when
-    unknown. by_device: whether the device thread itself closes the share of an exact step in an asynchronous run. Pass
-    False where origins wait for means: there microbatches in work still belong to the share.
+    unknown. by_device: False where origins wait for means: there the microbatches in progress still belong to the
+    share, so that next_action closes it, and not the device thread.
     """
-    target, alone = config.target_tokens, not replicas
+    target = config.target_tokens
+    alone = not replicas
     if config.synchronous or alone:
         return StepPolicy(target, config.exact_steps, step, replica_progress.tokens_to_go(live, step, target), alone)
     if not config.is_exact(step):
@@ -200,6 +204,9 @@ def step_policy(
 
 
 def counting_replicas(now: float, others: OtherReplicas) -> tuple[set[PeerId], replica_progress.KnownReplicas]:
-    """Returns the ids of the other replicas that belong to a step, and the progress of the live ones among them."""
+    """Returns the ids of the other replicas that belong to a step, and the progress of the live ones among them by id.
+
+    now: seconds on the clock of the times in `others`. See replica_progress.round_members.
+    """
     members = replica_progress.round_members(others.known, others.listed, now)
     return members, replica_progress.live_replicas(others.known, members, now)

@@ -4,7 +4,7 @@ Knows: numbers and their bytes. Must not know: rounds, gradients.
 
 A value x of a block of QUANTISER_BLOCK elements becomes the level nearest to x / scale, the scale being the block's
 root mean square. The levels have the least mean squared error for a normal distribution (Lloyd 1982; Max 1960). The
-error is not random: whoever quantises one gradient after another uses error feedback (see contributions).
+error is not random: a sender of successive gradients therefore uses error feedback (see contributions).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCALES: Final = torch.tensor(
 
 
 def quantise(values: Tensor, bits: int) -> list[WireTensor]:
-    """Returns `values`, float32 [n] on the CPU and finite, as two wire tensors: scales, and packed levels.
+    """Returns `values`, float32 [n] on the CPU and finite, in `bits` (2 to 4) bits as two wire tensors: scales, levels.
 
     scales: uint8 [1 + blocks]: first the exponent e of the largest scale (as int8), then for each block the code c of
     its scale 2^(e - c / 8). levels: uint8 [packed_bytes(n, bits)]. Blocks whose values are about 2^32 times smaller
@@ -63,7 +63,7 @@ def quantise(values: Tensor, bits: int) -> list[WireTensor]:
 
 
 def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
-    """Returns the values that `quantise` encoded: float32 [numel], finite, the same bits at every receiver.
+    """Returns what `quantise` encoded, rounded to its levels: float32 [numel], finite, the same bits at every receiver.
 
     Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or an exponent out of range.
     """
@@ -83,28 +83,27 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
 
 
 def _scale_codes(sizes: Tensor) -> tuple[int, Tensor]:
-    """Returns the exponent of a vector and the scale codes of its blocks, uint8 [blocks].
+    """Returns the exponent e of a vector and the codes c of its blocks' scales 2^(e - c / 8), uint8 [blocks].
 
-    sizes: root mean square of each block, float32 [blocks]. Larger ones than 2^MAX_EXPONENT count as that.
+    sizes: root mean square of each block, float32 [blocks]; above 2^MAX_EXPONENT it counts as that. e is log2 of the
+    largest size, rounded up, or -MAX_EXPONENT if all sizes are 0. A size of 0 or far below the largest gets ZERO_SCALE.
     """
     sizes = sizes.clamp(max=2.0**MAX_EXPONENT)
     largest = float(sizes.max()) if len(sizes) else 0.0
     if largest == 0.0:
         return -MAX_EXPONENT, torch.full((len(sizes),), ZERO_SCALE, dtype=torch.uint8)
     exponent = max(math.ceil(math.log2(largest)), -MAX_EXPONENT)
-    codes = (
-        (SCALES_PER_OCTAVE * (exponent - sizes.log2())).round_().clamp_(0, ZERO_SCALE)
-    )  # of 0, log2 is -inf: ZERO_SCALE
+    codes = (SCALES_PER_OCTAVE * (exponent - sizes.log2())).round_().clamp_(0, ZERO_SCALE)  # log2(0) gives ZERO_SCALE
     return exponent, codes.to(torch.uint8)
 
 
 def _levels(bits: int) -> NDArray[np.float32]:
-    """Returns all levels, rising, float32 [2^bits]."""
+    """Returns the quantiser's levels, ascending, float32 [2^bits], in units of a block's root mean square."""
     upper = POSITIVE_LEVELS[bits]
     return np.array([-level for level in reversed(upper)] + list(upper), np.float32)
 
 
 def _edges(bits: int) -> list[float]:
-    """Returns the 2^bits - 1 midpoints between neighbouring levels, rising."""
+    """Returns the 2^bits - 1 midpoints between neighbouring levels, in ascending order."""
     levels = _levels(bits)
     return [float(edge) for edge in (levels[1:] + levels[:-1]) / 2]

@@ -29,19 +29,19 @@ from agora.averaging.normal_levels import dequantise, quantise
 from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
-"""Bits of an element, by the name of the format; the formats that are sent with error feedback."""
+"""Bits of an element, by the name of each format that is sent with error feedback."""
 MAX_LEVEL: Final = 126.0  # largest magnitude before dither, so that it never clips
 MIN_EXPONENT, MAX_EXPONENT = -120, 100
 CACHED_PARTS: Final = 32
-"""Parts whose dither is cached, half a MiB each: about as many as are being sent at once."""
+"""Parts whose dither is cached, half a MiB to 2 MiB each: about as many as are being sent at once."""
 
 
 @functools.lru_cache(maxsize=CACHED_PARTS)
 def dither_fractions(label: str, numel: int) -> Tensor:
-    """Returns pseudo-random fractions that depend on `label` and `numel` alone: float32 [numel] in (-0.5, 0.5).
+    """Returns pseudo-random fractions that depend on `label` alone: float32 [numel] in (-0.5, 0.5).
 
-    All members that use one label get the same dither: (byte + 0.5) / 256 for the signed bytes of a Philox4x64-10
-    generator whose key is a hash of the label. The tensor is cached; do not change it.
+    A smaller `numel` gives the first ones of a larger. Each is (byte + 0.5) / 256; the signed bytes come from a
+    Philox4x64-10 generator whose key is a hash of the label. The tensor is cached; do not change it.
     """
     key = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()[:16]
     words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
@@ -50,7 +50,7 @@ def dither_fractions(label: str, numel: int) -> Tensor:
 
 
 class EncodedPart(NamedTuple):
-    """Encoded values of a part: the name of their number format, and the wire tensors. Immutable."""
+    """Encoded values of a part. wire: the name of their number format. tensors: one or two, as PartCodec makes them."""
 
     wire: WireName
     tensors: Sequence[WireTensor]
@@ -62,7 +62,11 @@ class EncodedPart(NamedTuple):
 
 
 class PartCodec:
-    """Turns float32 vectors into wire tensors and back, in the number format `name`."""
+    """Encodes a part's float32 values as wire tensors, and decodes them, in the number format `name`.
+
+    name: float32, bf16, int8 (with an exponent for each block, and optional dither), or normal2 to normal4 (2 to 4 bits
+    with a scale for each block, see normal_levels).
+    """
 
     def __init__(self, name: WireName) -> None:
         self.name = name
@@ -70,8 +74,8 @@ class PartCodec:
     def encode(self, values: Tensor, dither: str | None = None) -> list[WireTensor]:
         """Returns `values`, float32 [n] on the CPU and finite, as wire tensors; int8 clips magnitudes near 2^107.
 
-        dither: the label for dither_fractions, which int8 adds before it rounds; pass the same to `decode`. None adds
-        nothing, and the other formats ignore it. float32 tensors share the memory of `values`, which must not change
+        dither: the label for dither_fractions, which int8 adds before it rounds; `decode` needs the same. None adds
+        nothing. The other formats ignore the label. float32 tensors share the memory of `values`, which must not change
         until they are sent.
         """
         if self.name in NORMAL_BITS:
@@ -90,9 +94,10 @@ class PartCodec:
         return [WireTensor("int8", array.shape, array.view(np.uint8).data) for array in arrays]
 
     def decode(self, tensors: Sequence[WireTensor], numel: int, dither: str | None = None) -> Tensor:
-        """Returns the values that `encode` encoded: float32 [numel], finite, the same bits at every receiver.
+        """Returns what `encode` encoded, as the format rounds it: float32 [numel], finite, the same at every receiver.
 
-        Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or values out of range.
+        dither: the label that was passed to `encode`. Raises ProtocolError ("bad-tensor") for another count, type or
+        shape of tensors, values that are not finite, or exponents out of range.
         """
         if self.name in NORMAL_BITS:
             return dequantise(list(tensors), numel, NORMAL_BITS[self.name])

@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 from agora_protocol.ids import PeerId, RunId
-from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.parts import part_elements
 from numpy.typing import NDArray
 
 ROUNDS_PER_OWNER: Final = 16
@@ -27,15 +28,18 @@ MAX_RUNNING_SLICE_ROUNDS: Final = 4
 
 
 class Slices:
-    """Divides a vector of `numel` elements into `count` slices of whole blocks; round r averages slice r mod count.
+    """The division of a vector into `count` slices of whole blocks; slice round r averages slice r mod `count`.
 
     A block has SLICE_BLOCK elements. Block i is in slice ((a i + b) mod blocks) mod count. If there are fewer blocks
     than slices, the last slices are empty. a and b are integers from a hash of the run's seed, so that every version of
-    every library computes the same. Immutable.
+    every library computes the same.
     """
 
     def __init__(self, numel: int, fraction: float, seed: int) -> None:
-        """fraction: of the blocks, held by one slice. Raises ValueError if `numel` is not a multiple of SLICE_BLOCK."""
+        """fraction: of the blocks, held by one slice. seed: the run's.
+
+        Raises ValueError if `numel` is not a positive multiple of SLICE_BLOCK.
+        """
         if numel <= 0 or numel % SLICE_BLOCK:
             raise ValueError(f"{numel} elements are not a multiple of {SLICE_BLOCK}")
         self._blocks = numel // SLICE_BLOCK
@@ -47,13 +51,13 @@ class Slices:
         self._offset = int.from_bytes(digest[8:16], "big") % self._blocks
 
     def blocks(self, number: int) -> NDArray[np.int64]:
-        """Returns the numbers of the blocks that round `number` averages, ascending; int64 [n]."""
+        """Returns the indices of the blocks that slice round `number` averages: int64 [n], ascending, maybe empty."""
         inverse = pow(self._factor, -1, self._blocks) if self._blocks > 1 else 0
-        places = range(number % self.count, self._blocks, self.count)
-        return np.array(sorted(inverse * (place - self._offset) % self._blocks for place in places), np.int64)
+        positions = range(number % self.count, self._blocks, self.count)
+        return np.array(sorted(inverse * (at - self._offset) % self._blocks for at in positions), np.int64)
 
     def numel_of(self, number: int) -> int:
-        """Returns the number of elements that round `number` averages."""
+        """Returns the number of elements that slice round `number` averages."""
         return SLICE_BLOCK * len(range(number % self.count, self._blocks, self.count))
 
 
@@ -63,12 +67,16 @@ def slice_count(fraction: float) -> int:
 
 
 def cut_into_parts(numel: int) -> list[slice]:
-    """Returns the parts of a vector of `numel` elements as slice objects, of PART_ELEMENTS each except the last."""
-    return [slice(start, min(start + PART_ELEMENTS, numel)) for start in range(0, numel, PART_ELEMENTS)]
+    """Returns the parts of a vector of `numel` elements as Python slice objects, in order, each of part_elements.
+
+    The last one may be shorter. Returns [] if `numel` is 0.
+    """
+    size = part_elements(numel)
+    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 def ownership_epoch(what: str, number: int, slices: int) -> str:
-    """Returns the label of the epoch that round `number` belongs to. Within an epoch a part keeps its owner.
+    """Returns the label of the epoch that round `number` belongs to. Within an epoch a part keeps its owners.
 
     An epoch is ROUNDS_PER_OWNER rounds of gradients, or of one slice. slices: the number of slices of a stage.
 
@@ -87,11 +95,11 @@ Members = Mapping[PeerId, float | None]
 
 
 def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
-    """Returns the bandwidth with which each replica counts when owners are chosen, by id, in bytes per second.
+    """Returns for each replica, by id, the bandwidth by which owners are to be chosen, in bytes per second.
 
     claimed: by id, (bandwidth, reachability) of the replica's claim; a bandwidth of 0 is unknown and counts as the
-    median, or as 1.0 if none is known. Relayed and unreachable replicas count RELAYED_SHARE of theirs, so that parts
-    go to directly reached ones.
+    median of the known ones, or as 1.0 if none is known. The bandwidth of a relayed or unreachable replica is
+    multiplied by RELAYED_SHARE, so that most parts go to directly reachable ones.
     """
     known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0
@@ -109,7 +117,7 @@ def choose_owners(
     The member with the least -ln(u) / bandwidth is the first owner, the next one the second; u in (0, 1) is the hash of
     (run, stage, what, epoch, part, peer). So a peer owns parts in proportion to its bandwidth. An unknown bandwidth
     counts as the median of the known ones. If no member may own parts, all may. The second owner is None if only one
-    member may own parts.
+    member may own parts. `members` must not be empty.
     """
     eligible = {peer: bandwidth for peer, bandwidth in members.items() if bandwidth is not None}
     eligible = eligible or dict.fromkeys(members, 0.0)

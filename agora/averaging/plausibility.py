@@ -1,4 +1,4 @@
-"""Decides by their magnitudes whether means are plausible. Pure.
+"""Decides by their magnitudes whether means are plausible. Deterministic.
 
 Knows: magnitudes as root mean squares. Must not know: tensors, calls, time.
 """
@@ -17,7 +17,7 @@ MAX_RATIO: Final = 8.0
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeBound:
-    """Bounds the magnitude of a region's next mean; immutable.
+    """Bounds the magnitude of a region's next mean by the region's earlier means and this peer's own values.
 
     average: moving average of the accepted means' magnitudes (root mean squares); None before the first.
     """
@@ -25,24 +25,27 @@ class MagnitudeBound:
     average: float | None = None
 
     def limit(self, own: float) -> float:
-        """Returns the largest plausible magnitude: MAX_RATIO * max(average, own); infinite if both are 0 or unknown.
+        """Returns the largest plausible magnitude, MAX_RATIO * max(average, own), with an unknown average taken as 0.
 
-        own: magnitude of this peer's own values.
+        own: magnitude of this peer's own values. Returns infinity if that maximum is 0.
         """
         largest = max(self.average or 0.0, own)
         return MAX_RATIO * largest if largest else math.inf
 
     def why_implausible(self, mean: float, own: float) -> str:
-        """Returns why a mean of magnitude `mean` is rejected, or "" if it is plausible. own: as for `limit`."""
+        """Returns why a mean of magnitude `mean` must be rejected, or "" if it is plausible: finite and within `limit`.
+
+        own: as for `limit`.
+        """
         limit = self.limit(own)
-        why = f"the mean is {mean:.3g} large, {limit:.3g} would be the most"
+        why = f"the mean has a root mean square of {mean:.3g}; at most {limit:.3g} is plausible"
         return "" if math.isfinite(mean) and mean <= limit else why
 
     def after_accepted_mean(self, mean: float, own: float) -> MagnitudeBound:
         """Returns the bound after a mean of magnitude `mean` was accepted: average + NEW_WEIGHT * (mean - average).
 
-        The first average is min(mean, own), or None if `own` is 0. No MovingAverage: in that the second mean would
-        weigh one half.
+        The first average is min(mean, own), or None if `own` is 0. MovingAverage is not used: it would give the second
+        mean a weight of one half.
         """
         if self.average is None:
             return MagnitudeBound(min(mean, own) if own else None)

@@ -1,18 +1,19 @@
-"""Decides which step numbers that others report are believed: those possible since this peer's last step. Pure.
+"""Decides which step numbers that other replicas report are plausible: those possible since this peer's last step.
 
-Knows: this replica's last step, how long its steps last, a step's tokens. Must not know: calls, weights, any clock.
+Deterministic. Knows: this replica's last step, how long its steps last, a step's tokens. Must not know: calls, weights,
+any clock.
 
 All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. Whoever reports
-more steps than MAX_SPEED_UP times as many as that allows is not believed, however many tokens it says it has counted:
+more steps than MAX_SPEED_UP times as many as that allows is implausible, however many tokens it says it has counted:
 
     highest plausible step = own step + lead + MAX_SPEED_UP * (SLACK_S + seconds since that step) / step_s
 
 where step_s is how long its own steps last.
 
-The own step is the last one that this replica took itself, level with the others: step numbers that it took over from
-them since, by catching up or fetching a state, allow no more.
+`own step` is the last one that this replica took itself, level with the others. Step numbers that it took over from
+them since then, by catching up or fetching a state, do not raise the bound.
 
-A replica that was away, or asleep, follows the others as soon as that much time has passed for it too.
+A replica that was away, or whose machine slept, accepts the others' steps again once enough time has passed here too.
 """
 
 from __future__ import annotations
@@ -23,46 +24,52 @@ from typing import Final
 LEAD: Final = 3
 """Steps by which others may lead at any time where all take each step together: two closed shares, and one step."""
 LOCAL_LEAD: Final = 20
-"""The same where each replica takes local steps; one that is further behind fetches the others' state."""
+"""Steps by which others may lead where each takes local steps; a replica further behind fetches their state."""
 MAX_SPEED_UP: Final = 4.0
 """How many times as fast as before others may go on stepping without this replica."""
 SLACK_S: Final = 10.0
-"""A busy machine stands still for that long without knowing it: meanwhile honest replicas go on."""
+"""Seconds for which a busy machine may stand still without noticing it, while honest replicas go on."""
 FASTEST_TOKENS_PER_S: Final = 1e6
-"""Tokens that a stage's replicas together count per second at most, while this replica has not measured a step."""
+"""Maximum tokens per second that a stage's replicas can plausibly count together, until a step was measured here."""
 JOIN_S: Final = 1800.0
-"""A newcomer's state may be this many seconds old: no transfer takes longer."""
+"""Maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer."""
 FORGIVE_S: Final = 10.0
-"""Seconds after an implausible report for which nothing that its sender reports of the stage is believed."""
+"""Seconds after an implausible report for which nothing that its sender reports of the stage counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPace:
-    """How fast this replica steps. Immutable; times in seconds.
+    """How far this replica is with a stage, and how fast it steps; bounds what other replicas can have reached.
 
-    step: the last step that it took itself, level with the others. since: when it took that. at: the step that it is at
-    now, which may have been taken over from others. step_s: average duration of its steps, None if unknown.
+    own_step: the last step that this replica took itself while it was level with the others (at most LEAD behind).
+    own_step_at: the time in seconds when it took that step. present_step: the step that it is at now, which it may have
+    taken over from another replica. step_s: average duration of its steps in seconds, None if unknown.
     """
 
-    step: int
-    since: float
-    at: int
+    own_step: int
+    own_step_at: float
+    present_step: int
     step_s: float | None = None
 
-    def at_step(self, at: int, now: float, step_s: float | None, furthest: int) -> OwnPace:
-        """Returns the pace after the replica was seen at step `at` at time `now`.
+    def with_step(self, step: int, now: float, step_s: float | None, furthest_step: int) -> OwnPace:
+        """Returns the pace after this replica was seen at `step` at time `now`: with present_step and step_s replaced.
 
-        `step` and `since` become those of now only if it took exactly one step and is level with the others: a replica
-        that replays takes many steps at once, which must not allow more. furthest: the highest believed step of others.
+        own_step and own_step_at become `step` and `now` only if this replica took exactly one step and is level with
+        the others (at most LEAD behind): one that replays takes many steps at once, which must not raise the bound.
+        furthest_step: the highest plausible step that another replica has reported.
         """
-        if at == self.at + 1 and furthest <= at + LEAD:
-            return OwnPace(at, now, at, step_s)
-        return OwnPace(self.step, self.since, at, step_s)
+        if step == self.present_step + 1 and furthest_step <= step + LEAD:
+            return OwnPace(step, now, step, step_s)
+        return OwnPace(self.own_step, self.own_step_at, step, step_s)
 
     def highest_plausible_step(self, now: float, target_tokens: int, lead: int) -> int:
-        """Returns the highest step that another replica can have taken by now, by the module's formula.
+        """Returns the highest step that another replica can have taken by now, rounded down. It is the larger of
 
-        target_tokens: of a step. lead: LEAD or LOCAL_LEAD.
+        present_step + 1 and own_step + lead + MAX_SPEED_UP * (SLACK_S + now - own_step_at) / step_s.
+
+        lead: LEAD or LOCAL_LEAD. target_tokens: tokens of a step; while step_s is unknown, target_tokens /
+        FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
         """
         least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S
-        return max(self.at + 1, self.step + lead + int((SLACK_S + max(0.0, now - self.since)) / least_s))
+        most_steps = int((SLACK_S + max(0.0, now - self.own_step_at)) / least_s)
+        return max(self.present_step + 1, self.own_step + lead + most_steps)

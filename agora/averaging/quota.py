@@ -24,16 +24,19 @@ RATE_DECAY_S: Final = 10.0
 MIN_MEASURED_S: Final = 1.0
 """Seconds of measurement, older ones decayed, from which a replica's rate counts as known."""
 MAX_MEAN_WAIT_FRACTION: Final = 0.5
-"""Largest fraction of a step that origins wait for its mean gradient; if it usually takes longer, they do not wait."""
-PROBE_EVERY: Final = 32
-"""At every 32nd step origins wait for the mean in any case, to measure whether it comes sooner now."""
+"""Largest fraction of a step for which origins wait for a mean gradient."""
+ASSUMED_STEP_S: Final = 2.0
+"""Seconds that a step is assumed to take, for that wait, while the rate of a replica is unknown."""
+MAX_SKIPPED_WAITS: Final = 32
+"""Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether they
+come sooner now."""
 MAX_CORRECTION: Final = 0.5
 """Fraction of the target by which a step may be made smaller or larger to correct earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRate:
-    """How fast a replica counts tokens; immutable. Both sums, tokens and seconds, decay by exp(-t / RATE_DECAY_S)."""
+    """How fast a replica counts tokens: two sums, tokens and seconds, that decay by exp(-t / RATE_DECAY_S)."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -62,15 +65,16 @@ def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, mic
     filled = {peer: median if rate is None else rate for peer, rate in rates.items()}
     if not any(filled.values()):
         filled = dict.fromkeys(filled, 1.0)
-    microbatches, total = max(1, round(target / microbatch_tokens)), sum(filled.values())
+    microbatches = max(1, round(target / microbatch_tokens))
+    total = sum(filled.values())
     start = sum(rate for peer, rate in filled.items() if peer < me)
     first, end = (math.floor(microbatches * rate / total + 0.5) for rate in (start, start + filled[me]))
     return (end - first) * microbatch_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class StepSize:
-    """Plans the sizes of steps so that they average `target` tokens; immutable.
+class StepTokenPlan:
+    """Plans how many tokens the next step has, so that steps have `target` tokens on average.
 
     surplus: tokens by which the steps so far exceeded `target` in all, limited to +-MAX_CORRECTION * target.
     """
@@ -83,25 +87,25 @@ class StepSize:
         """Number of tokens for the next step: target - surplus, rounded."""
         return round(self.target - self.surplus)
 
-    def after_step(self, tokens: float) -> StepSize:
-        """Returns the plan after a step of `tokens` tokens, with surplus + tokens - target, limited as said above."""
+    def after_step(self, tokens: float) -> StepTokenPlan:
+        """Returns the plan after a step of `tokens` tokens, with the surplus + tokens - target, limited as above."""
         bound = MAX_CORRECTION * self.target
-        return StepSize(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
+        return StepTokenPlan(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
 
 
 @dataclass(slots=True)
 class StepMeter:
-    """Measures a stage's steps: their tokens and durations, and this replica's token rate.
+    """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
 
-    size: plans the tokens of the next step. step_s: average duration of a step. `now` in seconds on any one clock.
+    microbatch_tokens: tokens of one microbatch, of which quotas are multiples. token_plan: plans the tokens of the next
+    step. rate: how fast this replica counts tokens. step_s: average duration of a step. `now`, an argument of the
+    methods: seconds, always on the same clock.
     """
 
     microbatch_tokens: int
-    size: StepSize
+    token_plan: StepTokenPlan
     rate: TokenRate = field(default_factory=TokenRate)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
-    mean_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
-    """Average seconds from the closing of a share to the step along its mean gradient."""
     quota_now: int = 0
     """Tokens at which this replica closes its share of the present step; 0 where there is no other replica."""
     expected_s: float = 0.0
@@ -110,12 +114,18 @@ class StepMeter:
     duration would fall further and further."""
     _closed_at: float | None = None
     _steps: int = 0
+    _waits_from: int = 0  # the step from which origins wait for means
+    _skipped_waits: int = 0  # steps without a wait after the last mean that came too late, halved by each in time
     _measured: tuple[float, int] | None = None
     _stepped_at: float | None = None
     _uncorrected_quota: int = 0
 
     def measure(self, now: float, tokens_counted: int) -> None:
-        """Updates this replica's rate. tokens_counted: all tokens that it has counted since it started."""
+        """Updates this replica's `rate` by the time and tokens since the last call; the first call only sets the start.
+
+        tokens_counted: all tokens that this replica has counted since it started; if the number fell, the rate is
+        updated with 0 tokens.
+        """
         if self._measured is not None and now > self._measured[0]:
             self.rate = self.rate.after(max(0, tokens_counted - self._measured[1]), now - self._measured[0])
         self._measured = now, tokens_counted
@@ -123,44 +133,60 @@ class StepMeter:
     def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
         """Returns the tokens at which this replica closes its share of the next step; sets quota_now and expected_s.
 
-        others: rates of the other live replicas in tokens per second, None where unknown.
+        others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
+        tokens of a whole step, and sets quota_now to 0. See own_quota; the step has token_plan.next_target tokens.
         """
         rates = {**others, me: self.rate.per_second}
-        self._uncorrected_quota = own_quota(rates, me, self.size.target, self.microbatch_tokens)
+        self._uncorrected_quota = own_quota(rates, me, self.token_plan.target, self.microbatch_tokens)
         known = [rate for rate in rates.values() if rate is not None]
-        self.expected_s = self.size.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
-        quota = own_quota(rates, me, self.size.next_target, self.microbatch_tokens)
+        self.expected_s = self.token_plan.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
+        quota = own_quota(rates, me, self.token_plan.next_target, self.microbatch_tokens)
         self.quota_now = quota if others else 0
         return quota
 
     def record_local_step(self, tokens: int) -> None:
-        """Corrects `size` after a local step, in which this replica counted `tokens`; changes nothing without a quota.
+        """Corrects `token_plan` by the tokens that a local step had beyond the target, or lacked.
 
-        The step's tokens at all replicas are estimated as target * tokens / this replica's quota of the target.
+        tokens: counted by this replica in the step. The tokens of all replicas are estimated as target * tokens
+        / the quota that this replica has of an uncorrected step. Changes nothing before the first update_quota.
         """
         if self._uncorrected_quota > 0:
-            self.size = self.size.after_step(self.size.target * tokens / self._uncorrected_quota)
+            self.token_plan = self.token_plan.after_step(self.token_plan.target * tokens / self._uncorrected_quota)
 
     def on_share_closed(self, now: float) -> None:
-        """Begins to measure `mean_s`, unless it is being measured for an earlier share."""
+        """Records that this replica closed a share now, unless an earlier one still awaits its mean."""
         self._closed_at = now if self._closed_at is None else self._closed_at
 
-    def should_hold_origins(self, now: float) -> bool:
-        """Returns whether origins should open no microbatch until the stage has stepped along the share's mean.
+    def should_origins_wait(self, now: float) -> bool:
+        """Returns whether origins should wait for the mean of the share that was closed last, or that is closed next.
 
-        They then compute on the newer weights. They wait at most MAX_MEAN_WAIT_FRACTION * expected_s seconds, and only
-        if means usually take no longer than that, or at every PROBE_EVERY-th step.
+        Waiting origins open no microbatch, so that the next ones are computed on weights that include the mean. They
+        wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. When a mean came later than that, they do not
+        wait for the next one; if that happens again and again, not for the next 2, 4, 8 ... MAX_SKIPPED_WAITS means.
         """
-        max_wait_s = MAX_MEAN_WAIT_FRACTION * self.expected_s
-        is_worthwhile = self._steps % PROBE_EVERY == 0 or (self.mean_s.value or 0.0) <= max_wait_s
-        return is_worthwhile and (self._closed_at is None or now - self._closed_at < max_wait_s)
+        may_wait = self._steps >= self._waits_from
+        return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)
+
+    @property
+    def _max_wait_s(self) -> float:
+        """Maximum seconds that origins wait for a mean: MAX_MEAN_WAIT_FRACTION of expected_s, or of ASSUMED_STEP_S."""
+        return MAX_MEAN_WAIT_FRACTION * (self.expected_s or ASSUMED_STEP_S)
 
     def on_stepped(self, now: float) -> None:
-        """Records that a step was taken now: updates step_s, and mean_s if a share was closed since the last step."""
-        if self._closed_at is not None:
-            average = MovingAverage(0.2) if self._steps % PROBE_EVERY == 0 else self.mean_s
-            self.mean_s = average.with_sample(now - self._closed_at)
-        self._closed_at, self._steps = None, self._steps + 1
+        """Records that a step was taken now, so that no closed share awaits its mean; updates the average step_s.
+
+        If origins waited for this step's mean and the mean came too late, sets for how many steps they do not wait; a
+        mean in time halves that number for the next time.
+        """
+        waited = self._steps >= self._waits_from
+        self._steps += 1
+        if self._closed_at is not None and waited:
+            if now - self._closed_at > self._max_wait_s:
+                self._skipped_waits = min(max(1, 2 * self._skipped_waits), MAX_SKIPPED_WAITS)
+                self._waits_from = self._steps + self._skipped_waits
+            else:
+                self._skipped_waits //= 2
+        self._closed_at = None
         if self._stepped_at is not None:
             self.step_s = self.step_s.with_sample(now - self._stepped_at)
         self._stepped_at = now

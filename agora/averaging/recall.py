@@ -20,12 +20,16 @@ from agora.averaging.rounds import MAX_OPEN_PARTS, RoundGroup, RoundResult
 from agora.clock import loop_time
 
 RECALL_PAUSE: Final = 0.0625
+"""Pause before failed parts are asked for again, as a fraction of round_s."""
 MAX_RECALLS: Final = 8
-"""Number of times that failed parts are asked for, RECALL_PAUSE * round_s apart: others may get the mean later."""
+"""Maximum number of times that failed parts are asked for: others may get the mean later."""
 
 
 async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
-    """Calls recall_failed_parts up to MAX_RECALLS times, until no part is failed or no other member is left."""
+    """Calls recall_failed_parts up to MAX_RECALLS times, until no part is failed or no other member is left.
+
+    Sleeps RECALL_PAUSE * round_s before each further call. Changes `result` in place.
+    """
     for attempt in range(MAX_RECALLS):
         if attempt:
             await asyncio.sleep(RECALL_PAUSE * group.round_s(first_part.stage))
@@ -37,19 +41,22 @@ async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part:
 async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
     """Asks live replicas for the means of a round's failed parts, and puts plausible ones into `result`, in place.
 
-    Returns after at most one round_s, also if parts are still failed. first_part: part 0 of the round. result: its
-    failed parts hold this replica's own values, and keep them if no mean is found.
+    Asks for several parts at once. Marks each part that got a mean as averaged, and sets the result's weight to that of
+    the last mean. Returns after at most one round_s, even if parts are still failed. first_part: part 0 of the round.
+    result: its failed parts hold this replica's own values, and keep them if no mean is found.
     """
-    sources, cuts = sorted(group.live_others(first_part.stage)), cut_into_parts(len(result.mean))
+    sources = sorted(group.live_others(first_part.stage))
+    cuts = cut_into_parts(len(result.mean))
     deadline = loop_time() + group.round_s(first_part.stage)
     free_calls = asyncio.Semaphore(MAX_OPEN_PARTS)
 
     async def recall(index: int) -> None:
         """Asks one source after another for part `index` until one sends a plausible mean; puts that into `result`.
 
-        Successive parts begin with different sources.
+        Successive parts begin with different sources. Leaves `result` unchanged if no source has a plausible mean.
         """
-        part, own = first_part._replace(part=index), result.mean[cuts[index]]
+        part = first_part._replace(part=index)
+        own = result.mean[cuts[index]]
         async with free_calls:
             for attempt in range(len(sources)):
                 source = sources[(index + attempt) % len(sources)]
@@ -63,7 +70,10 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
 
 
 def _is_plausible(reducer: PartReducer, part: Part, own: Tensor, mean: PartMean) -> bool:
-    """Returns whether `mean` is plausible given this replica's `own` values; see Exchange.check_magnitude."""
+    """Returns whether `mean` is plausible given this replica's `own` values of `part`.
+
+    If so, updates the MagnitudeBound of the part's region, see Exchange.check_magnitude.
+    """
     with contextlib.suppress(PeerFailed):
         reducer.exchange.check_magnitude(part, own, mean.values)
         return True

@@ -1,5 +1,7 @@
 """An owner's side of a round: takes the members' values of a part, averages those that came in time, answers each.
 
+A part is a shard of what a round averages; its owner is the reducer of the shard.
+
 Knows: contributions, who is expected, when to stop waiting. Must not know: how calls travel, steps, the view.
 
 | a part | is averaged |
@@ -15,10 +17,9 @@ mean of one peer's contribution alone, later contributors are averaged again.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, Protocol, cast
 
 from agora_protocol.codec_names import WireName
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
@@ -31,6 +32,7 @@ from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Exchange, Part, RoundConfig
 from agora.averaging.part_codec import EncodedPart
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Members
+from agora.averaging.round_record import KeptPartMean, RoundRecord
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import faults
@@ -38,13 +40,13 @@ from agora.observe import faults
 FIRST_OWNER_WINDOW: Final = 0.4
 """Fraction of round_s for which a part's first owner waits for further contributions after the first one."""
 SECOND_OWNER_WINDOW: Final = 0.2
-"""Likewise, of a part's second owner."""
+"""Fraction of round_s for which a part's second owner waits for further contributions after the first one."""
 MAX_PATIENCE_FRACTION: Final = 2 / 3
 """The window ends early so that every contributor gets its answer with a third of its time to its deadline left."""
 RECALL_FRACTION: Final = 0.1
 """Fraction of round_s in which the members asked by Recall must answer."""
 MAX_GATHERINGS: Final = 4096
-"""Parts that may be gathered at once."""
+"""Maximum number of parts whose contributions are collected at the same time."""
 RECORD_LIFETIME: Final = 10.0
 """A round is remembered for this many times round_s after it began here, for late contributions and for Recall."""
 MIN_KEPT_ROUNDS: Final = 4
@@ -55,32 +57,26 @@ replica that has just joined asks for the means of the steps that were taken whi
 
 
 class ReducerView(Protocol):
-    """Protocol: what an owner asks of its group of replicas; implemented by ReplicaGroup.
+    """Protocol: what an owner asks of its group of replicas; implemented by ReplicaGroup."""
 
-    members: returns the members of a stage's rounds, with bandwidths. round_s: returns the seconds that a round may
-    take. peers_not_awaited: returns those of `peers` for whose contribution a part need not wait. numel_of: returns a
-    part's number of elements; raises Refused or ProtocolError for a part that is not averaged now.
-    """
+    def members(self, stage: int) -> Members:
+        """Returns the members of a stage's rounds, this peer included, with bandwidths."""
 
-    def members(self, stage: int) -> Members: ...
-    def round_s(self, stage: int) -> float: ...
-    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]: ...
-    def numel_of(self, part: Part) -> int: ...
+    def round_s(self, stage: int) -> float:
+        """Returns the seconds that a round of a stage may take."""
 
+    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+        """Returns those of `peers` for whose contributions the owner of `part` need not wait."""
 
-class KeptPartMean(NamedTuple):
-    """A part's mean of `numel` elements, encoded by its owner as `tensors`, with the owner's message. Immutable."""
-
-    message: Averaged
-    tensors: Sequence[WireTensor]
-    numel: int
+    def check_part(self, part: Part) -> int:
+        """Returns the number of elements of `part`; raises Refused or ProtocolError if it is not averaged now."""
 
 
 @dataclass(slots=True)
 class _Gathering:
-    """A part whose contributions this owner collects now.
+    """The collection of the members' contributions to one part, while this owner waits for more of them.
 
-    numel: elements of the part. expected: members whose contributions it waits for. result: the future mean, which all
+    numel: elements of the part. expected: the members that are waited for. result: the future mean, which all
     contributors await. timer: ends the window. values, weights: the contributions so far, by member. recall: the task
     that asks the members for the mean that the part's first owner may have given them; None if there is none.
     """
@@ -95,34 +91,20 @@ class _Gathering:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every expected member has contributed, so that only a running recall delays the mean."""
+        """Returns whether every expected member has contributed; a recall may delay the mean, see _stop_expecting."""
         return self.expected <= self.values.keys()
 
-
-@dataclass(slots=True)
-class _RoundRecord:
-    """What an owner remembers of a round.
-
-    members: by id, with bandwidths. unresponsive: members that no part waits for. contributed: by part index, the peers
-    that have contributed. means: by part index, the kept means, `nbytes` bytes together.
-    """
-
-    members: dict[PeerId, float | None] = field(default_factory=dict)
-    unresponsive: set[PeerId] = field(default_factory=set)
-    contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
-    means: dict[int, KeptPartMean] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def drop_means(self) -> None:
-        """Drops the kept means; still remembers who has contributed."""
-        self.means.clear()
-        self.nbytes = 0
+    @property
+    def is_recalling(self) -> bool:
+        """Whether the members are being asked for the mean that the first owner may have given them."""
+        return self.recall is not None and not self.recall.done()
 
 
 class PartReducer:
     """Averages the parts that this peer owns: gathers the members' contributions, and answers each with the mean.
 
-    It keeps means for a while, for late contributions and recalls: also means of other owners, see keep_mean.
+    One for all stages of a span. Keeps means for a while, for late contributions and recalls: also means of other
+    owners, see keep_mean. reach_fault: is called at named points of the work, where tests may inject faults.
     """
 
     def __init__(
@@ -134,20 +116,20 @@ class PartReducer:
         self.exchange = Exchange(config)
         self._view = view
         self._gatherings: dict[Part, _Gathering] = {}
-        self._rounds: dict[tuple[int, str, int], _RoundRecord] = {}
+        self._rounds: dict[tuple[int, str, int], RoundRecord] = {}
 
     def mark_unresponsive(self, peer: PeerId, part: Part) -> None:
-        """Records that a member does not answer: no part of this round waits for it, until it contributes again.
+        """Records that a member does not answer: no part of `part`'s round waits for it, until it contributes again.
 
-        Parts of the round for which it was the last one missing are averaged now.
+        Parts of that round for which it was the last one missing are averaged now.
         """
-        self._round(part).unresponsive.add(peer)
+        self._round_record(part).unresponsive.add(peer)
         for gathered, gathering in list(self._gatherings.items()):
             if gathered.round == part.round:
                 self._stop_expecting(gathered, gathering, peer)
 
     async def close(self) -> None:
-        """Cancels all gatherings and recalls; callers that still wait for a mean get CancelledError."""
+        """Cancels all gatherings and recalls, and awaits the recalls; callers waiting for a mean get CancelledError."""
         for gathering in self._gatherings.values():
             gathering.timer.cancel()
             gathering.result.cancel()
@@ -160,28 +142,34 @@ class PartReducer:
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Takes a member's values, waits until the part is averaged, and returns the answer: a message and tensors.
+        """Adds a member's values to a part, waits for the part's mean, and returns that: a message and tensors.
 
-        Raises Refused when there is nothing to average, Busy when too many parts are gathered here, ProtocolError as
-        `_average_with` does, and TimeoutError if there is no mean by the loop time `deadline`.
+        The message's `counted` says whether the values are in the mean: not if they came too late, or from a peer that
+        is not a member. Raises Refused when every weight is 0, when the mean is not finite, and when the round is too
+        far from this peer's own; Busy when too many parts are gathered here; ProtocolError as `_average_with` does;
+        TimeoutError if there is no mean by the loop time `deadline`.
         """
         mean = await self._average_with(peer, message, tensors, deadline)
         return mean.message, list(mean.encoded.tensors if mean.encoded else ())
 
     async def contribute_own(self, message: Contribute, tensors: Sequence[WireTensor], deadline: float) -> PartMean:
-        """Contributes this peer's own values to a part it owns; returns the mean. Raises like answer_contribution."""
+        """Adds this peer's own values to a part that it owns, waits for the part's mean, and returns that.
+
+        Raises what answer_contribution raises.
+        """
         return await self._average_with(self.config.me, message, tensors, deadline)
 
     async def _average_with(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> PartMean:
-        """Adds a contribution and returns the mean of its part; or the kept mean, if the part was averaged before.
+        """Adds a contribution of `peer`, waits for the mean of its part, and returns that mean.
 
-        `counted` in the mean's message says whether it contains the contribution of `peer`. Raises ProtocolError for
-        too large a weight, values of a wrong form, or a part to which `peer` has contributed before.
+        If the part was averaged before, returns the kept mean, without the contribution. `counted` in the mean's
+        message says whether it contains the contribution; see _record_contribution and _gather. Raises ProtocolError
+        for too large a weight, values of a wrong form, or a part to which `peer` has contributed before.
         """
         part = Part(message.stage, message.what, message.round, message.part)
-        numel = self._view.numel_of(part)
+        numel = self._view.check_part(part)
         if message.weight > self.config.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
         values = self.config.decode_part(part, EncodedPart(cast("WireName", message.wire), tensors), numel)
@@ -192,9 +180,9 @@ class PartReducer:
             mean = self.exchange.decode_mean(part, kept.tensors, kept.numel, kept.message)
         else:
             mean = await self._gather(peer, message, part, values, deadline)
-        counted = kept is None and peer in self._members(part)
+        counted = kept is None and peer in self._remember_members(part)
         await self.reach_fault("averaging.gathered")
-        await self.reach_fault("averaging.answered")
+        await self.reach_fault("averaging.answered")  # nothing is done between these two
         return replace(mean, message=replace(mean.message, counted=counted))
 
     def answer_recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
@@ -207,8 +195,12 @@ class PartReducer:
         return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire), list(kept.tensors)
 
     def keep_mean(self, part: Part, mean: PartMean) -> None:
-        """Keeps a part's encoded mean unless one is kept; drops old rounds' means beyond MAX_KEPT_BYTES."""
-        record = self._round(part)
+        """Keeps a part's mean for late contributions and recalls, if it is encoded and none of the part is kept yet.
+
+        Drops means of the stage and kind beyond MAX_KEPT_BYTES, oldest rounds first, but not of the newest
+        MIN_KEPT_ROUNDS.
+        """
+        record = self._round_record(part)
         if part.part in record.means or mean.encoded is None:
             return
         record.means[part.part] = KeptPartMean(mean.message, mean.encoded.tensors, len(mean.values))
@@ -222,30 +214,31 @@ class PartReducer:
                 kept_round.drop_means()
 
     def _find_kept_mean(self, part: Part) -> KeptPartMean | None:
-        """Returns the part's mean that is kept here, or None."""
+        """Returns the part's mean if it is kept here, else None."""
         return self._rounds[part.round].means.get(part.part) if part.round in self._rounds else None
 
     # --- gathering
 
-    def _round(self, part: Part) -> _RoundRecord:
-        """Returns the record of the part's round; creates it at first use, for RECORD_LIFETIME * round_s seconds."""
+    def _round_record(self, part: Part) -> RoundRecord:
+        """Returns the record of the part's round; if there is none, creates it, to be dropped after RECORD_LIFETIME."""
         if part.round not in self._rounds:
-            self._rounds[part.round] = _RoundRecord()
+            self._rounds[part.round] = RoundRecord()
             asyncio.get_running_loop().call_later(RECORD_LIFETIME * self.config.round_s, self._rounds.pop, part.round)
         return self._rounds[part.round]
 
-    def _members(self, part: Part) -> Members:
-        """Returns all peers that were members at any time since the round began here, each with its first bandwidth."""
-        record = self._round(part)
+    def _remember_members(self, part: Part) -> Members:
+        """Adds the stage's present members to the round's record; returns all in it, with their first bandwidths."""
+        record = self._round_record(part)
         record.members = {**self._view.members(part.stage), **record.members}
         return record.members
 
     def _record_contribution(self, peer: PeerId, part: Part) -> None:
-        """Records that a peer contributes to a part: it is responsive, and earlier rounds stop waiting for it.
+        """Records that `peer` contributes to `part`, and so is no longer unresponsive in that round.
 
-        Raises ProtocolError if it has contributed to this part before.
+        Earlier rounds of the stage that the peer has left by now stop waiting for it: those of gradients, and slice
+        rounds at least MAX_RUNNING_SLICE_ROUNDS earlier. ProtocolError if it contributed to this part before.
         """
-        record = self._round(part)
+        record = self._round_record(part)
         if peer in record.contributed[part.part]:
             raise ProtocolError("bad-message", "this part was contributed before")
         record.contributed[part.part].add(peer)
@@ -258,22 +251,23 @@ class PartReducer:
     def _stop_expecting(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
         """Stops waiting for a member that has not contributed to `part`; does nothing if it has.
 
-        Averages the part now if that member was the last one missing and no recall is running.
+        Averages the part now if that member was the last one missing. While a recall runs, this is left to its end.
         """
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}
-            if gathering.is_complete and gathering.recall is None:
+            if gathering.is_complete and not gathering.is_recalling:
                 self._average_and_close(part, gathering)
 
     async def _gather(self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float) -> PartMean:
         """Adds a contribution, if the peer is a member; waits for the part's mean until `deadline` and returns it.
 
-        If it was the last contribution missing, the part is averaged at once. If it came to this peer as the part's
-        second owner, a recall is started first. Raises TimeoutError at the deadline.
+        The first contribution opens the gathering. The first one that comes to this peer as the part's second owner
+        starts a recall; any other has the part averaged at once if no expected one is missing then. Raises TimeoutError
+        at the deadline, Busy as _open_gathering does, and Refused when there is no mean.
         """
         is_second = message.first_owner_failed and self._first_owner(part) != self.config.me
         gathering = self._gatherings.get(part) or self._open_gathering(part, peer, len(values), is_second)
-        if is_member := peer in self._members(part):
+        if is_member := peer in self._remember_members(part):
             gathering.values[peer], gathering.weights[peer] = values, message.weight
         if is_member and is_second and gathering.recall is None:
             gathering.recall = asyncio.create_task(self._recall_mean(part, gathering))
@@ -285,10 +279,15 @@ class PartReducer:
             return await asyncio.shield(gathering.result)
 
     def _open_gathering(self, part: Part, peer: PeerId, numel: int, is_second: bool) -> _Gathering:
-        """Opens the gathering of a part and starts its window's timer. Raises Busy when MAX_GATHERINGS are open."""
+        """Opens the gathering of a part, starts the timer of its window, and returns the gathering.
+
+        peer: the first contributor. is_second: whether this peer is the part's second owner, which waits for less time.
+        Raises Busy when MAX_GATHERINGS are open.
+        """
         if len(self._gatherings) >= MAX_GATHERINGS:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
-        loop, expected = asyncio.get_running_loop(), self._expected_members(part, peer, is_second)
+        loop = asyncio.get_running_loop()
+        expected = self._expected_members(part, peer, is_second)
         window_s = (SECOND_OWNER_WINDOW if is_second else FIRST_OWNER_WINDOW) * self._view.round_s(part.stage)
         result, timer = loop.create_future(), loop.call_later(window_s, self._end_window, part)
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -296,7 +295,7 @@ class PartReducer:
         return gathering
 
     def _shorten_window(self, part: Part, gathering: _Gathering, at: float) -> None:
-        """Ends the window at loop time `at`, so that no contributor misses its deadline, unless it ends sooner."""
+        """Moves the end of the gathering's window to loop time `at`, if that is sooner and the gathering is open."""
         if at < gathering.timer.when() and part in self._gatherings:
             gathering.timer.cancel()
             gathering.timer = asyncio.get_running_loop().call_at(at, self._end_window, part)
@@ -305,24 +304,24 @@ class PartReducer:
         """Returns the members whose contributions to wait for. peer: the one that contributed first.
 
         These are all members, without the unresponsive ones and those that were answered with an earlier mean of this
-        part. Members that ReducerView.peers_not_awaited names are waited for only if there are no others: they
-        may be alive. A second owner does not wait for the first.
+        part. Members that ReducerView.peers_not_awaited names are waited for only if fewer than two members are left
+        without them: they may be alive. A second owner does not wait for the first.
         """
         members = frozenset(self._view.members(part.stage))
         awaited = members - self._view.peers_not_awaited(part, members)
         expected = awaited if len(awaited) > 1 else members
-        expected -= self._round(part).unresponsive
-        expected -= self._round(part).contributed[part.part] - {peer}  # they got the mean of one contribution alone
+        expected -= self._round_record(part).unresponsive
+        expected -= self._round_record(part).contributed[part.part] - {peer}  # they got the mean of one alone
         return expected - {self._first_owner(part)} if is_second else expected
 
     def _first_owner(self, part: Part) -> PeerId:
-        """Returns the part's first owner in this peer's view."""
-        return self.config.owners(part, self._members(part))[0]
+        """Returns the part's first owner among the recorded members of its round; first records the present ones."""
+        return self.config.owners(part, self._remember_members(part))[0]
 
     def _end_window(self, part: Part) -> None:
-        """Called when the window ends: averages what has come. Marks missing members as unresponsive.
+        """Called when a part's window ends: averages the contributions that came; marks missing members unresponsive.
 
-        It does not mark them if this peer itself has not contributed yet.
+        Marks no member if this peer itself has not contributed yet.
         """
         gathering = self._gatherings[part]
         missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
@@ -331,19 +330,20 @@ class PartReducer:
             self.mark_unresponsive(peer, part)
 
     def _average_and_close(self, part: Part, gathering: _Gathering) -> None:
-        """Averages the contributions that have come, and closes the gathering with their mean.
+        """Averages the contributions that have come, and closes the gathering with their mean, or without one.
 
         A centered clip begins at this peer's own values, if their weight is above 0.
         """
-        me, weights = self.config.me, list(gathering.weights.values())
+        me = self.config.me
+        weights = list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
         mean = self.exchange.average(part, list(gathering.values.values()), weights, center)
         self._close_gathering(part, gathering, mean)
 
     def _close_gathering(self, part: Part, gathering: _Gathering, mean: PartMean | None) -> None:
-        """Gives all waiting contributors `mean`, or Refused if it is None; cancels timer and recall.
+        """Gives all waiting contributors `mean`, or Refused if it is None; cancels the gathering's timer and recall.
 
-        Keeps the mean, unless it is of one peer's contribution alone. Does nothing if the gathering is closed already.
+        Keeps the mean (keep_mean), unless it is of one contribution alone. Does nothing if already closed.
         """
         if self._gatherings.get(part) is not gathering:
             return
@@ -384,7 +384,8 @@ class PartReducer:
     async def recall_from(self, peer: PeerId, part: Part, numel: int, deadline: float) -> PartMean | None:
         """Asks a member by Recall for a part's mean of `numel` elements, and returns it.
 
-        Returns None when the member keeps none, does not answer by the loop time `deadline`, or sends a malformed one.
+        Returns None when the member keeps none or sends a malformed one, and when the call fails or has no answer by
+        the loop time `deadline`.
         """
         request = Recall(*part, max(1, int(1000 * (deadline - loop_time()))))
         try:

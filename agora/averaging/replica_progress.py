@@ -1,6 +1,7 @@
-"""Keeps what a replica knows of its stage's other replicas: their progress, who is alive, who belongs to a step. Pure.
+"""Keeps what a replica knows of its stage's other replicas: their progress, who is alive, who belongs to a step.
 
-Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of randomness.
+Deterministic. Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of
+randomness.
 
 | a replica is | when | what follows |
 |---|---|---|
@@ -34,53 +35,50 @@ GONE_S: Final = 1.0
 
 Then its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs."""
 MAX_DIRECT_TARGETS: Final = 8
-"""Up to this number of other replicas, all are gossiped to; of more, GOSSIP_FANOUT chosen at random."""
+"""Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random."""
 MAX_PLAUSIBLE_LEAD: Final = 10
-"""Steps by which another replica's open step may lead this one's; a larger lead is not believed."""
+"""Steps by which another replica's open step may lead this one's; a larger lead is implausible."""
 GOSSIP_FANOUT: Final = 4
+"""Number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS."""
 NEWCOMER_STEPS: Final = 3
 """Number of steps in which a new replica owns no part: others hear of it one by one, but must agree on the owners."""
 
 
 class ReplicaCounts(NamedTuple):
-    """How far a replica is with a stage, in the form in which it gossips that. Immutable.
+    """How far a replica is with a stage, in the form in which it gossips that."""
 
-    step: optimizer steps taken. open_step: number of the step whose share it counts tokens for: `step` + its closed
-    shares whose mean gradients are not known yet (0 to 2). tokens: tokens counted for `open_step`. tokens_counted: all
-    tokens counted since the replica started. agreed: the last step whose mean, of gradients or of a slice, it has
-    applied. lineage: a digest of all means up to `agreed`, 0 when unknown. start_step: steps of the state that it
-    started with.
-    """
-
-    step: int = 0
+    step: int = 0  # optimizer steps taken
     open_step: int = 0
-    tokens: int = 0
-    tokens_counted: int = 0
-    agreed: int = 0
-    lineage: int = 0
-    start_step: int = 0
+    """The step for whose share it counts now: `step` + its closed shares whose means are not known yet (0 to 2)."""
+    tokens: int = 0  # tokens counted for `open_step`
+    tokens_counted: int = 0  # all tokens counted since the replica started
+    agreed: int = 0  # the last step whose mean, of gradients or of a slice, it has applied
+    lineage: int = 0  # a digest of all means up to `agreed`, 0 when unknown
+    start_step: int = 0  # steps of the state that it started with
 
 
 @dataclass(frozen=True, slots=True)
 class DirectReport:
-    """What a replica last reported of itself, not what others reported of it. Immutable.
+    """What a replica last reported of itself to this peer, not what other replicas reported of it.
 
-    at: when it did so; step and open_step are -1 before its first report. open_since: when it first reported
-    `open_step`. rate: how fast it counts tokens. For the other fields see ReplicaCounts.
+    For the fields without a comment see ReplicaCounts. `step` and `open_step` are -1 before the first report.
     """
 
     step: int = -1
     open_step: int = -1
     tokens_counted: int = 0
-    at: float = -math.inf
-    open_since: float = -math.inf
-    rate: TokenRate = field(default_factory=TokenRate)
+    at: float = -math.inf  # when it reported, -inf before its first report
+    open_since: float = -math.inf  # when it first reported `open_step`
+    rate: TokenRate = field(default_factory=TokenRate)  # how fast it counts tokens
     agreed: int = 0
     lineage: int = 0
     start_step: int = 0
 
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
-        """Returns the next report, of `counts` at time `now`; its rate is unknown if the replica has restarted."""
+        """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
+
+        The rate is unknown if this is no report yet, or if tokens_counted fell, as after a restart.
+        """
         open_since = self.open_since if counts.open_step == self.open_step else now
         rate = TokenRate()
         if self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
@@ -91,33 +89,30 @@ class DirectReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaProgress:
-    """What is known of one other replica of a stage, from itself or through others. Immutable; times in seconds.
+    """What is known of one other replica of a stage, first-hand or relayed by others. Times are in seconds."""
 
-    counts: its latest known counts. heard_at: when it made them known to anybody. closed_tokens: tokens of its share of
-    step `counts.open_step` - 1, 0 when unknown. failed_at: when a call to it last failed. broken_since, broken_at: the
-    first and the last time since `heard_at` that a connection to it broke. direct: its own last report. listed: whether
-    the view has named it since it was first heard of.
-    """
-
-    counts: ReplicaCounts
-    heard_at: float
-    closed_tokens: int = 0
-    failed_at: float = -math.inf
-    broken_since: float = math.inf
-    broken_at: float = -math.inf
-    direct: DirectReport = field(default_factory=DirectReport)
-    listed: bool = False
+    counts: ReplicaCounts  # its latest known counts
+    reported_at: float  # when it reported them, to this peer or another
+    closed_tokens: int = 0  # tokens of its share of step `counts.open_step` - 1, 0 when unknown
+    failed_at: float = -math.inf  # when a call to it last failed
+    broken_since: float = math.inf  # the first time since `reported_at` that a connection to it broke
+    broken_at: float = -math.inf  # the last such time
+    direct: DirectReport = field(default_factory=DirectReport)  # its own last report
+    listed: bool = False  # whether the view has named it since it was first heard of
 
     def is_silent(self, now: float) -> bool:
-        """Returns whether its last report is older than SILENT_S, or connections to it have been broken for GONE_S."""
-        return now - self.heard_at > SILENT_S or self.broken_at - self.broken_since >= GONE_S
+        """Returns whether the last report is older than SILENT_S, or connections broke since then for GONE_S.
+
+        That is the time from the first break to the last.
+        """
+        return now - self.reported_at > SILENT_S or self.broken_at - self.broken_since >= GONE_S
 
     def is_live(self, now: float) -> bool:
-        """Returns whether it is not silent and no call to it has failed since its last report."""
-        return not self.is_silent(now) and self.heard_at > self.failed_at
+        """Returns whether it is neither silent (see is_silent) nor suspected (a call failed since its last report)."""
+        return not self.is_silent(now) and self.reported_at > self.failed_at
 
-    def with_counts(self, counts: ReplicaCounts, heard_at: float) -> ReplicaProgress:
-        """Returns a copy with newer counts, reported at `heard_at`.
+    def with_counts(self, counts: ReplicaCounts, reported_at: float) -> ReplicaProgress:
+        """Returns a copy with newer counts, reported at `reported_at`, and without broken times before that.
 
         | open_step has grown by | closed_tokens becomes |
         |---|---|
@@ -131,11 +126,14 @@ class ReplicaProgress:
         else:
             before_share, after_share = old.tokens_counted - old.tokens, counts.tokens_counted - counts.tokens
             closed = max(0, after_share - before_share) if counts.open_step == old.open_step + 1 else 0
-        newer = replace(self, counts=counts, closed_tokens=closed, heard_at=heard_at)
-        return newer if heard_at <= self.broken_at else replace(newer, broken_since=math.inf, broken_at=-math.inf)
+        newer = replace(self, counts=counts, closed_tokens=closed, reported_at=reported_at)
+        return newer if reported_at <= self.broken_at else replace(newer, broken_since=math.inf, broken_at=-math.inf)
 
     def with_failure(self, now: float, *, broken: bool) -> ReplicaProgress:
-        """Returns a copy after a call to the replica failed. broken: whether its connection broke or did not open."""
+        """Returns a copy in which a call to the replica failed at `now`.
+
+        broken: whether the connection broke or did not open; then broken_since and broken_at are set too.
+        """
         if not broken:
             return replace(self, failed_at=now)
         return replace(self, failed_at=now, broken_since=min(now, self.broken_since), broken_at=now)
@@ -150,22 +148,25 @@ GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int]
 def merge_gossip(
     known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
 ) -> dict[PeerId, ReplicaProgress]:
-    """Returns a copy of `known` after `sender` reported `entries` about itself and about others.
+    """Returns a copy of `known` after `sender` reported `entries` about itself and about other replicas.
 
     | an entry is about | it is used when |
     |---|---|
     | the sender | always: a replica that has restarted reports lower numbers |
-    | another replica | it is not older than SILENT_S, and its counts are larger, or that replica is not known as live |
-    | this peer | never |
+    | another replica | it is at most SILENT_S old; and its counts are not smaller, or the replica is not live |
+    | this peer (`me`) | never |
+
+    An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.
     """
     merged = dict(known)
     for peer, *numbers, age_ms in entries:
-        counts, heard_at = ReplicaCounts(*numbers), now if peer == sender else now - age_ms / 1000
-        if peer == me or now - heard_at > SILENT_S:
+        counts = ReplicaCounts(*numbers)
+        reported_at = now if peer == sender else now - age_ms / 1000
+        if peer == me or now - reported_at > SILENT_S:
             continue
-        progress = merged.get(peer) or ReplicaProgress(counts, heard_at)
+        progress = merged.get(peer) or ReplicaProgress(counts, reported_at)
         if peer == sender or counts >= progress.counts or not progress.is_live(now):
-            progress = progress.with_counts(counts, max(heard_at, progress.heard_at))
+            progress = progress.with_counts(counts, max(reported_at, progress.reported_at))
         if peer == sender:
             progress = replace(progress, direct=progress.direct.after_report(counts, now))
         merged[peer] = progress
@@ -175,7 +176,7 @@ def merge_gossip(
 def record_failure(
     known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
 ) -> dict[PeerId, ReplicaProgress]:
-    """Returns a copy of `known` after a call to `peer` failed; an unknown peer is added as heard `now`, at step 0.
+    """Returns a copy of `known` after a call to `peer` failed; adds an unknown peer at step 0, as if it reported `now`.
 
     broken: whether its connection broke or could not be opened, so that the peer may be gone.
     """
@@ -186,7 +187,7 @@ def record_failure(
 def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
     """Returns a copy of `known` after a read of the view, which names the replicas `listed`.
 
-    They are marked as listed; replicas that are neither listed nor live are dropped.
+    Marks known replicas as listed if they are; adds no replica. Drops those that are neither listed nor live.
     """
     return {
         peer: replace(progress, listed=True) if peer in listed and not progress.listed else progress
@@ -203,16 +204,16 @@ def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: f
 def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
     """Returns those of `peers` whose own last report has an open step before `step` - 1.
 
-    They fetch a state or replay steps. A peer that has not reported itself is not among them.
+    Such replicas fetch a state or replay steps. A peer that has not reported itself is not among them.
     """
     return {peer for peer in peers if peer in known and 0 <= known[peer].direct.open_step < step - 1}
 
 
 def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
-    """Returns those of `peers` that own no part of step `step`, because other replicas may not know of them yet.
+    """Returns those of `peers` that must own no part of step `step`, because other replicas may not know of them yet.
 
-    Their start step is later than `step` - NEWCOMER_STEPS, or unknown. Returns an empty set for a `step` below
-    NEWCOMER_STEPS.
+    Newcomers are peers whose start step is later than `step` - NEWCOMER_STEPS, or unknown. For a `step` below
+    NEWCOMER_STEPS there are none.
     """
     latest_start = step - NEWCOMER_STEPS
     if latest_start < 0:
@@ -239,8 +240,8 @@ def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
     """Returns the other replicas that belong to a step and its rounds: all that may be alive, see docs/averaging.md.
 
-    These are the listed ones that are not silent, including suspected ones and those never heard of; and live ones that
-    have reported themselves but were never listed.
+    These are the listed replicas that are not silent, including suspected ones and ones never heard of; and live
+    replicas that have reported themselves but were never listed.
     """
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
     heard = {peer for peer, progress in known.items() if progress.direct.step >= 0 and progress.is_live(now)}
@@ -248,16 +249,21 @@ def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 
 
 def count_tokens(others: KnownReplicas, step: int) -> int:
-    """Returns how many tokens `others` have counted for `step` together, in open shares and in closed ones."""
+    """Returns how many tokens `others` have counted for `step` together, in open shares and in closed ones.
+
+    A replica counts as 0 if its open step is before `step`, or later than `step` + 1.
+    """
     open_tokens = sum(progress.counts.tokens for progress in others.values() if progress.counts.open_step == step)
     closed = [progress for progress in others.values() if progress.counts.open_step == step + 1]
     return open_tokens + sum(progress.closed_tokens for progress in closed)
 
 
 def first_closed_at(others: KnownReplicas, step: int) -> float | None:
-    """Returns when any of `others` first reported that its own share of step `step` is closed; None if none has.
+    """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
 
-    A replica that leads by more than MAX_PLAUSIBLE_LEAD is ignored: no honest one can while this one's share is open.
+    For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
+    it is later. None if none has closed it. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one
+    can while this one's share is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
     reports = [progress.direct for progress in others.values()]
@@ -265,15 +271,19 @@ def first_closed_at(others: KnownReplicas, step: int) -> float | None:
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
-    """Returns how many tokens this replica must count for `step`: the target less those of `others`, at least 1."""
+    """Returns how many tokens this replica must count for `step`: `target` less those of `others`, but at least 1.
+
+    See count_tokens.
+    """
     return max(1, target - count_tokens(others, step))
 
 
 def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_tokens: int, target: int) -> int:
-    """Returns the step that the others have reached; this replica's own, `step`, when it is not behind.
+    """Returns the step that the other replicas have reached, or this replica's own, `step`, when it is not behind.
 
-    others: the live ones; only what each reported of itself counts. reachable: number of members of the step that are
-    not unreachable, including those never heard of. own_tokens: counted here for `step`. target: tokens of a step.
+    others: the live replicas; their steps count as each reported of itself. reachable: number of members of the step
+    that are not unreachable, including those never heard of. own_tokens: counted here for `step`. target: tokens of a
+    step.
 
     | reported | result |
     |---|---|
@@ -291,7 +301,10 @@ def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_to
 
 
 def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:
-    """Returns the replicas to gossip to: all others, or GOSSIP_FANOUT random ones if they exceed MAX_DIRECT_TARGETS."""
+    """Returns the replicas to gossip to now: all `listed` ones without `me`, sorted by id.
+
+    If there are more than MAX_DIRECT_TARGETS, returns GOSSIP_FANOUT random ones, in random order.
+    """
     others = sorted(set(listed) - {me})
     return others if len(others) <= MAX_DIRECT_TARGETS else rng.sample(others, GOSSIP_FANOUT)
 
@@ -299,15 +312,19 @@ def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -
 def compose_gossip(
     known: KnownReplicas, me: PeerId, own: ReplicaCounts, listed: Collection[PeerId], now: float
 ) -> tuple[GossipEntry, ...]:
-    """Returns up to MAX_GOSSIPED_REPLICAS entries to send: `own` counts, then live listed others, newest first."""
-    others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].heard_at)
-    entries = ((peer, *progress.counts, round(1000 * (now - progress.heard_at))) for peer, progress in others)
+    """Returns the entries to send, up to MAX_GOSSIPED_REPLICAS: this peer's `own` counts, then those of other replicas.
+
+    Of the others, the latest known counts of those that are live and listed are sent, the newest report first.
+    """
+    others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].reported_at)
+    entries = ((peer, *progress.counts, round(1000 * (now - progress.reported_at))) for peer, progress in others)
     return ((me, *own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
 
 
 def leading_step(steps: Collection[Collection[int]]) -> int:
-    """Returns the step of the run's furthest stage: the largest of the stages' lower medians, 0 without any.
+    """Returns the step of the run's furthest stage: the largest of the stages' lower medians.
 
-    steps: for each stage, the steps that its replicas have taken.
+    steps: for each stage, the steps that its replicas have taken. Ignores stages without replicas; returns 0 if there
+    is no other stage.
     """
     return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)

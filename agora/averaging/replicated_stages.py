@@ -19,20 +19,25 @@ from agora.stepping import StepPolicy
 class ReplicatedStages(Protocol):
     """Protocol: what averaging calls on the stages of this peer's span; implemented by train.Compute.
 
-    Each method raises NotMyStage for a stage that is not held. step_of: returns how many optimizer steps the stage has
-    taken. set_step_policy: replaces the rule by which the device thread closes shares and takes steps by itself.
+    Each method raises NotMyStage for a stage that is not held.
     """
 
     @property
-    def span(self) -> Span: ...
+    def span(self) -> Span:
+        """The held stages."""
+
     def layout(self, stage: int) -> Any:
         """Returns the stage's state.Layout: which tensors its flat weights hold; `numel` counts their elements."""
 
     def progress(self) -> Sequence[Any]:
         """Returns one train.StageProgress for each held stage: steps taken, tokens counted, lineage."""
 
-    def step_of(self, stage: int) -> int: ...
-    def set_step_policy(self, stage: int, policy: StepPolicy) -> None: ...
+    def step_of(self, stage: int) -> int:
+        """Returns how many optimizer steps the stage has taken."""
+
+    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
+        """Replaces the policy by which the device thread closes the stage's shares and takes its steps by itself."""
+
     async def difference_to_anchor(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, Tensor]:
         """Returns anchor - weights in the numbered `blocks`, float32 [n], and a copy of these weights, float32 [n].
 
@@ -49,51 +54,53 @@ class ReplicatedStages(Protocol):
     ) -> None:
         """Moves anchor and weights in `blocks` by a round's mean difference; does nothing if already done for `step`.
 
-        averaged: the mean difference, and for each part whether it was averaged. None means that there is no other
-        replica: then the weights become the anchor. snapshot: the weights that the round began with.
+        step: the step after which the round was due. averaged: the mean difference, and for each part whether it was
+        averaged. None means that there is no other replica: then the weights become the anchor. snapshot: the weights
+        that the round began with.
         """
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Brings the stage to step number `step`, which the others have reached; see train.TrainedStage.catch_up.
+        """Raises the stage's step count to `step`, that of the other replicas, without their means or states.
 
-        One step behind, or with local steps, it first steps along its own gradient; it skips the steps still missing.
+        One step behind, or with local steps, first steps along the own gradient sum; then skips the steps still missing
+        and drops the sum. Does nothing if the stage is not behind or has a closed share.
         """
 
     async def take_gradient_share(self, stage: int) -> Any:
-        """Returns this replica's train.GradientShare of the next step, to be averaged for `step_with_gradient`.
+        """Returns this replica's train.GradientShare (values and tokens) of the next step, to be averaged.
 
-        Closes the share if it is still open.
+        First closes the share if it is still open; later gradients then go to the share of the step after it.
         """
 
-    async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes step `number`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
+    async def step_with_gradient(self, stage: int, step: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
 
-        With 0 tokens the step is counted, and the weights stay as they are.
+        Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
+        are. Takes no step and raises LocalError if another step is next, ProtocolError for an unusable gradient.
         """
 
 
 class ReplicaListing(Protocol):
-    """Protocol: what this peer's view says of the run; implemented by the daemon.
+    """Protocol: what this peer's view says of the run, and its uplink; implemented by the daemon."""
 
-    replicas_in_view: returns the stage's replicas by id, with their bandwidths in bytes per second, 0 when unknown.
-    """
+    def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
+        """Returns the stage's replicas in the view by id, with their bandwidths in bytes per second, 0 when unknown."""
 
-    def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]: ...
-    def uplink(self) -> float | None:
-        """Returns this peer's measured uplink in bytes per second; None while nothing is queued to be sent."""
+    def uplink_bytes_per_s(self) -> float | None:
+        """Returns this peer's uplink in bytes per second, measured while data waits for it; None otherwise."""
 
-    def is_connected(self) -> bool:
+    def has_connections(self) -> bool:
         """Returns whether this peer has a connection to any other peer of the run now."""
 
     def steps_of_run(self) -> Collection[Collection[int]]:
-        """Returns one collection for each stage of the run: the numbers of steps that its replicas have taken."""
+        """Returns for each stage of the run a collection: the number of steps that each of its replicas has taken."""
 
 
 class StateFetcher(Protocol):
     """Protocol: fetches a stage's state from other replicas; implemented by state.StateKeeper."""
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Fetches a state that has taken at least `at_least` steps from one of `sources`; replaces the stage's own.
+        """Fetches from `sources` a state that has taken at least `at_least` steps; replaces the stage's state with it.
 
-        Raises Unavailable when no source has such a state.
+        Returns a description of the fetch. Raises Unavailable when no source has such a state.
         """

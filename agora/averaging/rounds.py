@@ -38,12 +38,12 @@ NO_ANSWER: Final = (BROKEN, "deadline")
 
 @dataclass(slots=True)
 class RoundResult:
-    """The result of a round; recalls change it in place.
+    """The result of a round for one member. recall_failed_parts changes it in place.
 
     mean: float32 [n]; in a failed part, this replica's own values. averaged: for each part, whether it was averaged.
     contributors: average over all parts of the number of members that contributed in time, 0 for a failed part. lost:
-    average over all parts of own tokens that were too late for this round and the one before. weight: average over the
-    averaged parts of the tokens behind their means.
+    average over all parts of this peer's tokens that were too late for this round and the one before. weight: average
+    over the averaged parts of the tokens behind their means.
     """
 
     mean: Tensor
@@ -59,21 +59,23 @@ class RoundResult:
 
 
 class RoundGroup(Protocol):
-    """Protocol: the replicas of a stage, as this peer sees them; implemented by ReplicaGroup.
+    """Protocol: the replicas of a stage, as this peer sees them; implemented by ReplicaGroup."""
 
-    live_others: returns the other replicas that are live. members: returns the members of the stage's rounds, this peer
-    included, with bandwidths. round_s: returns the seconds that a round may take. run_round: takes part in one round
-    of the present members, and returns its result.
-    """
+    def live_others(self, stage: int) -> Collection[PeerId]:
+        """Returns the ids of the stage's other replicas that are live."""
 
-    def live_others(self, stage: int) -> Collection[PeerId]: ...
-    def members(self, stage: int) -> Members: ...
-    def round_s(self, stage: int) -> float: ...
-    async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult: ...
+    def members(self, stage: int) -> Members:
+        """Returns the members of the stage's rounds, this peer included, with bandwidths."""
+
+    def round_s(self, stage: int) -> float:
+        """Returns the seconds that a round of the stage may take."""
+
+    async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
+        """Averages `values` with those of the present members in one round and returns the result; see Round."""
 
 
 class _PartAnswer(NamedTuple):
-    """An owner's mean of one part. lost: tokens of this peer that no mean will contain, see ContributionBuilder."""
+    """An owner's mean of one part. lost: tokens of this peer that no mean will contain, see record_outcome."""
 
     mean: PartMean
     lost: float = 0.0
@@ -85,7 +87,7 @@ class Round:
 
     reducer: averages the parts that this peer owns. what: "gradient" or "slice". number: counts the rounds of the stage
     and kind. weight: tokens behind the values; with 0 they do not enter the mean. members: this peer included, with
-    bandwidths. deadline: loop time.
+    bandwidths. deadline: loop time by which the round ends, whoever has answered.
     """
 
     reducer: PartReducer
@@ -103,7 +105,8 @@ class Round:
     async def run(self, values: Tensor) -> RoundResult:
         """Averages `values` with those of the other members, reports RoundDone, and returns the result by the deadline.
 
-        values: float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
+        Averages up to MAX_OPEN_PARTS parts at once. Parts that were not averaged keep this peer's values. values:
+        float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
         """
         started_at = loop_time()
         parts = [values[cut] for cut in cut_into_parts(len(values))]
@@ -129,14 +132,15 @@ class Round:
         return result
 
     async def _average_part(self, index: int, values: Tensor) -> _PartAnswer | None:
-        """Returns the answer of one part's first owner or, if that fails, of its second; None if both fail.
+        """Sends one part's values to its first owner or, if that fails, to its second; returns the owner's answer.
 
-        Then it reports PartFailed.
+        If the part fails, reports PartFailed and returns None. Records the outcome for the next round, see
+        ContributionBuilder.record_outcome.
 
         | an owner's answer | what follows |
         |---|---|
         | is plausible | it is used, and kept for Recall |
-        | is implausible, or an error | the second owner is asked |
+        | is implausible, malformed, or an error | the second owner is asked |
         | does not come | the second owner is asked; no other part of this round waits for this owner |
         | has no other contributor, although there are other members | the part fails |
         """
@@ -144,7 +148,7 @@ class Round:
         exchange, config = self.reducer.exchange, self.reducer.config
         async with self._free_calls:
             scale = faults.say("averaging.scale", 1.0)
-            contribution = exchange.contribution(part, values if scale == 1.0 else values * scale, self.weight)
+            contribution = exchange.build_contribution(part, values if scale == 1.0 else values * scale, self.weight)
             reasons: list[str] = []
             for rank, owner in enumerate(config.owners(part, self.members)):
                 if owner is None or owner in self._unresponsive:
@@ -194,7 +198,7 @@ class Round:
 
 
 def _set_statistics(result: RoundResult, answers: Sequence[_PartAnswer]) -> None:
-    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; leaves 0 without any."""
+    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; without any, nothing."""
     if answers:
         result.lost = sum(answer.lost for answer in answers) / len(result.averaged)
         messages = [answer.mean.message for answer in answers]

@@ -31,7 +31,7 @@ RECALL_FIRST: Final = 2
 
 
 class SliceRounds:
-    """Runs the slice rounds of one stage, as background tasks; used on the event loop only."""
+    """Runs the slice rounds of one stage, several at once, as background tasks; used on the event loop only."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SliceRounds:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def record_local_step(self, tokens: int) -> None:
-        """Records the tokens of a local step; a slice weighs the sum of those since the slice's last round."""
+        """Records the tokens of a local step; a round's weight is the sum over the last slices.count * every steps."""
         self._step_tokens.append(tokens)
 
     def next_due(self, step: int, agreed: int) -> int | None:
@@ -71,7 +71,7 @@ class SliceRounds:
         return number if number <= step // self._every and may_begin else None
 
     def begin(self, number: int, step: int) -> None:
-        """Starts round `number` as a background task. step: optimizer steps taken here."""
+        """Starts round `number` as a background task. step: steps taken here by now, which show how late it begins."""
         self._last_begun = number
         previous = self._running.get(number - 1)
         rounds_late = step // self._every - number
@@ -81,18 +81,22 @@ class SliceRounds:
     async def stop(self) -> None:
         """Cancels the running rounds and waits for their end, because the state is replaced or the peer leaves.
 
-        A cancelled round that begins again only asks others for its means: this peer may have contributed some parts.
+        Rounds whose means were not applied become due again. A cancelled round that begins again only asks other
+        replicas for its means, because this peer may have contributed some parts.
         """
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._last_contributed, self._last_begun = max(self._last_contributed, self._last_begun), -1
+        self._last_contributed = max(self._last_contributed, self._last_begun)
+        self._last_begun = -1
 
     async def _run(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
-        """Runs a round, waits for the end of the `previous` one, and applies the mean; reports errors as TaskFailed.
+        """Averages the difference to the anchor in round `number`, and moves anchor and weights by the mean.
 
-        Without another member it applies no mean. rounds_late: how many later rounds are due already.
+        First waits for the end of the `previous` round, so that means are applied in order. Without another member
+        nothing is averaged: the weights become the anchor. Reports an AgoraError as TaskFailed. rounds_late: how many
+        later rounds are due already.
         """
         try:
             blocks = self._slices.blocks(number)
@@ -107,25 +111,35 @@ class SliceRounds:
             self._report(events.TaskFailed("averaging", f"slice round {number}: {error}"))
 
     async def _average(self, number: int, difference: Tensor, rounds_late: int) -> tuple[Tensor, tuple[bool, ...]]:
-        """Returns the mean difference, float32 [n] with 0 in failed parts, and for each part whether it was averaged.
+        """Averages `difference` with those of the other members in slice round `number`.
+
+        Returns the mean difference, float32 [n] with 0 in failed parts, and for each part whether it was averaged.
 
         | rounds_late | the means come from |
         |---|---|
         | below RECALL_FIRST | the round; for failed parts, replicas that keep their means |
-        | RECALL_FIRST or more | replicas that keep them; for the other parts, the round |
+        | RECALL_FIRST or more | replicas that keep them; if a part is missing then, as above |
         | slices.count or more | replicas that keep them, which are asked once |
+
+        A round that was cancelled before is not repeated, see `stop`: its means come from replicas only.
         """
         first_part = Part(self._stage, "slice", number, 0)
-        result = RoundResult(difference, [False for _ in cut_into_parts(len(difference))])
+        cuts = cut_into_parts(len(difference))
+        result = RoundResult(difference.clone(), [False for _ in cuts])
         is_superseded = rounds_late >= self._slices.count
         if rounds_late >= min(RECALL_FIRST, self._slices.count):
             await recall_failed_parts(self._reducer, self._group, first_part, result)
         if result.failed_parts and number > self._last_contributed and not is_superseded:
             weight = float(sum(self._step_tokens))
+            recalled = result
             result = await self._group.run_round(self._stage, "slice", number, difference, weight)
+            for index, cut in enumerate(cuts):
+                if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
+                    result.mean[cut] = recalled.mean[cut]
+                    result.averaged[index] = True
         if result.failed_parts and not is_superseded:
             await recall_repeatedly(self._reducer, self._group, first_part, result)
-        for cut, is_averaged in zip(cut_into_parts(len(difference)), result.averaged, strict=True):
+        for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:
                 result.mean[cut] = 0.0
         return result.mean, tuple(result.averaged)

@@ -18,70 +18,76 @@ from agora.swarm.conduct import Offence, ReportOffence
 
 
 class SteppingStages(Protocol):
-    """Protocol: this peer's stages; part of ReplicatedStages.
-
-    step_of: returns the optimizer steps that a stage has taken.
-    """
+    """Protocol: this peer's stages; part of ReplicatedStages."""
 
     @property
-    def span(self) -> Span: ...
-    def step_of(self, stage: int) -> int: ...
+    def span(self) -> Span:
+        """The stages held."""
+
+    def step_of(self, stage: int) -> int:
+        """Returns how many optimizer steps a stage has taken."""
 
 
 class StepBounds:
     """Says which steps of other replicas are plausible now, for each stage of the span.
 
-    Every question also updates what is remembered of this replica's own steps; ask at least once in each step.
+    Every method also updates, from the stage's present step, how fast this replica steps; call one at least once in
+    each step.
     """
 
     def __init__(
         self,
         stages: SteppingStages,
         step_s: Callable[[int], float | None],
-        furthest: Callable[[int], int],
+        furthest_step: Callable[[int], int],
         config: ActionConfig,
         report_offence: ReportOffence,
     ) -> None:
         """step_s: returns how many seconds the steps of a stage take on average, None if unknown.
 
-        furthest: returns the most steps that another replica of a stage has reported and that were believed.
+        furthest_step: returns the most steps that another replica of a stage has reported and that were plausible.
         """
         self._stages = stages
         self._step_s = step_s
-        self._furthest = furthest
+        self._furthest_step = furthest_step
         self._config = config
         self._report_offence = report_offence
         since = _time_with_suspend() - JOIN_S
         steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
         self._paces = {stage: OwnPace(step, since, step) for stage, step in steps.items()}
 
-    def highest(self, stage: int) -> int:
-        """Returns the highest step that another replica of a stage can have taken by now.
+    def highest_plausible(self, stage: int) -> int:
+        """Returns the highest step that another replica of a stage can have taken by now, see OwnPace.
 
-        Updates the pace of this replica, from which it is computed, see OwnPace.
+        First updates the stage's OwnPace with the step that this replica is at now.
         """
         now = _time_with_suspend()
-        step, furthest = self._stages.step_of(stage), self._furthest(stage)
-        pace = self._paces[stage].at_step(step, now, self._step_s(stage), furthest)
-        self._paces[stage], lead = pace, LEAD if self._config.is_exact(step) else LOCAL_LEAD
+        step = self._stages.step_of(stage)
+        pace = self._paces[stage].with_step(step, now, self._step_s(stage), self._furthest_step(stage))
+        self._paces[stage] = pace
+        lead = LEAD if self._config.is_exact(step) else LOCAL_LEAD
         return pace.highest_plausible_step(now, self._config.target_tokens, lead)
 
     def is_plausible(self, stage: int, step: int) -> bool:
         """Returns whether another replica of a stage can have taken `step` steps by now."""
-        return step <= self.highest(stage)
+        return step <= self.highest_plausible(stage)
 
     def report(self, stage: int, peer: PeerId, step: int) -> None:
-        """Reports the offence that `peer` claims an impossible step of a stage; it counts once in each minute."""
-        text = f"says that it is at step {step} of stage {stage}; {self.highest(stage)} is the most that time allows"
+        """Reports as an offence that `peer` claims to have taken `step` steps of a stage, which is implausible.
+
+        However often it is reported, the offence counts once per peer, stage and minute.
+        """
+        highest = self.highest_plausible(stage)
+        text = f"says that it is at step {step} of stage {stage}; {highest} is the most that time allows"
         occasion = f"stage {stage}, minute {loop_time() // 60:.0f}"
         self._report_offence(peer, Offence.IMPLAUSIBLE_STEP, text, occasion)
 
     def plausible_of_run(self, steps_of_run: Collection[Collection[int]]) -> list[list[int]]:
-        """Returns `steps_of_run` without the steps that are impossible, for each stage of the run.
+        """Returns `steps_of_run` (for each stage of the run, its replicas' steps) without the implausible steps.
 
-        All stages are held to the highest step plausible in any stage of the span, since all step together.
+        The bound for all stages is the highest step plausible in any stage of the span, since all step together.
         """
-        highest = max(self.highest(stage) for stage in self._paces)
+        highest = max(self.highest_plausible(stage) for stage in self._paces)
         return [[step for step in steps if step <= highest] for steps in steps_of_run]
 
 

@@ -13,7 +13,7 @@ from agora.cli import console
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds both commands to `swarm`."""
+    """Adds the commands `invite` and `ban` to `app`, the typer application of `swarm`."""
     app.command()(invite)
     app.command()(ban)
 

@@ -27,7 +27,7 @@ FAILED = 1
 USAGE = 2
 DEGRADED = 3
 STALLED = 4  # or unreachable
-LINE_S = 2.0
+LINE_S = 2.0  # seconds between two lines of a ProgressDisplay that has no terminal
 
 RUN = Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")]
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
@@ -46,13 +46,13 @@ LINK = Annotated[
     str | None,
     typer.Option(
         metavar="RATE,RTT[,JITTER[,LOSS]]",
-        help="Imitate a link such as 200Mbit,50ms for each daemon started; see docs/links.md. Default none.",
+        help="Emulate a link such as 200Mbit,50ms for each daemon started; see docs/links.md. Default none.",
     ),
 ]
 
 
 class Failure(Exception):
-    """Raised to end a command with exit code `code`; its one sentence says what is wrong and what to do."""
+    """Raised to end a command with exit code `code`; the text is one sentence: what is wrong, and what to do."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -60,7 +60,10 @@ class Failure(Exception):
 
 
 def new_app(summary: str) -> typer.Typer:
-    """Returns a typer application, still without commands, that prints plain text and leaves errors to `run`."""
+    """Returns a typer application, still without commands, that prints plain text and leaves errors to `run`.
+
+    summary: its help text, which it also prints when it is called without arguments.
+    """
     return typer.Typer(
         help=summary,
         no_args_is_help=True,
@@ -71,25 +74,26 @@ def new_app(summary: str) -> typer.Typer:
     )
 
 
-def print_line(text: str) -> None:
-    """Prints a line for people on standard error; terminal control characters are printed as "?"."""
+def print_to_stderr(text: str) -> None:
+    """Prints `text` and a newline on standard error, with "?" for unprintable characters except newlines and tabs."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def print_text(text: str, end: str = "\n") -> None:
-    """Prints text for people on standard output; terminal control characters are printed as "?"."""
+def print_to_stdout(text: str, end: str = "\n") -> None:
+    """Prints `text` and `end` on standard output, with "?" for unprintable characters except newlines and tabs."""
     print(printable(text), end=end, flush=True)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Prints a command's one JSON object on standard output. Raises ValueError for NaN and infinity."""
+    """Prints `value` as a JSON object on one line of standard output. Raises ValueError for NaN and infinity."""
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def run(app: typer.Typer) -> None:
-    """Runs the command that the process's arguments name, and ends the process with its exit code.
+    """Runs the command that the process's arguments name, and ends the process with the command's exit code.
 
-    Prints an error as one sentence, without a traceback.
+    Prints an exception as one sentence on standard error, without a traceback; see `explain` for its exit code. The
+    exit code is 130 after Ctrl-C, and FAILED, without a sentence, if nobody reads standard output any more.
     """
     try:
         app()
@@ -101,12 +105,17 @@ def run(app: typer.Typer) -> None:
         sys.exit(FAILED)
     except Exception as error:
         text, code = explain(error)
-    print_line(f"error: {text}")
+    print_to_stderr(f"error: {text}")
     sys.exit(code)
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """Returns an error's sentence and exit code; writes an unforeseen error's traceback to a file that it names."""
+    """Returns the sentence to print for an error, and the exit code to end with.
+
+    The code is a Failure's own, USAGE for an InputError, `exit_code` of another AgoraError that has one, otherwise
+    FAILED. The traceback of an error that is neither Failure nor AgoraError is written to a new temporary file, which
+    the sentence names.
+    """
     from agora_protocol.errors import AgoraError, InputError
 
     if isinstance(error, Failure):
@@ -125,11 +134,15 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 class ProgressDisplay:
-    """Context manager that shows on standard error how far work has come: a bar on a terminal, elsewhere lines."""
+    """Context manager that shows on standard error how far work has come: a bar on a terminal, elsewhere lines.
+
+    Report the progress by calling `advance` for each piece of bytes, or `show` with the amount done so far.
+    """
 
     def __init__(self, what: str, total: float | None = None) -> None:
         """what: names the work. total: its amount, in bytes for `advance`, any unit for `show`; None if unknown."""
-        self._what, self._total = what, total
+        self._what = what
+        self._total = total
         self._done = 0.0
         self._began = self._last_line = time.monotonic()
         self._last_text = what
@@ -138,7 +151,7 @@ class ProgressDisplay:
     def __enter__(self) -> ProgressDisplay:
         """Starts the bar on a terminal; elsewhere prints a line that names the work."""
         if not sys.stderr.isatty():
-            print_line(self._what)
+            print_to_stderr(self._what)
             return self
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -156,26 +169,27 @@ class ProgressDisplay:
             self._bar = None
 
     def advance(self, nbytes: int) -> None:
-        """Adds `nbytes` to the bytes done so far, and shows their sum in MB."""
+        """Adds `nbytes` to the bytes done so far, and shows the sum in MB, with the total if it is known."""
         self._done += nbytes
         total = f" of {self._total / 1e6:,.0f}" if self._total else ""
         self.show(self._done, f"{self._what}  {self._done / 1e6:,.0f}{total} MB")
 
     def show(self, done: float, text: str) -> None:
-        """Shows `text`, and on a terminal that `done` of the total is done.
+        """Shows that `done` of the total is done, with `text`: on a terminal by the bar, at each call.
 
-        Elsewhere prints a line if `text` has changed, at most every LINE_S seconds.
+        Elsewhere prints a line with `text` and the seconds since the beginning, but only if `text` has changed and the
+        last line is at least LINE_S old.
         """
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, description=printable(text))
         elif now - self._last_line >= LINE_S and text != self._last_text:
-            print_line(f"{text}  {now - self._began:.0f} s")
+            print_to_stderr(f"{text}  {now - self._began:.0f} s")
             self._last_line, self._last_text = now, text
 
     def note(self, text: str) -> None:
-        """Prints a line about something that happened, above the bar if there is one."""
+        """Prints `text` as a line of its own at once, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(printable(text), highlight=False, markup=False)
         else:
-            print_line(text)
+            print_to_stderr(text)

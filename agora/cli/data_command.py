@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from agora.cli import console
-from agora.data.chat_template import supervised_parts
+from agora.data.chat_template import split_supervised
 from agora.data.data_survey import DataSurvey, survey
 from agora.data.model_tokenizer import ModelTokenizer, open_model_tokenizer
 from agora.data.record_formats import OBJECTIVES, parse_columns
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 SHOWN_SAMPLES: Final = 3
 USUAL_CONTEXT: Final = 1024
 BAR: Final = 40  # characters
-SHOWN_HEAD, SHOWN_TAIL, SHOWN_PARTS = 400, 200, 16
+SHOWN_HEAD, SHOWN_TAIL, SHOWN_PARTS = 400, 200, 16  # characters of a part's beginning and end; parts of a sample
 STYLE: Final = "bold green"
-MARKS: Final = ("[[", "]]")
+MARKS: Final = ("[[", "]]")  # around supervised parts where there is no colour
 SIDES: Final = {1: ("",), 2: (", chosen", ", rejected")}
 
 Part = tuple[str, bool]
@@ -39,8 +39,13 @@ Part = tuple[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class DataQuestion:
-    """The flags of the command; None for one that was not given. Immutable."""
+class DataOptions:
+    """The flags of `swarm data`; None for one that was not given.
+
+    file: the data file to show. base_model: the folder with the tokenizer; None for the built-in one. columns: which
+    column of the file has which part of a sample, such as "prompt=question,completion=answer". objective: what is
+    trained, one of OBJECTIVES. context: in tokens.
+    """
 
     file: Path
     base_model: Path | None
@@ -49,23 +54,24 @@ class DataQuestion:
     context: int | None
 
 
-def run(question: DataQuestion, *, as_json: bool) -> int:
-    """Reads a data file, prints what it contains as lines or as one JSON object, and returns the exit code.
+def run(options: DataOptions, *, as_json: bool) -> int:
+    """Reads a data file, tokenises its samples, and prints a survey as lines or one JSON object; returns DONE.
 
-    Raises Failure and InputError for wrong flags, DataError if the file is wrong.
+    The survey has the recognised format, SHOWN_SAMPLES samples and the lengths. Raises Failure and InputError for wrong
+    flags, DataError if the file is wrong, DiskError if it cannot be read.
     """
-    if question.objective not in (None, *OBJECTIVES):
+    if options.objective not in (None, *OBJECTIVES):
         raise console.Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", console.USAGE)
     file = open_samples(
-        question.file,
-        parse_columns(question.columns) if question.columns else {},
-        question.objective,
+        options.file,
+        parse_columns(options.columns) if options.columns else {},
+        options.objective,
     )
-    tokenizer = open_model_tokenizer(question.base_model, datetime.now())
-    context = _context(question.context, tokenizer)
+    tokenizer = open_model_tokenizer(options.base_model, datetime.now())
+    context = _choose_context(options.context, tokenizer)
     is_lm = file.objective == "lm"
     with console.ProgressDisplay("reading samples") as display:
-        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, learn_all=is_lm)
+        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, supervise_all=is_lm)
         found = survey(
             samples,
             file.objective,
@@ -80,24 +86,25 @@ def run(question: DataQuestion, *, as_json: bool) -> int:
     return console.DONE
 
 
-def _context(asked: int | None, tokenizer: ModelTokenizer) -> int:
-    """Returns the context in tokens: `asked`, or by default USUAL_CONTEXT, at most the tokenizer's longest_context.
+def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
+    """Returns the context in tokens: `chosen`, or if that is None the lesser of USUAL_CONTEXT and the longest_context.
 
-    Raises Failure when `asked` is more than that.
+    longest_context is what the tokenizer's model was made for, None if that is not known. Raises Failure if `chosen` is
+    more.
     """
     longest = tokenizer.longest_context
-    if asked is None:
+    if chosen is None:
         return min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
-    if longest is not None and asked > longest:
+    if longest is not None and chosen > longest:
         raise console.Failure(
-            f"--context {asked} is more than the {longest} tokens that {tokenizer.name} was made for; lower it",
+            f"--context {chosen} is more than the {longest} tokens that {tokenizer.name} was made for; lower it",
             console.USAGE,
         )
-    return asked
+    return chosen
 
 
 def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
-    """Returns the fields of the JSON object of `swarm data`: format, columns, counts, lengths, samples shown."""
+    """Returns the JSON object that `swarm data --json` prints: format, columns, counts, lengths, samples shown."""
     low, median, high, most = _quantiles(found)
     return {
         "schema": 1,
@@ -122,21 +129,21 @@ def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) ->
         "left_out": found.left_out,
         "packing": None if found.rows is None else {"sequences": found.rows, "efficiency": found.efficiency},
         "shown": [
-            [[{"text": text, "supervised": kind} for text, kind in _parts(part)] for part in sample]
+            [[{"text": text, "supervised": kind} for text, kind in _split_by_supervision(part)] for part in sample]
             for sample in found.shown
         ],
     }
 
 
-def summary_lines(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> list[str]:
-    """Returns the lines printed after the samples: numbers of samples and tokens, lengths, truncation, packing."""
+def summary_lines(found: DataSurvey) -> list[str]:
+    """Returns the lines to print after the shown samples: numbers of samples and tokens, lengths, cuts, packing."""
     low, median, high, most = _quantiles(found)
-    share = found.supervised / found.tokens if found.tokens else 0.0
+    supervised = found.supervised / found.tokens if found.tokens else 0.0
     lines = [
         f"samples    {found.samples:,}",
-        f"tokens     {found.tokens:,}, {100 * share:.1f} % of them supervised",
+        f"tokens     {found.tokens:,}, {100 * supervised:.1f} % of them supervised",
         f"lengths    {low:,} to {most:,} tokens, median {median:,}, 95 % at most {high:,}",
-        *_bars(found, "\u2588" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"),
+        *_histogram_lines(found, "\u2588" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"),
     ]
     if found.objective == "lm":
         lines.append(
@@ -159,7 +166,7 @@ def summary_lines(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
 
 
 def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
-    """Returns the lines printed before the samples: recognised format and columns, objective, tokenizer, template."""
+    """Returns the lines to print before the shown samples: format, columns, objective, tokenizer, template."""
     named = [name if name == column else f"{name} from {column!r}" for name, column in file.used_columns.items()]
     unused = f"; not used: {', '.join(map(repr, _unused_columns(file)))}" if _unused_columns(file) else ""
     return [
@@ -170,40 +177,52 @@ def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
 
 
 def _count_with_noun(count: int, what: str) -> str:
-    """Returns a count with its noun, in the plural unless it is 1: "1 sample", "2,000 samples"."""
+    """Returns `count` and the noun `what`, with an "s" unless the count is 1: "1 sample", "2,000 samples"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _unused_columns(file: SampleFile) -> list[str]:
-    """Returns the names of the columns in the first record that are not used."""
+    """Returns the names of the columns of the file's first record that no part of a sample is taken from."""
     return [column for column in file.present if column not in file.used_columns.values()]
 
 
 def _quantiles(found: DataSurvey) -> tuple[int, int, int, int]:
-    """Returns the least, median, 95th percentile and greatest length of a sample, in tokens."""
+    """Returns the least, median, 95th percentile and greatest length of a sample, in tokens before truncation.
+
+    Each is the length of a sample, never a mean of two.
+    """
     low, median, high, most = np.quantile(found.lengths, (0, 0.5, 0.95, 1), method="higher").tolist()
     return low, median, high, most
 
 
-def _bars(found: DataSurvey, sign: str) -> Iterator[str]:
-    """Yields the lines of a histogram of the lengths, each with a bar of `sign`."""
+def _histogram_lines(found: DataSurvey, bar_character: str) -> Iterator[str]:
+    """Yields the lines of a histogram of the samples' lengths: for each bin its range, bar and count.
+
+    The bar of the fullest bin has BAR characters, that of any bin that is not empty at least one.
+    """
     bins = found.histogram()
     highest = max((each.count for each in bins), default=1)
     for each in bins:
-        bar = sign * max(1, round(BAR * each.count / highest)) if each.count else ""
+        bar = bar_character * max(1, round(BAR * each.count / highest)) if each.count else ""
         yield f"{each.first:>9,} to {each.last:>9,}  {bar:<{BAR}}  {each.count:,}"
 
 
-def _parts(sequence: TokenSequence) -> list[Part]:
-    """Returns the text of a sequence's tokens, in parts that are supervised or not; without what was truncated."""
+def _split_by_supervision(sequence: TokenSequence) -> list[Part]:
+    """Returns a sequence's text as pieces, each with whether it is supervised (its tokens are targets of the loss).
+
+    Text whose tokens were truncated is left out.
+    """
     end = int(sequence.offsets[-1, 1]) if len(sequence.ids) else 0
-    return list(supervised_parts(sequence.text[:end] if sequence.truncated else sequence.text, sequence.spans()))
+    return list(
+        split_supervised(sequence.text[:end] if sequence.truncated else sequence.text, sequence.supervised_ranges())
+    )
 
 
 def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
     """Prints a survey on standard output: heading, the shown samples, summary.
 
-    Supervised parts are in colour on a terminal with colours, elsewhere in brackets.
+    Supervised parts are in colour on a terminal with colours, elsewhere in brackets. Sets standard output to print
+    escapes for characters that its encoding lacks, from then on.
     """
     from rich.console import Console
     from rich.text import Text
@@ -216,23 +235,26 @@ def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
         terminal.print(Text(line))
     for number, sample in enumerate(found.shown, 1):
         for side, sequence in zip(SIDES[len(sample)], sample, strict=True):
-            size, cut = len(sequence.ids), sequence.truncated
+            size = len(sequence.ids)
+            cut = sequence.truncated
             truncated = f", the last {cut:,} of {size + cut:,} truncated" if cut else ""
             terminal.print(Text(f"\nsample {number}{side}: {size:,} tokens{truncated}"))
             terminal.print(_render_sequence(sequence, has_colour=has_colour))
     terminal.print(Text(f"\nsupervised is what stands {'in this colour' if has_colour else 'in [[ ]]'}", STYLE))
-    for line in summary_lines(file, tokenizer, found):
+    for line in summary_lines(found):
         terminal.print(Text(line))
 
 
 def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
-    """Returns a sequence's text for a terminal: escaped, shortened, its supervised parts coloured or in brackets.
+    """Returns a sequence's text for a terminal: escaped and shortened, its supervised parts marked.
 
-    Beyond SHOWN_PARTS it tells only how many parts there are more.
+    Supervised parts are in STYLE, and without colours also in brackets. Each part is shortened by itself; instead of
+    the parts beyond SHOWN_PARTS, a line says how many are left out.
     """
     from rich.text import Text
 
-    parts, text = _parts(sequence), Text()
+    text = Text()
+    parts = _split_by_supervision(sequence)
     for part, is_supervised in parts[:SHOWN_PARTS]:
         shown = _escape(_shorten(part))
         if is_supervised and not has_colour:
@@ -244,7 +266,10 @@ def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
 
 
 def _shorten(text: str) -> str:
-    """Returns the text; of a long one only its beginning and end, with the number of characters left out."""
+    """Returns `text`; if it is longer than SHOWN_HEAD + SHOWN_TAIL characters, only its beginning and end.
+
+    Between these stands how many characters are left out.
+    """
     if len(text) <= SHOWN_HEAD + SHOWN_TAIL:
         return text
     left_out = len(text) - SHOWN_HEAD - SHOWN_TAIL
@@ -252,7 +277,7 @@ def _shorten(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Returns the text with escapes such as "\\x1b" in place of characters that are not printable, except newlines."""
+    """Returns `text` with escapes such as "\\x1b" in place of characters that are not printable, except newlines."""
     return "".join(
         sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text
     )

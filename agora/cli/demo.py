@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from agora_protocol.invite import Invite
 
 from agora.cli import console
-from agora.cli.console import Failure, ProgressDisplay, print_line
+from agora.cli.console import Failure, ProgressDisplay, print_to_stderr
 from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from agora.cli.tuning_totals import TuningTotals
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
 POLL_S = 0.2
-STALL_S = 180.0
-JOIN_S = 60.0
-DRAIN_S = 90.0
-EVALUATE_S = 300.0
+STALL_S = 180.0  # without any progress, after which a demo fails
+JOIN_S = 60.0  # to wait, after the last step, for peers that are still joining
+DRAIN_S = 90.0  # for each peer
+EVALUATE_S = 300.0  # for each peer
 EVALUATE_BATCHES = 32
 STDLIB = "stdlib"
 USUAL_PRESET = "tiny"
@@ -44,26 +44,26 @@ MIN_WARMUP_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The flags of `swarm demo`, with their defaults; immutable."""
+    """The flags of `swarm demo`, with their defaults."""
 
     peers: int = 4
     stages: int = 2
     steps: int = 40
-    data: tuple[str, ...] = (STDLIB,)
-    preset: str | None = None
+    data: tuple[str, ...] = (STDLIB,)  # STDLIB and paths of texts, or the one data file of a base model
+    preset: str | None = None  # None for USUAL_PRESET
     codec: str | None = None
-    link: str | None = None
-    kill_every: float | None = None
+    link: str | None = None  # a link to emulate
+    kill_every: float | None = None  # seconds between two kills of a peer; None for none
     seed: int = 0
-    directory: Path | None = None
+    directory: Path | None = None  # None for a temporary one
     base_model: Path | None = None
     objective: str | None = None
 
     def manifest(self) -> Manifest:
-        """Returns the preset's or base model's manifest with the stages, seed, data and steps of this plan.
+        """Returns the preset's or base model's manifest, named "demo", with this plan's stages, seed, data and steps.
 
         If the plan names a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure
-        for flags that do not fit together, and for a base model what manifest_of_base_model raises.
+        for wrong flags and flags that do not fit together, and for a base model what manifest_of_base_model raises.
         """
         from agora_protocol.errors import ManifestError
 
@@ -75,16 +75,18 @@ class DemoPlan:
         try:
             if self.link is not None:
                 LinkSpec.parse(self.link)
-            return self._adapt_to_plan(self._preset() if self.base_model is None else self._tuning(self.base_model))
+            folder = self.base_model
+            base = self._manifest_of_preset() if folder is None else self._manifest_of_base_model(folder)
+            return self._adapt_to_plan(base)
         except LinkError as error:
             raise Failure(f"--link: {error}", console.USAGE) from None
         except ManifestError as error:
             raise Failure(str(error), console.USAGE) from None
 
-    def _preset(self) -> Manifest:
-        """Returns the preset's manifest with at least one layer for each stage, and with the plan's texts.
+    def _manifest_of_preset(self) -> Manifest:
+        """Returns the preset's manifest with this plan's stages, at least a layer for each, and this plan's texts.
 
-        Raises Failure if --objective was given, which needs a base model.
+        The texts get their full paths. Raises Failure if --objective was given, ManifestError for an unknown preset.
         """
         from agora_protocol.manifest import preset
 
@@ -95,25 +97,28 @@ class DemoPlan:
         layers = max(base.model.layers, self.stages)
         return base.with_values(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
 
-    def _tuning(self, folder: Path) -> Manifest:
-        """Returns the manifest that `swarm new` makes for the base model in `folder`; prints a summary of the data.
+    def _manifest_of_base_model(self, folder: Path) -> Manifest:
+        """Returns the manifest that `swarm new` makes for the base model in `folder` and this plan's data file, if any.
 
-        Raises Failure if --preset or more than one data file was given.
+        Prints a summary of the data file. Raises Failure if --preset or more than one data file was given.
         """
         from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
 
         if self.preset is not None:
-            raise Failure("--preset and --base-model are two beginnings; give one of them", console.USAGE)
+            raise Failure("--preset and --base-model exclude each other; give one of them", console.USAGE)
         if len(self.data) > 1:
             raise Failure("--base-model learns from one file; give one with --data FILE", console.USAGE)
         file = None if self.data == (STDLIB,) else Path(self.data[0])
         made = manifest_of_base_model(folder, "demo", TuningChoice(file, self.objective))
         for line in made.data.summary_lines(made.manifest.model.context) if made.data is not None else []:
-            print_line(line)
+            print_to_stderr(line)
         return made.manifest
 
     def _adapt_to_plan(self, base: Manifest) -> Manifest:
-        """Returns `base` with the plan's seed, stages and codec, and with optimizer steps for a demo of this length."""
+        """Returns `base` named "demo", with the plan's seed and stages, and warm-up and total steps to fit its steps.
+
+        If the plan names a codec, also with this codec on boundaries of the model's full width.
+        """
         return base.with_values(
             name="demo",
             seed=self.seed,
@@ -127,13 +132,13 @@ class DemoPlan:
         )
 
     def flags(self) -> list[str]:
-        """Returns the flags that every daemon of the demo gets in addition to its addresses and folders."""
+        """Returns the flags for every daemon of the demo: --allow-files, and the plan's link and base model, if any."""
         base = ["--base-model", str(self.base_model.expanduser().absolute())] if self.base_model is not None else []
         return ["--allow-files", *(["--link", self.link] if self.link else []), *base]
 
 
 def tuning_totals(manifest: Manifest) -> TuningTotals | None:
-    """Returns empty TuningTotals for a run that begins with a base model, None for any other. Loads torch for one."""
+    """Returns empty TuningTotals if the run begins with a base model (this loads torch); None for other runs."""
     from agora_protocol.manifest import HfSection
 
     if not isinstance(manifest.model, HfSection):
@@ -148,14 +153,16 @@ def tuning_totals(manifest: Manifest) -> TuningTotals | None:
 
 
 def cores() -> int:
-    """Returns how many cores this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def run(plan: DemoPlan, *, as_json: bool) -> int:
     """Trains a swarm as planned, prints the result with a text that the model wrote, and returns the exit code.
 
-    Ends all daemons in any case. Raises Failure for a bad plan, and after printing for a bad result.
+    as_json: prints the result as JSON on stdout, and the text on stderr. Ends all daemons in any case. Returns FAILED
+    after a signal during training. Raises Failure for a bad plan, when training stalls, and, after printing, for a bad
+    result; SwarmFailed when a daemon has died.
     """
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 
@@ -169,7 +176,7 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
                 measured = demo.train()
                 begin_loading()  # while the daemons leave
             except KeyboardInterrupt:
-                print_line("stopped; the daemons are gone")
+                print_to_stderr("stopped; the daemons are gone")
                 return console.FAILED
             finally:
                 demo.stop()
@@ -179,7 +186,7 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
     if as_json:
         console.print_json(result)
     for line in [*summary_of(result), *lines_of_model(result["sample"], plan.steps, plan.directory)]:
-        (print_line if as_json else print)(line)
+        (print_to_stderr if as_json else print)(line)
     if reason:
         raise Failure(reason)
     return console.DONE
@@ -187,9 +194,9 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
-    """Context manager of the demo's directory: that of --dir, which is kept, or a temporary one, which is removed.
+    """Context manager that yields the demo's directory: `chosen` (--dir), which is kept, or a temporary one if None.
 
-    chosen: the value of --dir, None without it. Raises Failure when it is not empty or cannot be made.
+    Makes `chosen`; raises Failure when that fails or it is not empty. Removes a temporary directory at the end.
     """
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
@@ -207,14 +214,15 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stop_on_signals(demo: Demo) -> Iterator[None]:
-    """Context manager: within it the first signal raises KeyboardInterrupt unless the demo is stopping.
+    """Context manager that handles SIGINT, SIGTERM and SIGHUP, and restores their former handlers at the end.
 
-    The second signal kills all daemons and ends this process at once. Handles SIGINT, SIGTERM and SIGHUP.
+    The first signal raises KeyboardInterrupt, or does nothing if the demo is stopping. The second kills all daemons and
+    ends this process at once.
     """
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        """Raises KeyboardInterrupt at the first signal; at the second kills the daemons and ends this process."""
+        """Raises KeyboardInterrupt at the first signal, unless the demo is stopping; at the second kills and exits."""
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
@@ -223,8 +231,7 @@ def _stop_on_signals(demo: Demo) -> Iterator[None]:
         if not demo.is_stopping:
             raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old_handlers = {number: signal.signal(number, handle) for number in numbers}
+    old_handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -233,7 +240,10 @@ def _stop_on_signals(demo: Demo) -> Iterator[None]:
 
 
 class Demo:
-    """Runs one demo: starts daemons, reads their journals, kills and replaces some, drains, evaluates, stops all."""
+    """One demo: starts daemons, adds up their journals, kills and replaces some, drains, evaluates, stops all.
+
+    Call `train` once, and `stop` in any case. totals: what the journals say so far.
+    """
 
     def __init__(
         self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int, tuning: TuningTotals | None = None
@@ -245,40 +255,41 @@ class Demo:
         self._not_started = plan.peers  # daemons that are still to be started, replacements included
         self._drained: set[int] = set()
         self._random = random.Random(plan.seed)
-        self._achieved, self._achieved_at = (0, 0, 0), time.monotonic()
+        self._achieved = (0, 0, 0)  # the newest progress, see DemoTotals.progress
+        self._achieved_at = time.monotonic()
         what = f"starting {plan.peers} peers of {plan.stages} stages in {swarm.directory}"
         self._display = ProgressDisplay(what, plan.steps)
 
     def train(self) -> DemoMeasurements:
         """Starts the daemons, trains to the last step, drains and evaluates; returns what was measured.
 
-        Its seconds end with the last step. At the end it waits for peers that are still joining. The daemons go on
-        until `stop`. Raises Failure when training stalls, SwarmFailed when a daemon has died.
+        `total_seconds` ends with the last step, `trained` with the drain. Then waits for peers that are still joining.
+        The daemons run until `stop`. Raises Failure when training stalls, SwarmFailed when a daemon has died.
         """
-        began, began_unix = time.monotonic(), time.time()
+        began = time.monotonic()
+        began_unix = time.time()
         with self._display:
-            self._start_one()
+            self._start_next_daemon()
             self._train_to_the_last_step()
             total_seconds = time.monotonic() - began
             self._drain()
-            trained = self.totals.trained_tokens()
+            trained = self.totals.tokens_and_seconds()
             loss = self._evaluate()
             self._await_joining_peers()
         return DemoMeasurements(Invite.parse(self.swarm.invite).run, began_unix, total_seconds, trained, loss)
 
     def stop(self) -> None:
-        """Ends every daemon, kills and names those that do not leave in time, and reads the rest of the journals."""
+        """Ends every daemon, kills those that do not leave in time and prints their names; reads all new events."""
         self.is_stopping = True
         stubborn = [name for name, code in self.swarm.stop().items() if code is None]
         self._read_journals()
         if stubborn:
-            print_line(f"{', '.join(stubborn)} did not leave in time and were killed")
+            print_to_stderr(f"{', '.join(stubborn)} did not leave in time and were killed")
 
     def _train_to_the_last_step(self) -> None:
-        """Blocks until stage 0 has taken the plan's steps.
+        """Watches the swarm until stage 0 has taken the plan's steps; kills a peer every `kill_every` seconds.
 
-        Every `kill_every` seconds it kills a random peer whose stages others hold too. Raises Failure when training
-        stalls, and SwarmFailed when a daemon has died.
+        Kills none while none can be spared. Raises Failure when training stalls, SwarmFailed when a daemon has died.
         """
         kill_every = self.plan.kill_every
         next_kill = time.monotonic() + (kill_every or 0.0)
@@ -290,15 +301,15 @@ class Demo:
             time.sleep(POLL_S)
 
     def _watch_once(self) -> None:
-        """Reads all journals, shows the progress, and starts the next daemon once cores are free for it.
+        """Reads all journals, shows the progress, and starts a daemon if one is still to be started.
 
-        Raises SwarmFailed when a daemon has died.
+        Starts none while `cores()` daemons or more are starting. Raises SwarmFailed when a daemon has died.
         """
         self._read_journals()
         self.swarm.check_alive()
         if self._not_started and len(self._living(serving=False)) < cores():
-            self._start_one()
-        tokens, seconds = self.totals.trained_tokens()
+            self._start_next_daemon()
+        tokens, seconds = self.totals.tokens_and_seconds()
         rate = tokens / seconds if seconds else 0.0
         loss = f"{self.totals.recent_loss:.3f}" if self.totals.recent_loss is not None else "-"
         step, steps = min(self.totals.step, self.plan.steps), self.plan.steps
@@ -306,43 +317,43 @@ class Demo:
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns (index, daemon) for each daemon that was not told to end and of which `serving` is true."""
+        """Returns (index, daemon) for each daemon, neither killed nor told to end, whose is_serving is `serving`."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self.swarm.daemons.values())
             if not daemon.end_is_intended and self.totals.peer(index).is_serving == serving
         ]
 
-    def _start_one(self) -> None:
-        """Starts the next daemon, with a fresh invite of a serving peer: the peer of the last invite may be dead."""
+    def _start_next_daemon(self) -> None:
+        """Starts the next daemon with a new invite of a serving peer; for the first waits until it gives its own."""
+        # the peer of the last invite may be dead
         answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
         self.swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self.swarm.invite)
         self.swarm.start(f"peer-{len(self.swarm.daemons)}")
         self._not_started -= 1
 
     def _read_journals(self) -> None:
-        """Adds the new lines of all journals to the totals."""
+        """Adds the new events of all journals to the totals."""
         for index, daemon in enumerate(self.swarm.daemons.values()):
             for fields in daemon.new_events():
                 self.totals.add(index, fields)
 
     def _raise_if_stalled(self) -> None:
-        """Raises Failure if for STALL_S no microbatch was completed, no step was taken and no peer joined."""
+        """Raises Failure if no microbatch was completed, no step taken and no peer joined for STALL_S."""
         achieved = self.totals.progress(self.plan.peers)
         if achieved != self._achieved:
-            self._achieved, self._achieved_at = achieved, time.monotonic()
+            self._achieved = achieved
+            self._achieved_at = time.monotonic()
         elif time.monotonic() - self._achieved_at > STALL_S:
             completed, step, joined = achieved
             words = next(d.last_words() for d in self.swarm.daemons.values() if not d.end_is_intended)
-            raise Failure(
-                f"training stopped: still {completed} microbatches, step {step} and {joined} peers after "
-                f"{STALL_S:.0f} s: {words}"
-            )
+            still = f"still {completed} microbatches, step {step} and {joined} peers after {STALL_S:.0f} s"
+            raise Failure(f"training stopped: {still}: {words}")
 
     def _kill_a_peer(self) -> bool:
-        """Kills a random peer whose stages others serve too, and lets a new one start later.
+        """Kills a random daemon whose stages other daemons serve too, and counts one more as still to be started.
 
-        Returns whether there was one.
+        Returns False, and kills none, if there is no such daemon.
         """
         stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for stages in stages_of.values() for stage in stages)
@@ -358,7 +369,7 @@ class Demo:
         return True
 
     def _await_joining_peers(self) -> None:
-        """Waits at most JOIN_S until every daemon of the plan has started and serves, and drains each of them."""
+        """Waits at most JOIN_S until every daemon of the plan has started and serves, and drains each as it serves."""
         deadline = time.monotonic() + JOIN_S
         while (self._not_started or self._living(serving=False)) and time.monotonic() < deadline:
             self._watch_once()
@@ -367,7 +378,10 @@ class Demo:
         self._drain()
 
     def _drain(self) -> None:
-        """Asks each serving peer, once, to open no further microbatches, and waits until those in flight are back."""
+        """Asks each serving peer, in turn, to open no more microbatches and waits for those in flight; reads journals.
+
+        A peer that has answered is not asked again; one that does not answer within DRAIN_S is asked at the next call.
+        """
         for index, daemon in self._living(serving=True):
             if index not in self._drained and daemon.try_ask("drain", DRAIN_S) is not None:
                 self._drained.add(index)
@@ -376,8 +390,7 @@ class Demo:
     def _evaluate(self) -> float | None:
         """Asks serving peers of stage 0, one after another, for the held-out loss; returns the first answer or None."""
         for index, daemon in self._living(serving=True):
-            if 0 in self.totals.peer(index).stages:
-                answer = daemon.try_ask("evaluate", EVALUATE_S, batches=EVALUATE_BATCHES)
-                if answer is not None:
-                    return float(answer["loss"])
+            serves_first = 0 in self.totals.peer(index).stages
+            if serves_first and (answer := daemon.try_ask("evaluate", EVALUATE_S, batches=EVALUATE_BATCHES)):
+                return float(answer["loss"])
         return None

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from agora.cli.demo import DemoPlan
 
 TUNING_NOISE: Final = 0.1
-"""How far a tuned base model's loss may end above its first one, as a part of that: losses of steps differ by 5 %."""
+"""How far a tuned base model's loss may end above its first one, as a fraction: losses of steps differ by 5 %."""
 
 
 @dataclass
 class PeerTotals:
-    """The totals of one peer's journal: whether it joined and serves, its open microbatches, traffic and stages."""
+    """What one peer's journal has said so far: whether it joined and serves, its open microbatches, traffic and stages.
+
+    is_killed: whether the demo has killed it; set by the demo. has_joined: whether it has served at some time.
+    start_steps: the name and the seconds of each step of its start.
+    """
 
     is_killed: bool = False
     has_joined: bool = False
@@ -38,10 +42,12 @@ class PeerTotals:
 
 @dataclass
 class DemoTotals:
-    """Adds up the journals of all peers, event by event.
+    """The totals of the journals of all peers of a demo, to which `add` adds event by event.
 
-    target_tokens: the tokens of one optimizer step. tuning: totals for a base model, None for other runs. recent_loss:
-    nats per token of the last completed microbatch.
+    target_tokens: the tokens of one optimizer step. tuning: totals for a base model, None for other runs. peers: by the
+    index that `add` was given. completed, dropped, tokens: of training microbatches. rerouted: failed attempts, after
+    which a microbatch went to another peer. recent_loss: nats per token of the microbatch completed last.
+    finished_rounds: the stage and number of each averaging round that is done.
     """
 
     target_tokens: int
@@ -66,16 +72,21 @@ class DemoTotals:
     _loss_tokens: int = 0  # tokens of these
 
     def peer(self, index: int) -> PeerTotals:
-        """Returns the totals of the peer with this index; adds empty ones at the first call."""
+        """Returns the totals of the peer with this index; if there are none, adds empty ones first."""
         return self.peers.setdefault(index, PeerTotals())
 
     def steps_of(self, stage: int) -> StageSteps:
-        """Returns the optimizer steps of a stage; adds empty ones at the first call."""
+        """Returns the optimizer steps of a stage; if there is no entry, adds one without steps first."""
         return self.stage_steps.setdefault(stage, StageSteps())
 
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
-        """Adds one line, as its JSON fields, of the journal of the peer with this index; ignores other events."""
-        peer, at_unix = self.peer(index), float(fields.get("at_unix", 0.0))
+        """Adds one line, given as its JSON fields, of the journal of the peer with this index, to the totals.
+
+        Counts events about training microbatches, steps, rounds, traffic and the peer's state, and with `tuning` also
+        those about metrics and samples; ignores all others.
+        """
+        peer = self.peer(index)
+        at_unix = float(fields.get("at_unix", 0.0))
         if self.tuning is not None:
             self.tuning.add(fields)
         event = from_json(fields)
@@ -112,7 +123,11 @@ class DemoTotals:
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
     def _add_completed(self, loss_sum: float, tokens: int, at_unix: float) -> None:
-        """Adds a completed microbatch: its loss, summed over its tokens, and when its origin had the answer."""
+        """Adds a completed training microbatch: its loss, summed over its tokens, and when its origin had the answer.
+
+        When `target_tokens` tokens or more have come together since the last entry of `losses`, appends their mean
+        loss.
+        """
         self.completed += 1
         self.tokens += tokens
         self.first_completed_unix = min(self.first_completed_unix or at_unix, at_unix)
@@ -126,24 +141,28 @@ class DemoTotals:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that stage 0 has taken; one that several replicas took together counts once."""
+        """The number of optimizer steps that stage 0 has taken; a step that several replicas took counts once."""
         return self.steps_of(0).steps
 
     def progress(self, peers: int) -> tuple[int, int, int]:
         """Returns how far the demo is: microbatches completed, steps of stage 0, peers joined (at most `peers`)."""
         return self.completed, self.step, min(peers, sum(peer.has_joined for peer in self.peers.values()))
 
-    def trained_tokens(self) -> tuple[int, float]:
-        """Returns the tokens trained so far, and the seconds from the first microbatch's start to the last's end."""
+    def tokens_and_seconds(self) -> tuple[int, float]:
+        """Returns the tokens of completed microbatches, and the seconds from the first one's start to the last's end.
+
+        The seconds are 0.0 before a microbatch is completed.
+        """
         if self.first_started_unix is None or self.last_completed_unix is None:
             return self.tokens, 0.0
         return self.tokens, self.last_completed_unix - self.first_started_unix
 
-    def microbatches(self) -> dict[str, int]:
-        """Returns numbers of microbatches by outcome; final when all origins have drained.
+    def microbatch_counts(self) -> dict[str, int]:
+        """Returns the numbers of training microbatches by outcome; final when all origins have drained.
 
-        completed. rerouted: failed attempts. dropped: started by a living origin and not completed. counted_twice: some
-        stage added their gradient more than once. abandoned_by_killed_origin: the origin was killed before the answer.
+        rerouted: failed attempts, not microbatches. dropped: started by a living origin, given up or still open.
+        counted_twice: some stage added their gradient more than once. abandoned_by_killed_origin: the origin was killed
+        before it had the answer.
         """
         peers = self.peers.values()
         return {
@@ -157,7 +176,10 @@ class DemoTotals:
 
 @dataclass(frozen=True, slots=True)
 class DemoMeasurements:
-    """What the demo has measured itself, not read from journals: times, tokens trained, held-out loss. Immutable."""
+    """The run's id, and what a demo has measured: times, the tokens trained, and the held-out loss.
+
+    heldout_loss: None if no peer could evaluate it.
+    """
 
     run_id: str
     began_unix: float
@@ -167,9 +189,14 @@ class DemoMeasurements:
 
 
 def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) -> dict[str, Any]:
-    """Returns the fields of the JSON object that `swarm demo --json` prints, but for `sample`."""
+    """Returns the fields of the JSON object that `swarm demo --json` prints, except "sample".
+
+    Numbers that are not known, or that JSON does not have, are None.
+    """
     tokens, seconds = measured.trained
-    losses, peers, first_unix = totals.losses, sorted(totals.peers.items()), totals.first_completed_unix
+    losses = totals.losses
+    peers = sorted(totals.peers.items())
+    first_unix = totals.first_completed_unix
     return {
         "schema": 1,
         "run_id": measured.run_id,
@@ -184,7 +211,7 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) ->
             "last": _round_for_json(losses[-1]) if losses else None,
             "eval": _round_for_json(measured.heldout_loss),
         },
-        "microbatches": totals.microbatches(),
+        "microbatches": totals.microbatch_counts(),
         "averaging": {
             "rounds": len(totals.finished_rounds),
             "participation": _round_for_json(totals.contributors / totals.members if totals.members else None),
@@ -197,7 +224,7 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) ->
             for kind in ("boundary", "averaging", "state")
         },
         "link": plan.link,
-        **_accounts(plan, totals, tokens),
+        **_step_fields(plan, totals, tokens),
         "total_seconds": _round_for_json(measured.total_seconds),
         "first_microbatch_seconds": _round_for_json(first_unix - measured.began_unix if first_unix else None),
         "start_steps": {str(index): peer.start_steps for index, peer in peers},
@@ -207,11 +234,13 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) ->
     }
 
 
-def _accounts(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, Any]:
-    """Returns the fields of the result about optimizer steps. computed: tokens of all completed microbatches.
+def _step_fields(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, Any]:
+    """Returns the fields of the demo's result about optimizer steps. computed: tokens of all completed microbatches.
 
-    tokens_counted: tokens whose gradient went into a step, of the stage with the fewest. By stage: optimizer_steps;
-    tokens_per_step, the mean tokens of a step; staleness, the mean age of gradients in steps.
+    tokens_counted: tokens whose gradient went into a step, at the stage where they are fewest; share_counted:
+    tokens_counted / computed. steps_taken: steps of the stage with the fewest. Lists with an entry for each stage:
+    optimizer_steps; tokens_per_step, the mean tokens of a step; staleness, the mean age of gradients in steps. A ratio
+    is None if its divisor is 0.
     """
     stages = [totals.steps_of(stage) for stage in range(plan.stages)]
     counted = min(stage.counted_tokens for stage in stages)
@@ -227,12 +256,15 @@ def _accounts(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, An
 
 
 def failure_of(result: Mapping[str, Any]) -> str:
-    """Returns why the demo failed, or "" if it did not.
+    """Returns, for the result of a demo, why it failed, as a sentence with what to do; "" if it did not fail.
 
-    It fails after too few steps, a dropped microbatch, without a held-out loss, or, beyond one step, if neither the
-    last nor the held-out loss is below the first. Tuning may exceed that by TUNING_NOISE.
+    It failed with too few steps of stage 0, a dropped microbatch, no held-out loss, no mean loss of a whole step or,
+    with more than one step planned, if neither the last nor the held-out loss is below the first. For a tuned base
+    model the limit is the first loss * (1 + TUNING_NOISE).
     """
-    loss, microbatches, steps = result["loss"], result["microbatches"], result["optimizer_steps"][0]
+    loss = result["loss"]
+    microbatches = result["microbatches"]
+    steps = result["optimizer_steps"][0]
     if steps < result["steps"]:
         return f"stage 0 took {steps} of {result['steps']} steps"
     if microbatches["dropped"]:
@@ -247,18 +279,20 @@ def failure_of(result: Mapping[str, Any]) -> str:
 
 
 def summary_of(result: Mapping[str, Any]) -> list[str]:
-    """Returns the result, fields as result_of returns them, in a few lines for people."""
-    loss, microbatches = result["loss"], result["microbatches"]
-    share, steps = result["share_counted"], _each(list(map(str, result["optimizer_steps"])))
-    held = _each([_format_number(tokens, 0) for tokens in result["tokens_per_step"]])
+    """Returns a demo's result, fields as result_of returns them, in a few lines for people."""
+    loss = result["loss"]
+    microbatches = result["microbatches"]
+    counted = result["share_counted"]
+    steps = _join_stages(list(map(str, result["optimizer_steps"])))
+    held = _join_stages([_format_number(tokens, 0) for tokens in result["tokens_per_step"]])
     return [
         f"loss          {_format_number(loss['first'])} -> {_format_number(loss['last'])}, "
         f"held-out {_format_number(loss['eval'])}",
         f"steps         {steps} in {result['seconds']:.1f} s, each of {held} tokens "
         f"(target {result['target_tokens']:,})",
         f"tokens        {result['tokens']:,} computed, {result['tokens_per_second']:,.0f} per second; "
-        f"{_format_number(None if share is None else 100 * share, 1)} % counted in a step of every stage",
-        f"staleness     gradients are {_each([_format_number(age, 2) for age in result['staleness']])} "
+        f"{_format_number(None if counted is None else 100 * counted, 1)} % counted in a step of every stage",
+        f"staleness     gradients are {_join_stages([_format_number(age, 2) for age in result['staleness']])} "
         "steps old on average",
         f"microbatches  {microbatches['completed']} completed, {microbatches['rerouted']} rerouted, "
         f"{microbatches['dropped']} dropped, {microbatches['counted_twice']} counted twice",
@@ -269,7 +303,11 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def tuning_lines(result: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of summary_of about the tuning of a base model: metrics, and for samples how many were seen."""
+    """Returns the lines of summary_of about the tuning of a base model: the last step's metrics, and samples if any.
+
+    The samples' line is left out for objective "lm". result: fields as result_of returns them, with those of
+    TuningTotals.
+    """
     metrics = [f"{name} {value:.3f}" for name, value in result["tuning"].items() if isinstance(value, float)]
     lines = [f"tuning        {'  '.join([result['objective'], *metrics])}"]
     lines[0] += f"; {result['trainable_parameters']:,} parameters are trained"
@@ -281,8 +319,8 @@ def tuning_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _each(texts: Sequence[str]) -> str:
-    """Returns the texts of all stages as one: "40" if they are the same for all, "40 / 39" if not."""
+def _join_stages(texts: Sequence[str]) -> str:
+    """Returns the texts of all stages as one text: "40" if they are the same for all, "40 / 39" if not."""
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 

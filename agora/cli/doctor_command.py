@@ -12,7 +12,7 @@ from typing import Any
 
 from agora.cli import console
 from agora.node import paths
-from agora.node.machine_checks import Check, State, judge_machine, worst
+from agora.node.machine_checks import Check, State, judge_machine, worst_state
 from agora.node.readings import take_readings
 from agora.terminal_text import printable
 
@@ -22,12 +22,13 @@ COLOURS: Mapping[State, str] = {"pass": "32", "warn": "33", "fail": "31"}
 
 
 def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_json: bool) -> int:
-    """Checks this machine, and the run if one is named; prints all checks and returns the exit code of the worst.
+    """Measures and checks this machine, and the run if one is named; prints all checks as lines or a JSON object.
 
-    flags: those of `agora-node doctor` that were given, by name.
+    Returns the exit code of the worst check: DONE, DEGRADED for a warning, FAILED. flags: those of `agora-node doctor`
+    that were given, by name. home: the data directory. With a run, its peers are called.
     """
     checks = judge_machine(take_readings(home, flags, run))
-    state = worst(checks)
+    state = worst_state(checks)
     if as_json:
         console.print_json({"schema": 1, "ok": state != "fail", "checks": [asdict(check) for check in checks]})
     else:
@@ -36,7 +37,11 @@ def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_j
 
 
 def lines_of(checks: list[Check], *, in_colour: bool = False) -> list[str]:
-    """Returns the checks as lines: one for each, one with the remedy below a check that has one, and the counts."""
+    """Returns the lines to print for `checks`: one for each check, below it one with the remedy if it has one.
+
+    A last line says how many passed, warn and failed. checks: at least one. in_colour: whether to colour the states by
+    terminal escapes.
+    """
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:

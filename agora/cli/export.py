@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from agora_protocol.manifest import Manifest
 
 from agora.cli import console
-from agora.cli.console import USAGE, Failure, ProgressDisplay, print_line
+from agora.cli.console import USAGE, Failure, ProgressDisplay, print_to_stderr
 from agora.cli.stage_sources import StageSources, base_model_folder, collect_stages, find_run, steps_by_stage
 from agora.data.exported_tokenizer import pretrained_tokenizer_files
 from agora.data.model_tokenizer import open_training_tokenizer
@@ -47,7 +47,7 @@ from agora.state.merged_model import (
     write_shards,
     write_weights_file,
 )
-from agora.state.model_card import ExportInWords, Kind, model_card
+from agora.state.model_card import ExportDescription, Kind, model_card
 
 if TYPE_CHECKING:
     from agora.model import Family
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
 """The dtypes of --dtype, and their names in transformers."""
-SPARE_BYTES = 64 * 2**20
+SPARE_BYTES = 64 * 2**20  # of free disk, for the files other than weights
 SHARD_SIZE = "5GB"
 ADAPTER_FILE = "adapter_model.safetensors"
 STATUS_S = 5.0
@@ -70,13 +70,14 @@ SOURCES = {"daemon": "the swarm, through a daemon of it", "checkpoints": "checkp
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """What is written, and where; immutable.
+    """What an export writes, and where.
 
-    place: the folder to write. shard_bytes: most bytes of a weights file; an adapter is one file of any size.
-    base_model: the base model's folder for the kind "merged", None for the others.
+    folder: the folder to write. kind: "model", "adapter" or "merged", see the module's table. dtype: of the weights.
+    shard_bytes: maximum number of bytes of a weights file; an adapter is one file of any size. base_model: the base
+    model's folder for the kind "merged", None for the other kinds.
     """
 
-    place: Path
+    folder: Path
     kind: Kind
     dtype: Dtype
     shard_bytes: int
@@ -84,7 +85,7 @@ class ExportTarget:
 
 
 def run(
-    wanted: str,
+    named_run: str,
     out: Path,
     directories: Sequence[Path] = (),
     *,
@@ -96,10 +97,11 @@ def run(
     force: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Exports the run `wanted` to the folder `out`, prints the result, and returns the exit code.
+    """Exports the model of the run `named_run` to the folder `out`, prints the result, and returns exit code DONE.
 
-    The other arguments are the flags of `swarm export`. Raises Failure for wrong flags, and what find_run,
-    collect_stages and the writing of files raise.
+    The weights come from the swarm through a daemon, or from checkpoints in `directories`, see find_run and
+    collect_stages. The other arguments are the flags of `swarm export`. Raises Failure for wrong flags, and what
+    find_run, collect_stages and the writing of files raise.
     """
     started = time.monotonic()
     shard_bytes = parse_size(SHARD_SIZE if shard_size is None else shard_size)
@@ -108,25 +110,28 @@ def run(
         raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
     if base_model is not None and not merge:
         raise Failure("--base-model names the model that --merge adds an adapter to; give both, or neither", USAGE)
-    place = resolve_export_folder(out, replace=force)
+    out_folder = resolve_export_folder(out, replace=force)
     with _sigterm_as_interrupt():
-        found = find_run(wanted, directories)
+        found = find_run(named_run, directories)
         kind = choose_kind(found.signed.manifest, merge)
-        folder = _require_base_model(base_model, directories) if kind == "merged" else None
+        base_folder = _require_base_model(base_model, directories) if kind == "merged" else None
         if kind == "adapter" and shard_size is not None:
-            print_line("an adapter is one file; --shard-size has no effect")
-        target = ExportTarget(place, kind, known_dtype, shard_bytes, folder)
+            print_to_stderr("an adapter is one file; --shard-size has no effect")
+        target = ExportTarget(out_folder, kind, known_dtype, shard_bytes, base_folder)
         sources = collect_stages(found, average=average)
         written, parameters = _export(sources, target)
     sizes = {name: file.size for name, file in sorted(written.items())}
-    result = _summary(sources, target) | {"out": str(place), "parameters": parameters}
+    result = _summary(sources, target) | {"out": str(out_folder), "parameters": parameters}
     result |= {"bytes": sum(sizes.values()), "files": sizes, "seconds": round(time.monotonic() - started, 3)}
     (console.print_json if as_json else _print_result)(result)
     return console.DONE
 
 
 def choose_kind(manifest: Manifest, merge: bool) -> Kind:
-    """Returns the kind of the export, see the module's table. Raises Failure for `merge` of a run without LoRA."""
+    """Returns the kind of the export: "adapter" for a run that trains LoRA, with `merge` "merged"; otherwise "model".
+
+    Raises Failure for `merge` of a run without LoRA.
+    """
     if manifest.model.has_reference:
         return "merged" if merge else "adapter"
     if merge:
@@ -139,7 +144,11 @@ def choose_kind(manifest: Manifest, merge: bool) -> Kind:
 
 
 def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
-    """Returns the base model's folder, see base_model_folder. Raises Failure if none is named or it is not a folder."""
+    """Returns the folder of the base model that `flag` (--base-model) or a data directory names; may fetch it.
+
+    See base_model_folder. Raises Failure if no base model is named or it is not a folder, and what base_model_folder
+    raises.
+    """
     folder = base_model_folder(flag, directories)
     if folder is None:
         raise Failure("--merge adds the adapter to its base model; name that model's folder with --base-model DIR")
@@ -150,7 +159,10 @@ def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """Context manager: within it SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that partial files are removed."""
+    """Context manager within which SIGTERM raises KeyboardInterrupt, as Ctrl-C does; restores the handler at the end.
+
+    So partial files are removed.
+    """
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -159,7 +171,10 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def parse_size(text: str) -> int:
-    """Returns the number of bytes that a text such as "5GB" or "200 MB" names. Raises Failure for any other text."""
+    """Returns the number of bytes that a text such as "5GB" or "0.2 mb" names, with KB = 1000.
+
+    Raises Failure for 0 and for any other text.
+    """
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]B)", text.strip().upper())
     if match is None or float(match[1]) == 0:
         raise Failure(f"--shard-size {text} is not a size; write it as 5GB or 200MB", USAGE)
@@ -167,9 +182,10 @@ def parse_size(text: str) -> int:
 
 
 def _export(sources: StageSources, target: ExportTarget) -> tuple[dict[str, FileDigest], int]:
-    """Checks all weights, then writes the folder with the export's files and a list of them.
+    """Checks all weights, then writes the export's folder: weights, other files, and a list of the files.
 
-    Returns the files' digests by name, and the number of parameters.
+    Shows the progress. Returns the size and hash of each file by its name, and the number of parameters. Raises
+    ExportError for weights that are damaged or not finite, DiskError if the folder cannot be written.
     """
     from agora.model import family_of
 
@@ -185,8 +201,8 @@ def _export(sources: StageSources, target: ExportTarget) -> tuple[dict[str, File
         if target.kind == "merged":
             with ProgressDisplay("checking what is merged", size) as bar:
                 check_finite(tensors, bar.advance)
-        with fresh_folder(target.place, ITEM_BYTES[target.dtype] * parameters + SPARE_BYTES) as folder:
-            with ProgressDisplay(f"writing {target.place}", size) as bar:
+        with fresh_folder(target.folder, ITEM_BYTES[target.dtype] * parameters + SPARE_BYTES) as folder:
+            with ProgressDisplay(f"writing {target.folder}", size) as bar:
                 written = _write_weights(folder, tensors, target, bar.advance)
             written |= {name: write_file(folder / name, [content], PUBLIC) for name, content in texts.items()}
             write_file_list(folder, _summary(sources, target), written)
@@ -194,9 +210,10 @@ def _export(sources: StageSources, target: ExportTarget) -> tuple[dict[str, File
 
 
 def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) -> list[TensorBlocks]:
-    """Returns the tensors to write; their values are read later.
+    """Returns the tensors to write, whose values are read only when they are written.
 
-    For a merge the base model is hashed here, which may take minutes. Raises LocalError if it is not the run's.
+    These are the tensors of the stages, or for a merge those of the base model with LoRA's products added. For a merge
+    the base model is hashed here, which may take minutes. Raises LocalError if it is not the run's.
     """
     if target.base_model is None:
         return stages.converted_tensors()
@@ -207,9 +224,10 @@ def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) 
 def _write_weights(
     folder: Path, tensors: Sequence[TensorBlocks], target: ExportTarget, report: ReportBytes
 ) -> dict[str, FileDigest]:
-    """Writes the weights and returns the digests of the files by name.
+    """Writes the weights into `folder`, and returns the size and hash of each file by its name.
 
-    An adapter is written into the one file that peft reads, a model into shards. report: called with bytes written.
+    An adapter is written into the one file that peft reads, a model into shards of at most target.shard_bytes. report:
+    called with the number of bytes after each piece.
     """
     if target.kind == "adapter":
         return {ADAPTER_FILE: write_weights_file(folder / ADAPTER_FILE, tensors, target.dtype, report)}
@@ -217,18 +235,24 @@ def _write_weights(
 
 
 def exported_tensors(manifest: Manifest, family: Family) -> dict[int, list[ExportedTensor]]:
-    """Returns the tensors that an export takes from each stage of the run, by stage."""
+    """Returns, by stage, the tensors that an export contains of the stage: names, shapes and how each is converted."""
     stages = range(manifest.stage_count)
     return {stage: family.exported_tensors(manifest.layers_of(stage), manifest.seed) for stage in stages}
 
 
 def _other_files(sources: StageSources, family: Family, parameters: int, target: ExportTarget) -> dict[str, bytes]:
-    """Returns the contents of all files other than weights, by name: tokenizer, configs, model card, manifest."""
-    manifest, described, dtype = sources.signed.manifest, family.describe(), DTYPES[target.dtype]
+    """Returns the contents of the files without weights, by name: tokenizer, configs, model card and signed manifest.
+
+    Asks the daemon that collected the weights, if one did, for the metrics that the model card shows.
+    """
+    manifest = sources.signed.manifest
+    described = family.describe()
+    dtype = DTYPES[target.dtype]
     tokenizer = manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
     end_of_text: int | None = None  # a base model's own config says it
     if described.is_pretrained:
-        learns_samples, expected = manifest.objective.kind != "lm", manifest.data.tokenizer_hash
+        learns_samples = manifest.objective.kind != "lm"
+        expected = manifest.data.tokenizer_hash
         files = pretrained_tokenizer_files(*tokenizer, learns_samples=learns_samples, expected_hash=expected)
     else:
         files, end_of_text = tokenizer_files(*tokenizer)
@@ -237,25 +261,33 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
         configs = family.config_files(dtype, end_of_text, turn_ends)
     else:
         configs = family.merged_config_files(target.base_model, dtype, turn_ends)
-    steps, source = {file.stage: file.step for file in sources.files}, SOURCES[sources.kind]
-    words = ExportInWords(parameters, dtype, source, sources.average, target.kind, _fetch_metrics(sources.daemon))
+    steps = {file.stage: file.step for file in sources.files}
+    metrics = _fetch_metrics(sources.daemon)
+    source = SOURCES[sources.kind]
+    exported = ExportDescription(parameters, dtype, source, sources.average, target.kind, metrics)
     return {
         **files,
         **{name: json.dumps(value, indent=2).encode() + b"\n" for name, value in configs.items()},
-        "README.md": model_card(manifest, described, steps, words).encode() + b"\n",
+        "README.md": model_card(manifest, described, steps, exported).encode() + b"\n",
         "run.toml": sources.signed.to_toml().encode(),
     }
 
 
 def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
-    """Returns the token ids by which a run on samples learns to end an answer; () for a run on plain text."""
+    """Returns the ids of the tokens with which a model trained on samples learns to end an answer.
+
+    Returns () for a run on plain text. base: the directory that the manifest's relative paths start from.
+    """
     if manifest.objective.kind == "lm":
         return ()
     return turn_end_ids(open_training_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base))
 
 
 def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
-    """Returns the swarm's training loss and metrics by name, as the daemon reports them; {} if it gives none."""
+    """Asks a daemon for the swarm's training loss and metrics, and returns them by name; leaves out unknown ones.
+
+    Returns {} without a daemon, or if it does not answer within STATUS_S seconds with a full status.
+    """
     if daemon is None:
         return {}
     try:
@@ -267,7 +299,10 @@ def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
 
 
 def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
-    """Returns the fields that export.json and --json have in common: run, kind, source, weights, dtype, steps."""
+    """Returns the fields common to the folder's export.json and the output of --json.
+
+    These are the run, the kind, where the weights came from, whether they are averages, the dtype, each stage's step.
+    """
     return {
         "schema": 1,
         "run_id": sources.signed.run_id,
@@ -281,14 +316,15 @@ def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
-    """Prints the export's result, the fields of --json, as four lines for people."""
-    out, shards = result["out"], sum(name.endswith(".safetensors") for name in result["files"])
+    """Prints the result of an export, given as the fields of --json, as four lines for people on standard output."""
+    out = result["out"]
+    shards = sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
-    console.print_text(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")
-    console.print_text(
+    console.print_to_stdout(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")
+    console.print_to_stdout(
         f"weights   {result['parameters']:,} parameters, {result['dtype']}, {result['bytes'] / 1e6:,.1f} MB in "
         f"{len(result['files'])} files, {shards} of them with weights; "
         f"{'their moving average' if result['average'] else 'of the last step'}"
     )
-    console.print_text(f"stages    {stages}, from {SOURCES[result['from']]}")
-    console.print_text(f"load      {LOADERS[result['kind']].format(repr(out))}")
+    console.print_to_stdout(f"stages    {stages}, from {SOURCES[result['from']]}")
+    console.print_to_stdout(f"load      {LOADERS[result['kind']].format(repr(out))}")

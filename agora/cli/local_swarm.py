@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,15 +25,16 @@ from agora.observe.journal import Follower
 
 T = TypeVar("T")
 
-START_S: Final = 120.0
-STOP_S: Final = 10.0
+START_S: Final = 120.0  # for a daemon to give its invite, or for another condition
+STOP_S: Final = 10.0  # between SIGTERM and SIGKILL
+KILLED_S: Final = 60.0  # for a process to end after SIGKILL
 ANSWER_S: Final = 60.0
 POLL_S: Final = 0.05
-CAUSE_S: Final = 3.0
+CAUSE_S: Final = 3.0  # after a daemon has ended by itself, in which others may end for the same cause
 
 
 class SwarmFailed(LocalError):
-    """Raised when a daemon has ended by itself, or when a condition did not become true in time; says which and why."""
+    """Raised when daemons have ended by themselves, or a condition did not become true in time; the text names them."""
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen[bytes]]
@@ -43,14 +45,17 @@ The process must lead a new process group.
 
 
 class LocalDaemon:
-    """One `agora-node join` process: reads its journal, asks it questions on its control socket, kills it.
+    """One daemon, an `agora-node join` process: reads its journal, asks it over its control socket, kills it.
 
-    root: its data directory.
+    root: its data directory. end_is_intended: whether its end is no failure of the swarm; set it before ending the
+    daemon by other means than this class.
     """
 
     def __init__(self, name: str, root: Path, process: subprocess.Popen[bytes]) -> None:
-        self.name, self.root, self.process = name, root, process
-        self.end_is_intended = False  # whether it was told to end, so that its end is not a failure of the swarm
+        self.name = name
+        self.root = root
+        self.process = process
+        self.end_is_intended = False  # its end is a failure of the swarm unless this is set
         self._journal = Follower(root)
         self._socket = paths.socket_of(paths.Home(root))
         self._history: list[dict[str, Any]] = []
@@ -61,13 +66,18 @@ class LocalDaemon:
         return self.process.poll() is None
 
     def new_events(self) -> list[dict[str, Any]]:
-        """Returns the journal's events, as JSON fields, since the last call of this method or of `events`."""
-        return self._journal.news()
+        """Returns the journal's events, as JSON fields, that were not read before; each event only once.
+
+        Do not mix with `events`, `is_serving` and `peer`: an event that they read is not returned here, and an event
+        returned here is unknown to them.
+        """
+        return self._journal.read_new()
 
     def events(self, kind: str = "", **fields: Any) -> list[dict[str, Any]]:
-        """Reads the journal and returns all its events so far, as JSON fields, but for those got from new_events.
+        """Reads the journal, and returns all its events so far, as JSON fields, except those that new_events returned.
 
-        kind: returns only events of this kind, "" for all. fields: returns only events whose fields have these values.
+        kind: returns only events of this kind; "" for all kinds. fields: returns only events whose fields have these
+        values.
         """
         self._history += self.new_events()
         wanted = ({"event": kind} if kind else {}) | fields
@@ -75,39 +85,54 @@ class LocalDaemon:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it has ever reported that it serves its span."""
-        return bool(self.events("StateChanged", state="serving"))
+        """Whether this process has ever reported that it serves its span; it may have left or died since.
+
+        What an earlier process with the same data directory reported does not count.
+        """
+        return bool(self.events("PeerStarted", pid=self.process.pid))
 
     @property
     def peer(self) -> str:
-        """Its peer id, from the PeerStarted event. Raises IndexError before that event."""
+        """The daemon's peer id, from the PeerStarted event in its journal. Raises IndexError before that event."""
         return str(self.events("PeerStarted")[0]["peer"])
 
     def ask(self, question: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
-        """Sends a question with these arguments to its control socket, and returns the answer.
+        """Sends a question with these arguments to the daemon's control socket, and returns the answer.
 
-        Raises DaemonUnreachable when no answer comes within `timeout_s`, DaemonRefused when the answer is an error.
+        Raises DaemonUnreachable if no answer comes within `timeout_s` seconds, DaemonRefused if the answer is an error.
         """
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
-        """Like `ask`, with a shorter default timeout, but returns None if the daemon does not answer or refuses."""
+        """Returns the answer to a question as `ask` does, or None where `ask` raises; by default waits less long."""
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             return self.ask(question, timeout_s, **arguments)
         return None
 
+    def answers_peers(self) -> bool:
+        """Returns whether a daemon that gives its invite answers other peers, too: from the step "directory" on.
+
+        Reads the whole journal. Without an answer to "invite", the steps may be those of an earlier process.
+        """
+        steps = [event["name"] for event in Follower(self.root).read_new() if event["event"] == "StartStep"]
+        return "directory" in takewhile(lambda step: step != "identity", reversed(steps))
+
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """Sends `signal_number` to the daemon's process alone, not to processes that it has started.
 
-        After SIGKILL it waits for the end, up to 10 s, and marks it as intended.
+        With SIGKILL, marks the daemon's end as intended and waits for it; raises TimeoutExpired after KILLED_S. With
+        another signal, does neither.
         """
         self.process.send_signal(signal_number)
         if signal_number == signal.SIGKILL:
             self.end_is_intended = True
-            self.process.wait(10.0)
+            self.process.wait(KILLED_S)
 
     def kill_group(self) -> None:
-        """Kills the daemon and all processes that it has started, waits, removes its socket and registry file."""
+        """Kills the daemon and all processes that it has started, and removes its socket and registry file.
+
+        Marks the daemon's end as intended, and waits up to 5 s for it. Does no harm to a daemon that has ended.
+        """
         self.end_is_intended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -117,22 +142,30 @@ class LocalDaemon:
         paths.unregister(self._socket)
 
     def log(self) -> str:
-        """Returns the last 3000 characters of its output, from log.txt; "" when that cannot be read."""
+        """Returns the last 3000 characters of the daemon's output, from log.txt in its data directory.
+
+        Returns "" if the file cannot be read.
+        """
         with contextlib.suppress(OSError):
             return (self.root / "log.txt").read_text(errors="replace")[-3000:]
         return ""
 
     def last_words(self) -> str:
-        """Returns the last error line of its output; without one, its last line."""
+        """Returns the last line of `log()` that begins with "error: ", without that; if there is none, the last line.
+
+        Returns a remark if the log is empty.
+        """
         lines = self.log().strip().splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["its log is empty"])[-1]
 
 
 class LocalSwarm:
-    """Starts, watches, kills and stops the daemons of one run, on loopback: a founder, and others that it invites.
+    """The daemons of one run on this machine, over loopback: starts, watches, kills and stops them.
 
-    It is not a context manager: whoever uses it must call `stop` or `kill_all`. daemons: by name, ended ones included.
+    The first daemon founds the run; each later one joins by `invite`. Whoever uses this must call `stop` or `kill_all`.
+    daemons: by name, in the order of their first starts, ended ones included. file: the manifest's file. corpus: the
+    folder of tokenised texts.
     """
 
     def __init__(
@@ -156,17 +189,19 @@ class LocalSwarm:
         self.file.write_text(manifest, encoding="utf-8")
         self.daemons: dict[str, LocalDaemon] = {}
         self.invite = ""  # what the next daemon joins; "" lets it found the run from the manifest's file
-        self._threads, self._flags = threads, tuple(flags)
+        self._threads = threads
+        self._flags = tuple(flags)
         self._launch = launch or start_interpreter
 
     def start(
         self, name: str, *, run: str = "", flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> LocalDaemon:
-        """Starts a daemon whose data directory is DIR/NAME, with its output in log.txt there; returns at once.
+        """Starts a daemon with the data directory DIR/NAME, its output in log.txt there; returns it without waiting.
 
-        Only for the founder it waits, until that gives its invite. A name that was used before starts the same peer
-        again, with the files that are left. run: what it joins, default the invite. flags, environment: for this daemon
-        only, in addition to those of all.
+        Only for the founder (there is no invite yet, and no `run`) waits until it gives its invite, see take_invite. A
+        daemon holds at most one stage, unless `environment` says otherwise. A name that was used before starts the same
+        peer again, with the files that are left. run: what the daemon joins, by default the invite, or the manifest's
+        file. flags, environment: for this daemon only, in addition to those of all.
         """
         root = self.directory / name
         root.mkdir(mode=0o700, exist_ok=True)
@@ -183,19 +218,25 @@ class LocalSwarm:
         return daemon
 
     def take_invite(self, daemon: LocalDaemon) -> str:
-        """Waits until a daemon gives its invite, returns it, and lets all later daemons join by it.
+        """Waits until a daemon gives its invite and answers other peers; lets all later daemons join by the invite.
 
-        Raises SwarmFailed if none comes within START_S, or a daemon ends by itself meanwhile.
+        Returns the invite. Raises SwarmFailed if that takes START_S, or a daemon ends by itself meanwhile.
         """
-        answer = self.until(lambda: daemon.try_ask("invite"), f"{daemon.name} to give its invite", START_S)
+
+        def ask_for_invite() -> dict[str, Any] | None:
+            """Returns the answer; None while there is none, or the daemon does not answer other peers yet."""
+            answer = daemon.try_ask("invite")
+            return answer if answer is not None and daemon.answers_peers() else None
+
+        answer = self.until(ask_for_invite, f"{daemon.name} to give its invite", START_S)
         self.invite = str(answer["invite"])
         return self.invite
 
     def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_S) -> T:
-        """Waits until `condition()` is true, which it calls again and again, and returns its value.
+        """Calls `condition` every POLL_S seconds until it returns a true value, and returns that value. Blocks.
 
         Raises SwarmFailed when a daemon ends by itself, and after `within_s` seconds with the text "waited ... for
-        {description}".
+        {description}" and each daemon's last words.
         """
         deadline = time.monotonic() + within_s
         while not (value := condition()):
@@ -207,22 +248,34 @@ class LocalSwarm:
         return value
 
     def check_alive(self) -> None:
-        """Raises SwarmFailed if daemons have ended by themselves, after waiting CAUSE_S so as to name all."""
+        """Raises SwarmFailed if daemons have ended by themselves; the text names them and their last words.
+
+        Returns at once if none has. Otherwise first waits up to CAUSE_S, since others may end for the same cause. Which
+        daemons count is decided by `has_failed`.
+        """
         deadline = time.monotonic() + CAUSE_S
-        while failed := [d for d in self.daemons.values() if not d.end_is_intended and not d.is_alive]:
+        while failed := [d for d in self.daemons.values() if self.has_failed(d)]:
             if time.monotonic() > deadline or not any(daemon.is_alive for daemon in self.daemons.values()):
                 ended = "ended by itself with exit code"
                 raise SwarmFailed("; ".join(f"{d.name} {ended} {d.process.poll()}: {d.last_words()}" for d in failed))
             time.sleep(POLL_S)
 
+    def has_failed(self, daemon: LocalDaemon) -> bool:
+        """Returns whether a daemon has ended although its end was not intended."""
+        return not daemon.end_is_intended and not daemon.is_alive
+
     def terminate(self) -> None:
-        """Sends SIGTERM to all daemons, marks their end as intended, and does not wait for it."""
+        """Sends SIGTERM to all daemons and marks their ends as intended; does not wait for them to end."""
         for daemon in self.daemons.values():
             daemon.end_is_intended = True
             daemon.process.send_signal(signal.SIGTERM)
 
     def stop(self, within_s: float = STOP_S) -> dict[str, int | None]:
-        """Ends all daemons: SIGTERM, SIGKILL after `within_s` seconds. Returns exit codes by name, None if killed."""
+        """Ends all daemons: sends SIGTERM, and after `within_s` seconds SIGKILL. Returns the exit codes by name.
+
+        Marks their ends as intended. The code is None for a daemon that had to be killed here, and negative for one
+        that a signal had ended.
+        """
         self.terminate()
         deadline = time.monotonic() + within_s
         codes: dict[str, int | None] = dict.fromkeys(self.daemons)
@@ -233,7 +286,7 @@ class LocalSwarm:
         return codes
 
     def kill_all(self) -> None:
-        """Kills every daemon of this swarm, and all processes that they have started."""
+        """Kills every daemon of this swarm, and all processes that it has started; see LocalDaemon.kill_group."""
         with contextlib.ExitStack() as every:  # an error with one leaves no other alive
             for daemon in self.daemons.values():
                 every.callback(daemon.kill_group)
@@ -242,13 +295,15 @@ class LocalSwarm:
 def start_interpreter(
     arguments: Sequence[str], environment: Mapping[str, str], log: Path, within: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """Starts `agora-node` with these arguments in a new interpreter; it gets SIGTERM when this process dies.
+    """Starts `agora-node` with these arguments in a new interpreter, and returns the process without waiting.
 
-    log: the file for its output. within: a command that executes the one after it, such as `ip netns exec NAME`.
+    The new process leads a new session and process group, and gets SIGTERM when the present process dies. log: the file
+    for its output, which is emptied first. within: a command that executes the command after it, such as `ip netns exec
+    NAME`.
     """
 
     def terminate_with_parent() -> None:
-        """Runs in the new process: asks the kernel for a SIGTERM when the parent dies."""
+        """Asks the kernel to send SIGTERM to this process when its parent dies; runs in the new process."""
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     with log.open("wb") as output:

@@ -17,7 +17,7 @@ from agora.node import control_client, paths
 
 app = console.new_app("Contribute this machine to a training run.\n\nExample: agora-node join agora://...")
 
-ANSWER_S = 12.0
+ANSWER_S = 12.0  # for a daemon's answer, and again for its end
 MOVE_S = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs
 RUN_OR_NONE = Annotated[
     str | None,
@@ -63,7 +63,7 @@ DISK = Annotated[
 ]
 HOURS = Annotated[
     str | None,
-    typer.Option(metavar="FROM-TO", help="The hours at which it works, such as 22-07; otherwise it rests."),
+    typer.Option(metavar="FROM-TO", help="The hours at which it works, such as 22-07; otherwise it is paused."),
 ]
 
 
@@ -90,22 +90,22 @@ def join(
 
     The daemon checks this machine, finds the other peers, claims the stages that the swarm needs most and computes
     microbatches for them. The first to join a manifest signs it with its own key if it is unsigned, and prints the
-    invite for the others. Stop it with Ctrl-C, SIGTERM or `agora-node leave`: it finishes what it holds and ends
-    within 10 seconds.
+    invite for the others. Stop it with Ctrl-C, SIGTERM or `agora-node leave`: it finishes what it holds and ends within
+    10 seconds.
 
     \b
     Examples:
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
     """
-    from agora.node import base_model_place, daemon
+    from agora.node import base_model_folder, daemon
 
     flags: dict[str, Any] = {
         "listen": tuple(listen) if listen else None,
         "link": link,
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
-        "base_model": base_model_place.absolute_name(base_model) if base_model else None,
+        "base_model": base_model_folder.absolute_name(base_model) if base_model else None,
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
@@ -146,7 +146,8 @@ def doctor(
 def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json: console.JSON = False) -> None:
     """Make the daemon on this machine leave its run, as SIGTERM would.
 
-    It tells the other peers first, finishes what it holds and exits. Nothing is lost, and it can join again later.
+    It tells the other peers first, finishes what it holds and exits. Nothing is lost, and it can join again later. The
+    command waits until the daemon has exited, and fails if that takes more than 12 seconds.
 
     \b
     Example:
@@ -165,7 +166,7 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json:
 
 @app.command()
 def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json: console.JSON = False) -> None:
-    """Let the daemon rest until `agora-node resume`, restarts included.
+    """Pause the daemon until `agora-node resume`, restarts included.
 
     Within 10 s it finishes or hands back what it holds, writes its checkpoints, withdraws its claim and closes all
     connections. Only its control socket is left; `swarm status` shows PAUSED.
@@ -221,9 +222,9 @@ def ban(
 ) -> None:
     """Have nothing to do with a peer on this machine, in any run.
 
-    The running daemon ends its connection at once and forgets it; without a daemon it is only noted for the next start.
-    It stays in banned.txt in the data directory; remove the line and start again to lift it. Others go on with the
-    peer: a founder bans it for all with `swarm ban`.
+    The running daemon ends its connection at once and forgets it. Without a daemon, leave RUN out: the ban is then only
+    noted for the next start. It stays in banned.txt in the data directory; remove the line and start again to lift it.
+    Others go on with the peer: a founder bans it for all with `swarm ban`.
 
     \b
     Example:
@@ -241,8 +242,11 @@ def ban(
 
 
 def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
-    """Returns this user's running daemons on this machine, of one data directory where that is given."""
-    entries = paths.daemons()
+    """Returns the registry entries of this user's running daemons on this machine.
+
+    directory: if given, returns only the entry of the daemon that uses this data directory, if there is one.
+    """
+    entries = paths.find_running_daemons()
     if directory is None:
         return entries
     root = str(paths.home_at(directory).root.resolve())
@@ -252,12 +256,12 @@ def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
 def _ask(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_S, **arguments: Any
 ) -> tuple[paths.DaemonEntry, Mapping[str, Any]]:
-    """Sends a question to the daemon that RUN and --dir mean; returns its registry entry and its answer.
+    """Sends a question with `arguments` to the daemon of `run` and `directory`; returns its registry entry and answer.
 
-    Raises Failure when there is not exactly one such daemon, when it refuses, or when it does not answer within
-    `timeout_s` seconds.
+    See `_find_daemon`. Raises Failure when there is not exactly one such daemon, when it refuses, or when it does not
+    answer within `timeout_s` seconds.
     """
-    entry = _the_daemon(run, directory)
+    entry = _find_daemon(run, directory)
     try:
         answer = control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
     except control_client.DaemonRefused as error:
@@ -269,33 +273,37 @@ def _ask(
 
 
 def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
-    """Prints a daemon's answer: the whole of it as one JSON object with `schema`, or only its text."""
+    """Prints a daemon's answer: with `as_json` all of it as one JSON object on standard output, with "schema".
+
+    Otherwise prints only its "text", or "done" without one, on standard error.
+    """
     if as_json:
         console.print_json({"schema": 1, **answer})
     else:
-        console.print_line(str(answer.get("text", "done")))
+        console.print_to_stderr(str(answer.get("text", "done")))
 
 
-def _the_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:
-    """Returns the registry entry of the one running daemon of this user here that is of `run` and of `directory`.
+def _find_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:
+    """Returns the registry entry of this user's one running daemon here that is in `run` and uses `directory`.
 
-    None means any run, any data directory. Raises Failure when there is no such daemon, or more than one.
+    run: as the user named it, None for any run. directory: its data directory, None for any. Raises Failure when there
+    is no such daemon or more than one, and what runs.resolve raises.
     """
     entries = _entries_in(directory)
     if run is not None:
         from agora.node import runs
 
-        entries = runs.entries_of(run, paths.home_at(directory), entries)
+        entries = runs.entries_of_run(run, paths.home_at(directory), entries)
     if not entries:
         raise console.Failure("no such daemon runs on this machine for this user; start one with `agora-node join RUN`")
     if len(entries) > 1:
         listed = "; ".join(f"{entry.name} in {entry.root} (pid {entry.pid})" for entry in entries)
-        raise console.Failure(f"several daemons run here, say which with RUN or --dir: {listed}")
+        raise console.Failure(f"several daemons run here; choose one with RUN or --dir: {listed}")
     return entries[0]
 
 
 def main() -> None:
-    """Runs the command `agora-node` and exits."""
+    """Runs the command `agora-node` with the process's arguments, and ends the process with its exit code."""
     console.run(app)
 
 

@@ -22,7 +22,7 @@ START = Annotated[
 ]
 DATA = Annotated[Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")]
 COLUMNS = Annotated[
-    str | None, typer.Option(metavar="NAME=COLUMN,...", help="Which column of the file is which of the format.")
+    str | None, typer.Option(metavar="NAME=COLUMN,...", help="Maps the format's fields to the file's columns.")
 ]
 OBJECTIVE = Annotated[
     str | None, typer.Option(metavar="lm|sft|dpo", help="What is to be learnt; default what the format is for.")
@@ -109,8 +109,8 @@ def status(
 ) -> None:
     """Show a run's stages, peers, step, loss, throughput and health.
 
-    A daemon of the run on this machine answers at once; otherwise a peer of the invite is asked over the network.
-    Exit code: 0 OK or paused, 3 degraded, 4 stalled or unreachable.
+    A daemon of the run on this machine answers at once; otherwise a peer of the invite is asked over the network. Exit
+    code: 0 OK or paused, 3 degraded, 4 stalled or unreachable.
 
     \b
     Examples:
@@ -146,7 +146,7 @@ def demo(
     ] = None,
     as_json: console.JSON = False,
 ) -> None:
-    """Train a whole swarm on this machine, one process a daemon.
+    """Train a whole swarm on this machine, one process per daemon.
 
     Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
     --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch is lost.
@@ -190,8 +190,8 @@ def export(
     AGORA_BASE_MODEL or the data directory's agora.toml names the folder to merge into, as for a daemon.
 
     A daemon of the run on this machine collects every stage from the swarm; without one, the newest whole checkpoints
-    in the data directories are taken. Everything is checked against the manifest before anything is written.
-    Exit code: 4 when a stage is neither in the swarm nor on this machine.
+    in the data directories are taken. Everything is checked against the manifest before anything is written. Exit code:
+    4 when a stage is neither in the swarm nor on this machine.
 
     \b
     Examples:
@@ -243,8 +243,8 @@ def sample(
 
     The weights come from where `swarm export` takes them: a daemon of the run on this machine collects every stage from
     the swarm, while it trains on; without one, the newest checkpoints are read. Sampled on this machine's processor.
-    Without --base-model, AGORA_BASE_MODEL or the data directory's agora.toml names the folder, as for a daemon.
-    Exit code: 4 when a stage is neither in the swarm nor on this machine.
+    Without --base-model, AGORA_BASE_MODEL or the data directory's agora.toml names the folder, as for a daemon. Exit
+    code: 4 when a stage is neither in the swarm nor on this machine.
 
     \b
     Examples:
@@ -288,8 +288,8 @@ def data(
     """
     from agora.cli import data_command
 
-    question = data_command.DataQuestion(file, _find_base_model(base_model), columns, objective, context)
-    raise typer.Exit(data_command.run(question, as_json=as_json))
+    options = data_command.DataOptions(file, _find_base_model(base_model), columns, objective, context)
+    raise typer.Exit(data_command.run(options, as_json=as_json))
 
 
 @app.command()
@@ -327,18 +327,18 @@ def mesh(
 @app.command()
 def simulate(
     scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="Machines, a model, churn and faults.")],
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures (SVG) into this folder.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="The seed of all chance, instead of the scenario's.")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write plots (SVG) into this folder.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Random seed, instead of the scenario's.")] = None,
     as_json: console.JSON = False,
 ) -> None:
     """Run the daemon's own decisions on simulated machines.
 
-    Routing, the opening of microbatches and placement are the functions that `agora-node` runs; machines, thousands of
-    them, links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
+    Routing, the opening of microbatches and placement use the code that `agora-node` runs. Machines, thousands of them,
+    links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
 
     \b
     Examples:
-      swarm simulate deploy/preemptible.toml --plots pictures
+      swarm simulate deploy/preemptible.toml --plots plots
       swarm simulate deploy/preemptible.toml --seed 7 --json
     """
     from agora.cli import simulate_command
@@ -360,8 +360,8 @@ def plan(
     """Show which machine should hold which stages, and the speed.
 
     It also says what holds the swarm back, and what one more machine would add.
-    Each table of peers.toml has a kind (h100, a100, a6000, t4 ...) or flops_tflops and memory_gb, and upload_mbps;
-    also name, count, download_mbps, host_memory_gb and latency_ms. Nothing is started or measured.
+    Each table of peers.toml has a kind (h100, a100, a6000, t4 ...) or flops_tflops and memory_gb, and upload_mbps; also
+    name, count, download_mbps, host_memory_gb and latency_ms. Nothing is started or measured.
 
     \b
     Examples:
@@ -374,19 +374,20 @@ def plan(
 
 
 def _find_base_model(named: Path | None) -> Path | None:
-    """Returns the folder that --base-model names, None without it.
+    """Returns the folder of the base model that `named`, the value of --base-model, means; None for None.
 
-    Fetches a model of the Hub if it is not here, and prints where it is.
+    A path is returned unchanged, and not checked. A model of the Hub is fetched if it is not on this machine, and where
+    it is is printed. Raises BaseModelError if it cannot be fetched.
     """
     if named is None:
         return None
-    from agora.node.base_model_place import base_model_place
+    from agora.node.base_model_folder import find_or_fetch_base_model
 
-    return base_model_place(named, lambda where: console.print_line(f"hub          {where}"))
+    return find_or_fetch_base_model(named, lambda where: console.print_to_stderr(f"hub          {where}"))
 
 
 def main() -> None:
-    """Runs the command `swarm` and exits."""
+    """Runs the command `swarm` with the process's arguments, and ends the process with its exit code."""
     console.run(app)
 
 

@@ -14,9 +14,13 @@ from agora.node import wireguard
 
 
 def make_key(path: Path, *, as_json: bool) -> int:
-    """Writes this machine's new private key to `path`, prints its public key, and returns the exit code."""
+    """Writes a new WireGuard private key to the file `path`, unless there is one, and prints its public key.
+
+    Returns exit code DONE. Raises DiskError when the key cannot be written, InputError for a file that does not contain
+    a key.
+    """
     public = wireguard.write_key(path)
-    console.print_line(
+    console.print_to_stderr(
         f"the private key is in {path} and stays there; this is the public one, for the list of machines:"
     )
     if as_json:
@@ -27,11 +31,13 @@ def make_key(path: Path, *, as_json: bool) -> int:
 
 
 def write_configurations(machines: Path, out: Path, *, as_json: bool) -> int:
-    """Writes OUT/NAME.conf for each machine of the list, prints what to do with the files, returns the exit code.
+    """Writes a WireGuard configuration OUT/NAME.conf for each machine of a list, and prints what to do with the files.
 
-    Raises InputError for a wrong list, DiskError when OUT cannot be written.
+    Returns exit code DONE. machines: the list's file. out: the folder, made if missing; files of these names are
+    replaced. as_json: prints the machines as one JSON object instead. Raises InputError for a wrong list, DiskError
+    when OUT cannot be written.
     """
-    mesh = wireguard.read_mesh(_text_of(machines), str(machines))
+    mesh = wireguard.read_mesh(_read_list(machines), str(machines))
     written: dict[str, str] = {}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -56,8 +62,11 @@ def write_configurations(machines: Path, out: Path, *, as_json: bool) -> int:
     return console.DONE
 
 
-def _text_of(path: Path) -> str:
-    """Returns a file's text. Raises InputError when it cannot be read, or is too large for a list of machines."""
+def _read_list(path: Path) -> str:
+    """Returns the text of the file `path`, the list of machines.
+
+    Raises InputError if the file cannot be read, is not text, or is larger than MAX_FILE_BYTES.
+    """
     try:
         if path.stat().st_size > wireguard.MAX_FILE_BYTES:
             raise InputError(f"{path} has more than {wireguard.MAX_FILE_BYTES} bytes; is it a list of machines?")

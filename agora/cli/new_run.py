@@ -13,7 +13,7 @@ from pathlib import Path
 from agora_protocol import manifest
 from agora_protocol.errors import ManifestError
 
-from agora.cli.console import USAGE, Failure, print_json, print_line
+from agora.cli.console import USAGE, Failure, print_json, print_to_stderr
 from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
 from agora.data.tokenizer import BYTES
 from agora.state.hub_models import fetch_model, hub_id_of
@@ -31,43 +31,45 @@ def run(
     *,
     as_json: bool = False,
 ) -> None:
-    """Writes a manifest to the new file `path`, and prints a summary and the next command. The arguments are flags.
+    """Writes a manifest, from a preset or for a base model, to the new file `path`; prints what to do next.
 
-    name: the run's name, None to make it of the file's. as_json: prints one JSON object instead. Raises Failure when
-    the file exists or cannot be written, for both a preset and a base model, for a choice without a base model, and for
-    an invalid manifest; BaseModelError for a base model that cannot be fetched or read.
+    Prints a summary of the manifest too. The arguments are the flags of `swarm new`. preset: None for tiny, unless
+    there is a base model. base_model: a folder, or a model of the Hub, which is fetched. name: the run's name, None for
+    the file's. as_json: prints one JSON object instead. Raises Failure when the file exists or cannot be written, for
+    both a preset and a base model, for a choice without a base model, and for an invalid manifest; for a base model
+    also what fetch_model and manifest_of_base_model raise.
     """
     if base_model is not None and preset is not None:
-        raise Failure("--preset and --base-model are two beginnings; give one of them", USAGE)
+        raise Failure("--preset and --base-model exclude each other; give one of them", USAGE)
     if base_model is None and choice != NOTHING_CHOSEN:
         raise Failure("--data and what is learnt of it are for a base model; give one with --base-model DIR", USAGE)
     if path.exists():
         raise Failure(f"{path} exists; choose another name, or remove it first")
     name = name or re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.stem)[:64] or "run"
-    found: list[str] = []
     try:
         if base_model is not None:
             folder, base_model = _find_base_model(base_model)
             tuning = manifest_of_base_model(folder, name, choice)
-            made, found = tuning.manifest, tuning.summary_lines()
+            made = tuning.manifest
+            summary = tuning.summary_lines()
         else:
             made = manifest.preset(preset or "tiny").with_values(name=name)
-            found = _tokenizer_lines(made)
+            summary = _tokenizer_lines(made)
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
     _write_manifest(path, made)
     flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
     next_command = f"agora-node join {shlex.quote(str(path))}{flag}"
     if as_json:
-        print_json({"schema": 1, "manifest": str(path), "name": name, "summary": found, "next": next_command})
+        print_json({"schema": 1, "manifest": str(path), "name": name, "summary": summary, "next": next_command})
         return
-    for line in found:
-        print_line(line)
-    print_line(f"wrote {path}: edit it, then start the run with `{next_command}`")
+    for line in summary:
+        print_to_stderr(line)
+    print_to_stderr(f"wrote {path}: edit it, then start the run with `{next_command}`")
 
 
 def _write_manifest(path: Path, made: manifest.Manifest) -> None:
-    """Writes the manifest to the new file `path`. Raises Failure when that cannot be done."""
+    """Writes the manifest as TOML to the new file `path`. Raises Failure if the file exists or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(made.to_toml())
@@ -76,7 +78,10 @@ def _write_manifest(path: Path, made: manifest.Manifest) -> None:
 
 
 def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
-    """Returns a line for people about a preset's tokenizer; [] if bytes use the whole vocabulary, or it is a file."""
+    """Returns a line that says how to name a tokenizer if the manifest has the byte tokenizer; otherwise [].
+
+    Returns [] also if bytes fill the whole vocabulary.
+    """
     if made.data.tokenizer != BYTES or made.model.vocabulary == BYTE_VALUES:
         return []
     return [
@@ -86,14 +91,17 @@ def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
 
 
 def _find_base_model(named: Path) -> tuple[Path, Path]:
-    """Returns the base model's folder, and the name of the same model for the next command.
+    """Returns the folder of the base model `named`, and the model's name for --base-model of the next command.
 
-    A model of the Hub is fetched first; its name then contains the commit. Raises BaseModelError.
+    If `named` is a folder, both are that folder, which is not checked. If it is an id of the Hub, the model is fetched
+    first, which is printed, and its name is the id with the commit. Raises BaseModelError if it cannot be fetched.
     """
-    wanted = hub_id_of(named)
-    if wanted is None:
+    hub_id = hub_id_of(named)
+    if hub_id is None:
         return named, named
-    print_line(f"fetching {wanted} from the Hugging Face Hub, unless it is here: config, tokenizer, safetensors files")
-    found = fetch_model(wanted)
-    print_line(f"hub          {found.name} is in {found.folder}")
-    return found.folder, Path(str(found.name))
+    print_to_stderr(
+        f"fetching {hub_id} from the Hugging Face Hub, unless it is here: config, tokenizer, safetensors files"
+    )
+    found = fetch_model(hub_id)
+    print_to_stderr(f"hub          {found.hub_id} is in {found.folder}")
+    return found.folder, Path(str(found.hub_id))

@@ -17,6 +17,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.cli import console
+from agora.cli.plan_agreement import PlannedAgreement, plan_agreement
 from agora.cli.stage_sources import find_run
 from agora.node import paths, runs
 from agora.plan.advice import MachineGain, explain_bottleneck, gain_of_one_more
@@ -36,9 +37,10 @@ MAX_KINDS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The flags of the command; immutable.
+    """The flags of `swarm plan`.
 
-    peers: the file of machines. picture: the SVG file to write. added: the only kind of which to try one more machine.
+    run: as the user named it, see find_manifest. peers: the file of machines. picture: the SVG file to write, None for
+    none. added: the only kind of which to try one more machine, None for each kind.
     """
 
     run: str
@@ -49,25 +51,30 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run's name, its costs, the plan for it, and what one more machine of each kind would add. Immutable."""
+    """A run's name, costs, plan, how its replicas will agree, and what one more machine of each kind would add.
+
+    plan: which machine holds which stages.
+    """
 
     name: str
     cost: RunCost
     plan: Plan
+    agreement: PlannedAgreement
     gains: tuple[MachineGain, ...]
 
 
-def run(question: PlanOptions, *, as_json: bool) -> int:
-    """Plans a run for the machines of a file, prints the plan, writes the picture if asked, returns the exit code.
+def run(options: PlanOptions, *, as_json: bool) -> int:
+    """Plans a run for the machines of a file, writes the picture if asked, and prints the plan as lines or JSON.
 
-    Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model, and what find_manifest
-    raises.
+    Returns exit code DONE. Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model,
+    DiskError when a file cannot be read or written, and what find_manifest raises.
     """
-    peers = read_peers(_read_peers_file(question.peers), str(question.peers))
-    manifest = find_manifest(question.run)
-    planned = plan_run(manifest, peers, question.added)
-    if question.picture is not None:
-        _write_picture(question.picture, picture_svg(planned.cost, planned.plan, f"{planned.name}: {_speed(planned)}"))
+    peers = read_peers(_read_peers_file(options.peers), str(options.peers))
+    manifest = find_manifest(options.run)
+    planned = plan_run(manifest, peers, options.added)
+    if options.picture is not None:
+        title = f"{planned.name}: {_describe_speed(planned)}"
+        _write_picture(options.picture, picture_svg(planned.cost, planned.plan, title))
     if as_json:
         console.print_json(plan_fields(planned))
     else:
@@ -77,33 +84,34 @@ def run(question: PlanOptions, *, as_json: bool) -> int:
 
 
 def find_manifest(text: str) -> Manifest:
-    """Returns the manifest of the run that `text` names.
+    """Returns the manifest of the run that `text` names, looked up in the default data directory.
 
-    text: a manifest file, signed or not, an invite, or a joined run's name, id or id prefix.
-
-    Raises InputError or Failure for a run that this machine does not know, ManifestError or DiskError for a file that
-    is malformed or cannot be read.
+    text: a manifest file, signed or not, an invite, or a joined run's name, id or id prefix. Raises InputError or
+    Failure for a run that this machine does not know, ManifestError or DiskError for a file that is malformed or cannot
+    be read.
     """
     reference = runs.resolve(text, paths.home_at())
     return reference.draft if reference.draft is not None else find_run(text, ()).signed.manifest
 
 
 def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> PlannedRun:
-    """Returns the plan of a run for these machines, and what one more of each kind would add.
+    """Returns which of the machines in `peers` should hold which stages of a run, and what one more machine would add.
 
-    added: the only kind to try; None for each of the file's, up to MAX_KINDS. Raises InputError for a
-    machine that can hold no stage, OutOfMemory when all together cannot hold the model.
+    added: the only kind of machine to try; None for each kind in `peers`, up to MAX_KINDS. The same arguments give the
+    same plan. Raises InputError for an unknown kind and for a machine that can hold no stage, OutOfMemory when all
+    machines together cannot hold the model.
     """
-    cost = run_cost(manifest, in_bf16=peers.in_bf16)
+    can_offload = any(machine.host_memory for machine in peers.machines)
+    cost = run_cost(manifest, in_bf16=peers.in_bf16, can_offload=can_offload)
     check_fits(cost, peers.machines)
     plan = make_plan(cost, peers.machines, random.Random(SEED))
     kinds = peers.kinds[:MAX_KINDS] if added is None else (peers.find_kind(added),)
     gains = tuple(gain_of_one_more(cost, plan, kind, random.Random(SEED)) for kind in kinds)
-    return PlannedRun(manifest.name, cost, plan, gains)
+    return PlannedRun(manifest.name, cost, plan, plan_agreement(manifest, cost, plan), gains)
 
 
 def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
-    """Raises InputError, which names the machine, if any of `machines` can hold no stage of the run."""
+    """Raises InputError if any of `machines` has too little memory for every stage; it names the first such machine."""
     stages = [Span(stage, stage) for stage in range(cost.stage_count)]
     needs = [mode.need for stage in stages for mode in cost.training_modes(stage)]
     for machine in machines:
@@ -116,24 +124,31 @@ def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
 
 
 def plan_lines(planned: PlannedRun, bar_character: str) -> list[str]:
-    """Returns the lines that the command prints for people. bar_character: the one that bars are made of."""
-    cost, plan = planned.cost, planned.plan
+    """Returns the lines that `swarm plan` prints for people: speed, table, picture, bottleneck, agreement, gains.
+
+    bar_character: the one that the picture's bars are made of.
+    """
+    cost = planned.cost
+    plan = planned.plan
     return [
-        f"{planned.name}: {_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
-        f"activations: {_activations(planned)}",
+        f"{planned.name}: {_describe_speed(planned)} with {len(plan.assignments)} machines, {cost.stage_count} stages; "
+        f"activations: {_describe_activations(planned)}",
         "",
         *plan_table(cost, plan),
         "",
-        *picture_lines(cost, plan, sign=bar_character),
+        *picture_lines(cost, plan, fill=bar_character),
         "",
         f"bottleneck: {explain_bottleneck(cost, plan)}",
-        *(f"one more {gain.machine.name}: {_gain(cost, gain)}" for gain in planned.gains),
+        f"agreement: {planned.agreement.sentence}",
+        *(f"one more {gain.machine.name}: {_describe_gain(cost, gain)}" for gain in planned.gains),
     ]
 
 
 def plan_fields(planned: PlannedRun) -> dict[str, Any]:
-    """Returns the fields of the JSON object of `swarm plan`: rates, bottleneck, machines, gain of one more."""
-    cost, plan = planned.cost, planned.plan
+    """Returns the JSON object that `swarm plan --json` prints: rates, bottleneck, agreement, machines, one more."""
+    cost = planned.cost
+    plan = planned.plan
+    wires = planned.agreement.wires
     slowest = plan.bottleneck.stages
     return {
         "schema": 1,
@@ -148,7 +163,11 @@ def plan_fields(planned: PlannedRun) -> dict[str, Any]:
             "why": explain_bottleneck(cost, plan),
         },
         "stage_tokens_per_second": [rate * cost.tokens for rate in plan.stage_rates],
-        "machines": [_machine_fields(cost, assignment) for assignment in plan.assignments],
+        "agreement": {"step_seconds": planned.agreement.step_s, "why": planned.agreement.sentence},
+        "machines": [
+            _machine_fields(cost, assignment) | {"gradient_wire": wires[place].name if place in wires else None}
+            for place, assignment in enumerate(plan.assignments)
+        ],
         "one_more": [
             {"kind": gain.machine.name, "tokens_per_second": gain.rate_with * cost.tokens, "factor": gain.factor}
             for gain in planned.gains
@@ -157,9 +176,9 @@ def plan_fields(planned: PlannedRun) -> dict[str, Any]:
 
 
 def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
-    """Returns one machine's entry in the JSON object: name, span, share of the work, speed and what limits it.
+    """Returns one machine's entry in the JSON object, without gradient_wire: name, span, share of the work, speed.
 
-    Span, limit and activations are None for an idle machine.
+    assignment: the machine and what the plan gives it. Span, limit and activations are None for an idle machine.
     """
     span = assignment.span
     return {
@@ -173,28 +192,38 @@ def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
     }
 
 
-def _activations(planned: PlannedRun) -> str:
-    """Returns what becomes of graphs between forward and backward, with how many machines do which if they differ."""
-    counts = Counter(one.rate.activations for one in planned.plan.assignments if one.span is not None)
+def _describe_activations(planned: PlannedRun) -> str:
+    """Returns what the plan's machines do with activations, such as "keep", or "3 keep, 2 recompute" if they differ.
+
+    Idle machines do not count.
+    """
+    assignments = planned.plan.assignments
+    counts = Counter(each.rate.activations for each in assignments if each.span is not None)
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{counts[name]} {name}" for name in ALL_ACTIVATIONS if name in counts)
 
 
-def _speed(planned: PlannedRun) -> str:
-    """Returns the plan's expected tokens per second in words."""
+def _describe_speed(planned: PlannedRun) -> str:
+    """Returns the speed that the plan is expected to have, such as "1,200 tokens/s expected"."""
     return f"{planned.plan.rate * planned.cost.tokens:,.0f} tokens/s expected"
 
 
-def _gain(cost: RunCost, gain: MachineGain) -> str:
-    """Returns in words what one more machine adds; below 0.05 % that it would stand by."""
+def _describe_gain(cost: RunCost, gain: MachineGain) -> str:
+    """Returns in words the swarm's speed with one more machine, and by how many percent it is higher.
+
+    If that is less than 0.05 %, the text says instead that the machine would stand by.
+    """
     if gain.factor < 1.0005:
         return "no faster, it would stand by"
     return f"{gain.rate_with * cost.tokens:,.0f} tokens/s, {100 * (gain.factor - 1):.1f} % more"
 
 
 def _read_peers_file(path: Path) -> str:
-    """Returns the text of the peers file. Raises InputError when there is none, DiskError when it cannot be read."""
+    """Returns the text of the file of machines at `path`.
+
+    Raises InputError when there is no such file or it is not text, DiskError when it cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
@@ -206,7 +235,7 @@ def _read_peers_file(path: Path) -> str:
 
 
 def _write_picture(path: Path, text: str) -> None:
-    """Writes `text` to the picture's file, replacing an old one. Raises DiskError when it cannot be written."""
+    """Writes `text`, an SVG, to the file `path`, which is replaced. Raises DiskError when it cannot be written."""
     try:
         paths.replace_text(path, text)
     except OSError as error:

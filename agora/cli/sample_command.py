@@ -27,7 +27,10 @@ MAX_SEED: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How text is sampled: at most `tokens` tokens from softmax(logits / temperature). seed: None for a random one."""
+    """How a text is sampled: at most `tokens` tokens, each from softmax(logits / temperature).
+
+    seed: of the random draws; None for a random seed.
+    """
 
     tokens: int = 200
     temperature: float = 0.8
@@ -35,7 +38,7 @@ class SamplingOptions:
 
 
 def run(
-    wanted: str,
+    named_run: str,
     prompt: str,
     directories: Sequence[Path] = (),
     *,
@@ -44,12 +47,14 @@ def run(
     base_model: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Prints `prompt` and how the model of the run `wanted` continues it; returns the exit code.
+    """Prints `prompt` and how the present model of the run `named_run` continues it; returns exit code DONE.
 
-    The text is printed as it is sampled; with `as_json`, at the end in one object. base_model: see base_model_folder.
-    Raises what find_stages, base_model_folder and load_model raise.
+    The weights come from the swarm or from checkpoints, see find_stages, which explains named_run, directories and
+    average. The text is printed as it is sampled, and then the number of tokens, the seconds and the seed on standard
+    error; with `as_json`, all at the end in one object. base_model: see base_model_folder; ignored unless the run
+    trains LoRA. Raises what find_stages, base_model_folder and load_model raise.
     """
-    sources = find_stages(wanted, directories, average=average)
+    sources = find_stages(named_run, directories, average=average)
     needs_base = sources.signed.manifest.model.has_reference
     folder = base_model_folder(base_model, directories) if needs_base else None
     seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
@@ -57,7 +62,8 @@ def run(
     show = _ignore if as_json else _show
     model = load_model(sources, folder)
     show(prompt)
-    text, token_ids = "", list[int]()
+    text = ""
+    token_ids: list[int] = []
     for piece in _generate(model, prompt, sampling, seed, token_ids):
         show(piece)
         text += piece
@@ -70,7 +76,7 @@ def run(
         )
     else:
         print(flush=True)
-        console.print_line(f"{len(token_ids)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
+        console.print_to_stderr(f"{len(token_ids)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
     return console.DONE
 
 
@@ -79,7 +85,8 @@ def _generate(
 ) -> Iterator[str]:
     """Yields the model's continuation of `prompt`, piece by piece, and appends its token ids to `token_ids`.
 
-    An empty prompt begins a document. The text ends after sampling.tokens tokens, or when the model ends the document.
+    An empty prompt begins a new document. The text ends after sampling.tokens tokens, or when the model draws the
+    tokenizer's separator, which ends the document and is not part of the text.
     """
     from agora.model.generation import continue_ids
 
@@ -91,9 +98,10 @@ def _generate(
 
 
 def decode_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], token_ids: list[int]) -> Iterator[str]:
-    """Yields for each token id the characters that it completes, possibly "", and appends the id to `token_ids`.
+    """Yields, for each token id of `ids`, the characters that it completes, possibly "", and appends it to `token_ids`.
 
-    At the end it yields U+FFFD for a character that stays incomplete. decode: returns the text of token ids.
+    At the end yields once more: the rest of the text, U+FFFD for a character that stays incomplete, or "". token_ids:
+    must be empty at the beginning. decode: returns the text of all token ids so far.
     """
     shown = 0
     for token in ids:
@@ -106,9 +114,9 @@ def decode_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], to
 
 
 def _show(text: str) -> None:
-    """Prints text without a line's end; terminal control characters are printed as "?"."""
-    console.print_text(text, end="")
+    """Prints `text` on standard output without a newline at its end."""
+    console.print_to_stdout(text, end="")
 
 
 def _ignore(_: str) -> None:
-    """Prints nothing."""
+    """Does nothing: used instead of `_show` with --json."""

@@ -45,10 +45,10 @@ DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True)
 class InviteRequest:
-    """The flags of `swarm invite`. Immutable.
+    """The flags of `swarm invite`.
 
-    peer: id of the only peer that may use the invite; None for whoever has it. days: for which its ticket is valid.
-    role: one of ROLES.
+    peer: id of the only peer that may use the invite; None for whoever has it. days: for how many days its ticket is
+    valid. role: one of ROLES, which the ticket gives to its holder.
     """
 
     peer: str | None = None
@@ -58,20 +58,28 @@ class InviteRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Signer:
-    """A key that may sign tickets and bans, and the proof that it is a delegate's; b"" for the founder's. Immutable."""
+    """A key of this machine that may sign tickets and bans for a run.
+
+    proof: the tickets that make it a delegate's key; b"" for the founder's key.
+    """
 
     identity: Identity
     proof: bytes
 
 
 def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as_json: bool) -> int:
-    """Prints an invite of the run, with a ticket in mode ticket and for a delegate; returns the exit code.
+    """Prints an invite of the run, with a new ticket if the run's mode is TICKET or the role DELEGATE; returns DONE.
 
-    Raises Failure for a wrong request, for one that the run's mode does not know, and if no key here may sign.
+    The ticket is signed with a key of this machine, and how to take it back is printed. Without a ticket,
+    `request.days` has no effect, and `request.peer` is only checked in mode LISTED. directory: a data directory with a
+    key that may sign, None for the default one. Raises Failure for a wrong request, for one that has no effect in the
+    run's mode, if no key here may sign a ticket, and if no address of a peer is known.
     """
     _check_request(request)
     found = find_run(run, [directory] if directory else [])
-    signed, ticket, revoke_by = found.signed, None, request.peer
+    signed = found.signed
+    ticket = None
+    revoke_by = request.peer
     mode = signed.manifest.admission.mode
     until_unix = int(time.time() + request.days * DAY_S)
     if mode == TICKET or request.role == DELEGATE:
@@ -82,7 +90,7 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
         mode == LISTED and request.peer is not None and not signed.manifest.admits_without_ticket(PeerId(request.peer))
     ):
         raise Failure(f"the run has mode listed, and its manifest does not list {request.peer}; see docs/admission.md")
-    invite = Invite(signed.run_id, _addresses(run, found), signed.manifest.name, str(ticket or ""))
+    invite = Invite(signed.run_id, _find_addresses(run, found), signed.manifest.name, str(ticket or ""))
     if as_json:
         about = {"role": request.role, "peer": request.peer, "not_after": until_unix, "ban_by": revoke_by}
         console.print_json({"schema": 1, "invite": str(invite)} | (about if ticket is not None else {}))
@@ -91,15 +99,17 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
     if ticket is not None:
         until = datetime.fromtimestamp(until_unix, UTC).strftime("%Y-%m-%d %H:%M UTC")
         whom = request.peer or "whoever has the invite, so keep it secret"
-        console.print_line(f"a ticket of a {request.role} until {until}, for {whom}")
-        console.print_line(f"take it back with `swarm ban {run} {revoke_by}`")
+        console.print_to_stderr(f"a ticket of a {request.role} until {until}, for {whom}")
+        console.print_to_stderr(f"take it back with `swarm ban {run} {revoke_by}`")
     return console.DONE
 
 
 def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
-    """Signs a ban of `peer`, hands it to a daemon here or a peer of the run, prints who took it; returns the exit code.
+    """Signs a ban of `peer`, and hands it to the run's daemons on this machine, or if none takes it to another peer.
 
-    Also writes it into the data directories whose daemons do not run. Raises Failure.
+    Also writes the ban into the data directories whose daemons did not take it; it stays there if nobody can be told.
+    Prints who took it, and returns exit code DONE. Raises Failure for a wrong id or the founder's, if no key here may
+    sign, and if nobody takes the ban.
     """
     if not is_peer_id(peer):
         raise Failure(
@@ -118,12 +128,17 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     if as_json:
         console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": receivers})
     else:
-        console.print_line(f"{peer} is banned from run {found.signed.run_id[:12]}; {', '.join(receivers)} passes it on")
+        console.print_to_stderr(
+            f"{peer} is banned from run {found.signed.run_id[:12]}; {', '.join(receivers)} passes it on"
+        )
     return console.DONE
 
 
 def _check_request(request: InviteRequest) -> None:
-    """Raises Failure for an unknown role, a malformed peer id, days out of range, and a delegate without a peer."""
+    """Raises Failure for an unknown role, a malformed peer id, role DELEGATE without a peer, and days out of range.
+
+    Days must be above 0 and at most 36,500.
+    """
     if request.role not in ROLES:
         raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
     if request.peer is not None and not is_peer_id(request.peer):
@@ -139,9 +154,10 @@ def _check_request(request: InviteRequest) -> None:
 def _make_ticket(
     signed: SignedManifest, signer: _Signer, request: InviteRequest, until_unix: int
 ) -> tuple[InviteTicket, str]:
-    """Returns a new signed ticket for an invite, and the id to ban if it is to be taken back.
+    """Returns a new ticket for an invite, signed by `signer`, and the peer id to ban if the ticket is to be taken back.
 
-    That is the peer's id, or the id of the new bearer key. Raises Failure if a delegate asks for a delegate's ticket.
+    The id is request.peer or, without one, that of a new bearer key, whose secret the ticket carries. Raises Failure if
+    a delegate is to sign a delegate's ticket. until_unix: unix seconds at which the ticket ends.
     """
     if request.role == DELEGATE and signer.proof:
         raise Failure("only the founder can name delegates; ask it, or leave out --role")
@@ -155,8 +171,12 @@ def _make_ticket(
 
 
 def _find_signer(found: FoundRun) -> _Signer:
-    """Returns the first key in the data directories that is the founder's or a delegate's; raises Failure without."""
-    run, founder = found.signed.run_id, found.signed.founder
+    """Returns the first key in the run's data directories that is the founder's or, by a valid ticket, a delegate's.
+
+    Skips data directories whose key cannot be read. Raises Failure if there is no such key.
+    """
+    run = found.signed.run_id
+    founder = found.signed.founder
     for home in found.homes:
         with contextlib.suppress(IdentityError):
             identity = Identity.load(home.identity)
@@ -169,10 +189,10 @@ def _find_signer(found: FoundRun) -> _Signer:
     raise Failure(f"only the founder {founder} or a delegate can sign; do it on its machine, or name it with --dir DIR")
 
 
-def _addresses(run: str, found: FoundRun) -> tuple[str, ...]:
-    """Returns addresses of peers: those that a daemon here puts into invites, or else remembered ones.
+def _find_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
+    """Returns addresses of peers for an invite: those that a daemon here puts into its invite, or else known ones.
 
-    Raises Failure if there are none.
+    See `_known_addresses`. Raises Failure if there are none.
     """
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused, AgoraError):
@@ -183,15 +203,23 @@ def _addresses(run: str, found: FoundRun) -> tuple[str, ...]:
 
 
 def _known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
-    """Returns the addresses that the data directories remember of the run's peers, and those of an invite."""
+    """Returns up to MAX_ADDRESSES addresses of the run's peers: first those in `run`, if it is an invite.
+
+    Then come those that the data directories remember. run: as the user named it. Returns () if there are none.
+    """
     known = dict.fromkeys(runs.resolve(run, found.homes[0]).addresses)
     for home in found.homes:
-        known |= dict.fromkeys(runs.resolve(str(home.manifest(found.signed.run_id)), home).addresses)
+        manifest = home.manifest(found.signed.run_id)
+        if manifest.is_file():
+            known |= dict.fromkeys(runs.resolve(str(manifest), home).addresses)
     return tuple(known)[:MAX_ADDRESSES]
 
 
 def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
-    """Hands a revocation to this machine's daemons of the run; returns who took it, as "the daemon in DIR"."""
+    """Hands a signed revocation to each of this machine's daemons of the run, in turn.
+
+    Returns "the daemon in DIR" for each daemon that took it; skips those that do not answer or refuse it.
+    """
     receivers = []
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
@@ -201,9 +229,9 @@ def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
 
 
 def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) -> None:
-    """Writes a revocation into the run's data directories whose daemons did not take it, for their next start.
+    """Adds a signed revocation to the data directories that have the run and whose daemons did not take it.
 
-    receivers: what `_tell_daemons` has returned.
+    Daemons read it at their next start. receivers: what `_tell_daemons` has returned. Raises DiskError.
     """
     run = found.signed.run_id
     for home in found.homes:
@@ -212,13 +240,15 @@ def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) 
 
 
 def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
-    """Hands a revocation to any peer of the run over the network; returns ["a peer of the run"].
+    """Hands a signed revocation, over the network, to the first peer of the run that answers.
 
-    Raises Failure if nobody can be reached, or if the peer does not accept it.
+    Returns ["a peer of the run"]. run: as the user named it. Raises Failure if nobody can be reached, or if the peer
+    does not accept the revocation.
     """
     from agora.net import light
 
-    addresses, credentials = _known_addresses(run, found), light.Credentials(signer.identity, signer.proof)
+    addresses = _known_addresses(run, found)
+    credentials = light.Credentials(signer.identity, signer.proof)
     try:
         took: TookRevocations = light.share_revocations(addresses, found.signed.run_id, [sealed], credentials)
     except AgoraError as error:

@@ -16,10 +16,10 @@ from agora.sim.simulation_report import SimulationReport
 
 
 def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> int:
-    """Runs the scenario of the file `path`, prints its report, and returns the exit code.
+    """Simulates the scenario of the file `path`, writes its plots if asked, and prints a report as lines or JSON.
 
-    seed: replaces the scenario's, None to keep that. plots: the folder for pictures, None for none. Raises
-    ScenarioError for a wrong scenario, Failure when the pictures cannot be written.
+    Returns exit code DONE; shows the progress. seed: replaces the scenario's, None to keep that. plots: the folder for
+    the plots, None for none. Raises ScenarioError for a wrong scenario, Failure when the plots cannot be written.
     """
     scenario = load_scenario(path)
     if seed is not None:
@@ -39,10 +39,13 @@ def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> i
 
 
 def _write_plots(report: SimulationReport, folder: Path) -> None:
-    """Writes the pictures as SVG files into `folder`, which is made if missing. Raises Failure if it cannot."""
+    """Writes the plots of a simulation as SVG files into `folder`, which is made if missing.
+
+    Raises Failure if they cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, plot in plots_of(report.measured.samples).items():
             (folder / f"{name}.svg").write_text(to_svg(plot), encoding="utf-8")
     except OSError as error:
-        raise console.Failure(f"the pictures cannot be written to {folder} ({error.strerror}); give another") from None
+        raise console.Failure(f"the plots cannot be written to {folder} ({error.strerror}); give another") from None

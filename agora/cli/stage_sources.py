@@ -14,77 +14,88 @@ from pathlib import Path
 from agora_protocol.errors import InputError
 from agora_protocol.manifest import SignedManifest
 
-from agora.cli.console import STALLED, Failure, ProgressDisplay, print_line
+from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
 from agora.node import control_client, paths, runs, settings
-from agora.node.base_model_place import absolute_name, with_base_model_place
+from agora.node.base_model_folder import absolute_name, with_fetched_base_model
 from agora.node.runs import RunReference
 from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
 from agora.state.layout import AVERAGE
 from agora.state.merged_model import StageFile
 
-COLLECT_S = 3600.0
+COLLECT_S = 3600.0  # for a daemon to fetch the weights of all stages
 
 
 @dataclass(frozen=True, slots=True)
 class StageSources:
-    """What an export or a sample reads: a weights file for every stage, and the signed manifest. Immutable."""
+    """The weights of a whole run that an export or a sample reads: a file for every stage, and the signed manifest.
+
+    kind: where the files came from, "daemon" or "checkpoints". average: whether the files hold the moving averages of
+    the weights. base: the directory that the manifest's relative paths start from. daemon: the one that collected the
+    files, None for checkpoints.
+    """
 
     signed: SignedManifest
-    kind: str  # "daemon" or "checkpoints", where the files came from
-    average: bool  # whether the files hold the moving averages of the weights
+    kind: str
+    average: bool
     files: tuple[StageFile, ...]
-    base: Path  # base directory for the manifest's relative paths
-    daemon: paths.DaemonEntry | None = None  # the daemon that collected the files
+    base: Path
+    daemon: paths.DaemonEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run that this machine knows; immutable.
+    """A run that this machine knows: its signed manifest, and where to look for its weights.
 
-    homes: data directories that may have checkpoints of it. daemons: this machine's registered daemons of the run.
+    homes: data directories that may have checkpoints of the run. daemons: this machine's registered daemons of the run.
+    base: the directory that the manifest's relative paths start from.
     """
 
     signed: SignedManifest
     homes: tuple[paths.Home, ...]
     daemons: tuple[paths.DaemonEntry, ...]
-    base: Path  # base directory for the manifest's relative paths
+    base: Path
 
 
 def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> StageSources:
-    """Returns the weights of every stage of a run, as collect_stages(find_run(...)); see these for the arguments."""
+    """Returns the weights of every stage of a run: collected by a daemon of the run, or the newest checkpoints.
+
+    This is collect_stages(find_run(...)), which explain the arguments and the errors.
+    """
     return collect_stages(find_run(run, directories, ask_daemons=ask_daemons), average=average)
 
 
 def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True) -> FoundRun:
-    """Returns the run, the data directories to look in, and its daemons on this machine.
+    """Returns the run that `run` names: its signed manifest, the data directories to look in, and its daemons here.
 
-    run: a name, run id, manifest file or invite. directories: data directories, or folders of them; without any, the
-    default one and those next to a manifest file. ask_daemons: whether to look for daemons. Raises InputError or
-    Failure for a run that this machine does not know, ManifestError or DiskError for a malformed stored manifest.
+    run: a name, run id, manifest file or invite. directories: data directories, or folders of data directories; if
+    empty, the default one and those next to a manifest file. The data directories of the daemons are added.
+    ask_daemons: whether to look for daemons. Raises InputError or Failure for a run that this machine does not know,
+    ManifestError or DiskError for a manifest that is malformed or cannot be read.
     """
     homes = [home for directory in directories for home in _homes_in(directory)]
     if not directories:
         homes = [paths.home_at(), *(_homes_below(Path(run).parent) if Path(run).is_file() else ())]
     reference = _resolve(run, homes)
-    daemons = tuple(entry for entry in paths.daemons() if ask_daemons and reference.is_of(entry))
+    daemons = tuple(entry for entry in paths.find_running_daemons() if ask_daemons and reference.is_of(entry))
     homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
     return FoundRun(_find_signed_manifest(reference, homes, daemons), tuple(homes), daemons, reference.base)
 
 
 def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
-    """Returns the weights of every stage: collected by a daemon of the run or, without one, the newest checkpoints.
+    """Returns the weights of every stage: collected by a daemon of the run or, if none can, the newest checkpoints.
 
-    average: whether to take the moving averages of the weights, if the run keeps them. Raises Failure with exit code 4
-    when a stage has no weights.
+    Asks the daemons in turn, and prints a line about each that fails. average: takes the moving averages of the weights
+    instead; in a run that keeps none the plain weights. Raises Failure with exit code 4 when a stage has no weights.
     """
-    signed, reasons = found.signed, list[str]()
+    signed = found.signed
+    reasons: list[str] = []
     average = average and signed.manifest.optimizer.average_decay > 0
     for entry in found.daemons:
         try:
             files = _ask_to_collect(entry, signed.manifest.stage_count, average)
         except (control_client.DaemonUnreachable, control_client.DaemonRefused) as error:
             reasons.append(f"the daemon in {entry.root} could not collect the stages: {error}")
-            print_line(f"{reasons[-1]}; looking for checkpoints")
+            print_to_stderr(f"{reasons[-1]}; looking for checkpoints")
             continue
         return StageSources(signed, "daemon", average, files, found.base, entry)
     reasons = reasons or ["no daemon of this run answers on this machine"]
@@ -93,7 +104,11 @@ def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
-    """Returns [directory] if it is a data directory; otherwise those in it, as `swarm demo --dir` has one per peer."""
+    """Returns `directory` alone if it is a data directory; otherwise the data directories in it, if there are any.
+
+    `swarm demo --dir` makes such a folder, with a data directory for each peer. Returns `directory` alone if there are
+    none.
+    """
     home = paths.home_at(directory)
     if home.runs.is_dir():
         return [home]
@@ -101,12 +116,15 @@ def _homes_in(directory: Path) -> list[paths.Home]:
 
 
 def _homes_below(folder: Path) -> list[paths.Home]:
-    """Returns the data directories in `folder`, sorted by name."""
-    return [paths.Home(runs.parent) for runs in sorted(folder.glob("*/runs"))]
+    """Returns the data directories in `folder`, sorted by name: its subfolders that have a folder `runs`."""
+    return [paths.Home(runs_folder.parent) for runs_folder in sorted(folder.glob("*/runs"))]
 
 
 def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
-    """Returns what `run` refers to in the first data directory of `homes` that knows it; raises InputError if none."""
+    """Returns the run that `run` refers to, looked up in the first data directory of `homes` that knows it.
+
+    Raises what runs.resolve raises: InputError if no data directory knows it.
+    """
     for home in homes[:-1]:
         with contextlib.suppress(InputError):
             return runs.resolve(run, home)
@@ -132,16 +150,17 @@ def _find_signed_manifest(
             if signed is not None and signed.run_id == run:
                 return signed
     raise Failure(
-        f"this machine has not joined run {run[:12]}; export where a daemon of it runs, or name its data directory "
-        "with --dir DIR",
+        f"this machine has not joined run {run[:12]}; run this command where a daemon of it runs, or name "
+        "its data directory with --dir DIR",
         STALLED,
     )
 
 
 def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -> tuple[StageFile, ...]:
-    """Makes a daemon fetch every stage's weights from the swarm, and returns the files; waits up to COLLECT_S.
+    """Makes a daemon fetch every stage's weights from the swarm into files, and returns these; waits up to COLLECT_S.
 
-    Raises DaemonUnreachable or DaemonRefused.
+    Shows that it waits. Raises DaemonUnreachable if no answer comes, DaemonRefused if the daemon refuses or its answer
+    lacks a stage.
     """
     with ProgressDisplay(f"the daemon in {entry.root} collects {stage_count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_S, average=average)
@@ -155,40 +174,47 @@ def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -
 def _newest_checkpoints(
     signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str], average: bool
 ) -> tuple[StageFile, ...]:
-    """Returns the weights file of every stage's newest whole checkpoint in `homes`.
+    """Returns, for every stage, the weights (with `average` their averages) in its newest whole checkpoint in `homes`.
 
-    Raises Failure when a stage has none. reasons: why no daemon gave the weights, for that sentence.
+    Prints a line about each damaged checkpoint that it skips. Raises Failure if a stage has no checkpoint. reasons: why
+    no daemon gave the weights, for the text of that Failure.
     """
-    run, count, files = signed.run_id, signed.manifest.stage_count, dict[int, StageFile]()
+    run = signed.run_id
+    count = signed.manifest.stage_count
+    files: dict[int, StageFile] = {}
     name, prefix = (MOMENTS, f"{AVERAGE}.") if average else (WEIGHTS, "")
     for stage, home in itertools.product(range(count), homes):
-        newest = newest_checkpoint(home.checkpoints(run), run, stage, lambda error: print_line(f"passed over: {error}"))
+        newest = newest_checkpoint(
+            home.checkpoints(run), run, stage, lambda error: print_to_stderr(f"passed over: {error}")
+        )
         if newest is not None and (stage not in files or newest.step > files[stage].step):
             files[stage] = StageFile(stage, newest.step, newest.path / name, prefix)
     missing = [str(stage) for stage in range(count) if stage not in files]
     if missing:
-        stages, places = ", ".join(missing), ", ".join(str(home.root) for home in homes)
+        places = ", ".join(str(home.root) for home in homes)
         raise Failure(
-            f"stage {stages} is missing: {'; '.join(reasons)}; no whole checkpoint of it is in {places}; export while "
-            "`agora-node join RUN` runs here, or name the data directories of those who held it with --dir DIR",
+            f"stage {', '.join(missing)} is missing: {'; '.join(reasons)}; no whole checkpoint of it is in {places}; "
+            "run this command while `agora-node join RUN` runs here, or name the data directories of those who held it "
+            "with --dir DIR",
             STALLED,
         )
     return tuple(files[stage] for stage in range(count))
 
 
 def steps_by_stage(sources: StageSources) -> list[dict[str, int]]:
-    """Returns for each stage {"stage": its number, "step": that of its weights}, as --json shows them."""
+    """Returns, for each stage, {"stage": its number, "step": the step of its weights}, as --json shows them."""
     return [{"stage": file.stage, "step": file.step} for file in sources.files]
 
 
 def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
-    """Returns the folder of the base model that `flag`, the environment or agora.toml names; None if none does.
+    """Returns the folder of the base model that `flag`, else the environment, else agora.toml names; None if none does.
 
-    agora.toml: that in the first of `directories`, or in the default data directory. A model of the Hub is fetched if
-    it is not on this machine. Raises SettingsError for wrong settings, BaseModelError if the model cannot be fetched.
+    agora.toml is read in the first of `directories`, or in the default data directory. A model of the Hub is fetched if
+    it is not on this machine, and where it is is printed; a folder is not checked. Raises SettingsError for wrong
+    settings, BaseModelError if the model cannot be fetched.
     """
     home = paths.home_at(next(iter(directories), None))
     flags = {"base_model": absolute_name(flag) if flag else None}
-    return with_base_model_place(
-        settings.load(home.root / "agora.toml", flags), lambda where: print_line(f"hub          {where}")
-    ).base_model_folder
+    return with_fetched_base_model(
+        settings.load(home.root / "agora.toml", flags), lambda where: print_to_stderr(f"hub          {where}")
+    ).named_base_model

@@ -31,16 +31,19 @@ Status = Mapping[str, Any]
 
 
 def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int:
-    """Prints the status once, or with `watch` every 2 s until Ctrl-C; returns the exit code of the last one.
+    """Prints a run's status once, or with `watch` every WATCH_S until Ctrl-C, as lines or a JSON object.
 
-    Raises Failure for `watch` together with `as_json`, and what `fetch` raises.
+    Returns the exit code for the health that was shown last. directory: the data directory, None for the default one.
+    With `watch`, a terminal is cleared before each status. Raises Failure for `watch` together with `as_json`, and what
+    `fetch` raises.
     """
     if watch and as_json:
         raise console.Failure(
             "--json prints one object and --watch shows many; leave one out, or call with --json again and again",
             console.USAGE,
         )
-    home, code = paths.home_at(directory), console.DONE
+    home = paths.home_at(directory)
+    code = console.DONE
     try:
         while True:
             status = fetch(run, home)
@@ -50,7 +53,7 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
             if as_json:
                 console.print_json(status)
             else:
-                console.print_text("\n".join(lines_of(status)))
+                console.print_to_stdout("\n".join(lines_of(status)))
             if not watch:
                 return code
             time.sleep(WATCH_S)
@@ -63,10 +66,12 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
 def fetch(run: str, home: paths.Home) -> Status:
     """Returns a run's status from a daemon of this machine; if none answers, from a peer over the network.
 
-    If no peer answers either, returns a status whose health is UNREACHABLE. run, errors: as for runs.resolve.
+    If no peer answers either, returns a status without stages and peers, with health UNREACHABLE and the reason. run:
+    as the user named it. home: the data directory in which the run, this machine's key and its ticket are looked up.
+    Raises what runs.resolve raises.
     """
     reference = runs.resolve(run, home)
-    for entry in paths.daemons():
+    for entry in paths.find_running_daemons():
         if reference.is_of(entry):
             with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
                 return control_client.ask(Path(entry.socket), "status")
@@ -77,8 +82,8 @@ def fetch(run: str, home: paths.Home) -> Status:
 
         try:
             identity, proof = _credentials(reference, home)
-            asker = light.Credentials(identity, proof) if identity is not None else None
-            return light.fetch_status(reference.addresses, RunId(reference.run), credentials=asker)
+            credentials = light.Credentials(identity, proof) if identity is not None else None
+            return light.fetch_status(reference.addresses, RunId(reference.run), credentials=credentials)
         except AgoraError as error:
             why, do = str(error), "ask for a newer invite, or check this machine's network"
             if isinstance(error, NotAdmitted):
@@ -97,19 +102,21 @@ def fetch(run: str, home: paths.Home) -> Status:
 
 
 def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identity | None, bytes]:
-    """Returns the key and the proof with which to ask a run's peers; (None, b"") to ask as a stranger.
+    """Returns the key and the proof (signed tickets) with which to ask a run's peers; (None, b"") to ask without a key.
 
-    A bearer ticket in the invite is used with a new key. Otherwise this machine's key and ticket are used, unless a
-    daemon of the same data directory runs: two programs with one key would disturb each other's connections.
+    A bearer ticket in the invite is used with a new key. Otherwise this machine's key is used, with the invite's ticket
+    or the stored one. No key is used if this machine has none, or if a daemon of the same data directory runs: two
+    programs with one key would disturb each other's connections.
     """
     from agora_protocol.identity import Identity
     from agora_protocol.tickets import InviteTicket
 
-    run, ticket = RunId(reference.run), InviteTicket.parse(reference.ticket) if reference.ticket else None
+    run = RunId(reference.run)
+    ticket = InviteTicket.parse(reference.ticket) if reference.ticket else None
     if ticket is not None and ticket.secret:
         fresh = Identity.generate()
         return fresh, ticket.proof_for(fresh.peer, run)
-    is_used = any(Path(entry.root).resolve() == home.root.resolve() for entry in paths.daemons())
+    is_used = any(Path(entry.root).resolve() == home.root.resolve() for entry in paths.find_running_daemons())
     if is_used or not home.identity.exists():
         return None, b""
     own = Identity.load(home.identity)
@@ -117,7 +124,10 @@ def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identi
 
 
 def lines_of(status: Status) -> list[str]:
-    """Returns a status as lines for people: the run, tables of stages and peers, notes, and the run's health."""
+    """Returns a status as lines for people: the run, tables of stages and peers, the peers' notes, the run's health.
+
+    Unprintable characters are replaced, since peers wrote some of the texts.
+    """
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
     lines = [f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
@@ -136,7 +146,7 @@ def lines_of(status: Status) -> list[str]:
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:
-    """Returns the line about the present epoch: samples seen, repeated and missed, and which peer reported that."""
+    """Returns the line about the first epoch that is not complete: samples seen, repeated, missed, and who says so."""
     return (
         f"samples epoch {samples['epoch']}: {samples['seen']:,} seen, {samples['repeated']:,} repeated, "
         f"{samples['missed']:,} missed, as {samples['told_by']} knew at step {samples['step']}"
@@ -144,15 +154,18 @@ def _samples_line(samples: Mapping[str, Any]) -> str:
 
 
 def _stage_cells(row: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of a stage's row, in the order of STAGE_COLUMNS; "-" for what is not known yet."""
+    """Returns the cells of a stage's row, in the order of STAGE_COLUMNS; "-" for what is not known yet.
+
+    row: the stage's entry in the status. A number of replicas that is an estimate begins with "~".
+    """
     is_counted = row.get("replicas_known", row["replicas"]) == row["replicas"]  # otherwise an estimate
-    held, share, age = (row.get(key) for key in ("tokens_per_step", "share_counted", "staleness"))
+    held, counted, age = (row.get(key) for key in ("tokens_per_step", "share_counted", "staleness"))
     return [
         str(row["stage"]),
         f"{'' if is_counted else '~'}{row['replicas']}",
         str(row["step"]),
         f"{held:,.0f} of {row['target_tokens']:,}" if held is not None else "-",
-        f"{100 * share:.1f} %" if share is not None else "-",
+        f"{100 * counted:.1f} %" if counted is not None else "-",
         f"{age:.2f}" if age is not None else "-",
         f"{row['tokens_per_second']:.0f}",
         row.get("waits_for") or "-",
@@ -160,15 +173,24 @@ def _stage_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _peer_cells(peer: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of a peer's row, in the order of PEER_COLUMNS."""
-    stages = "-".join(str(stage) for stage in dict.fromkeys(peer["span"]))
-    step, rate = "-" if peer["step"] is None else str(peer["step"]), f"{peer['tokens_per_second']:.0f}"
-    beginning = [f"...{peer['peer'][-6:]}", peer["name"], stages, peer["state"]]
-    return [*beginning, step, rate, peer["path"], f"{peer['seen_seconds']:.0f} s"]
+    """Returns the cells of a peer's row, in the order of PEER_COLUMNS.
+
+    peer: its entry in the status. Its id is cut to the last six characters; an unknown step is "-".
+    """
+    return [
+        f"...{peer['peer'][-6:]}",
+        peer["name"],
+        "-".join(str(stage) for stage in dict.fromkeys(peer["span"])),
+        peer["state"],
+        "-" if peer["step"] is None else str(peer["step"]),
+        f"{peer['tokens_per_second']:.0f}",
+        peer["path"],
+        f"{peer['seen_seconds']:.0f} s",
+    ]
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns the header `columns` and the rows as lines, every column padded to its widest cell."""
+    """Returns a table as lines: the header `columns`, then the rows; every column is padded to its widest cell."""
     cells = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from agora_protocol.errors import AgoraError
 
-from agora.cli.console import Failure, print_line
+from agora.cli.console import Failure, print_to_stderr
 from agora.cli.export import exported_tensors
 from agora.cli.stage_sources import StageSources, find_stages
 from agora.data.tokenizer import Tokenizer, open_tokenizer
@@ -32,25 +32,32 @@ MAX_TOKENS: Final = 240
 
 
 def begin_loading() -> None:
-    """Starts a thread that imports what sampling needs, mainly torch, which takes seconds; does not wait for it."""
+    """Starts a daemon thread that imports the modules needed for sampling, mainly torch; does not wait for it.
+
+    The import takes seconds.
+    """
     Thread(target=import_module, args=("agora.model.generation",), daemon=True).start()
 
 
 def try_sample(manifest: Path, seed: int, base_model: Path | None = None) -> list[str]:
-    """Returns up to LINES lines of text written by the model whose checkpoints are next to the file `manifest`.
+    """Returns up to LINES lines of text sampled from the model whose checkpoints are next to the file `manifest`.
 
-    base_model: as for load_model. If that is impossible, prints why and returns [].
+    Takes the moving averages of the weights. base_model: as for load_model. If sampling is impossible, prints why and
+    returns [].
     """
     try:
         sources = find_stages(str(manifest), [manifest.parent], average=True, ask_daemons=False)
         return sample_lines(sources, seed, base_model)
     except (AgoraError, Failure, OSError, RuntimeError) as error:  # RuntimeError is torch's
-        print_line(f"the model's text cannot be shown: {error}")
+        print_to_stderr(f"the model's text cannot be shown: {error}")
         return []
 
 
 class WholeModel(NamedTuple):
-    """The model of a run as one stage, with its tokenizer. context: the most tokens that it attends to. Immutable."""
+    """The whole model of a run, loaded as one stage over all layers, with its tokenizer.
+
+    context: maximum number of tokens that the model attends to.
+    """
 
     stage: Stage
     tokenizer: Tokenizer
@@ -58,10 +65,11 @@ class WholeModel(NamedTuple):
 
 
 def load_model(sources: StageSources, base_model: Path | None = None) -> WholeModel:
-    """Returns the run's model as one stage over all layers, with its tokenizer; sets torch to one thread.
+    """Checks and loads the weights in `sources` as one model over all layers, for sampling, with its tokenizer.
 
-    base_model: the folder of the base model, which runs that train LoRA need: `sources` has only their LoRA matrices.
-    Raises Failure without it, ExportError for damaged weights, and what open_tokenizer and Family.load_stage raise.
+    Sets torch to one thread for the whole process. base_model: the folder of the base model, needed for a run that
+    trains LoRA, of which `sources` has only the LoRA matrices. Raises Failure if it is needed and None, ExportError for
+    damaged weights, and what open_tokenizer and Family.load_stage raise.
     """
     import torch
 
@@ -85,7 +93,7 @@ def load_model(sources: StageSources, base_model: Path | None = None) -> WholeMo
 
 
 def sample_lines(sources: StageSources, seed: int, base_model: Path | None = None) -> list[str]:
-    """Returns up to LINES lines, none blank, that the model writes at the beginning of a document.
+    """Loads the model, and returns up to LINES lines, none blank, that it writes at the beginning of a document.
 
     Lines are cut to LINE_CHARACTERS. At most MAX_TOKENS tokens are sampled, which may hold fewer lines. The same
     sources and seed give the same lines. Raises what load_model raises.
@@ -105,28 +113,37 @@ def sample_lines(sources: StageSources, seed: int, base_model: Path | None = Non
 
 
 def printable_lines(text: str) -> Iterator[str]:
-    """Yields the lines of `text` that are not blank, cut to LINE_CHARACTERS, with "?" for unprintable characters."""
+    """Yields the lines of `text`, each cut to LINE_CHARACTERS, with "?" for unprintable characters and tabs expanded.
+
+    Removes spaces at the end. Skips lines that are then empty or only spaces and "?".
+    """
     for line in text.splitlines():
         shown = "".join(letter if letter.isprintable() else "?" for letter in line.expandtabs(4))
-        if shown.strip(" ?"):
-            yield shown[:LINE_CHARACTERS].rstrip()
+        cut = shown[:LINE_CHARACTERS].rstrip()
+        if cut.strip(" ?"):
+            yield cut
 
 
 def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) -> list[str]:
-    """Returns the lines that a demo prints about its model: the sampled lines, and the command that exports it.
+    """Returns the lines that a demo prints about its model: `sample` under a heading, and the command to export it.
 
-    directory: that of --dir, None when nothing of the run is kept.
+    sample: lines that the model wrote; if empty, the heading is left out. steps: how many were trained. directory: that
+    of --dir, None when nothing of the run is kept.
     """
     heading = f"text          what the model writes after {steps} steps; spelling comes first, sense much later:"
     file = "demo/run.toml" if directory is None else str(directory.expanduser().absolute() / "run.toml")
-    command = _command("export", file, "--out", "model")
+    command = _swarm_command("export", file, "--out", "model")
     if directory is None:
         command = f"{command}  # after a demo with --dir demo; this one is not kept"
     return [*([heading] if sample else []), *(f"              | {line}" for line in sample), f"export        {command}"]
 
 
-def _command(*arguments: str) -> str:
-    """Returns a shell command line `swarm ARGUMENTS`, with the path by which this process was started."""
+def _swarm_command(*arguments: str) -> str:
+    """Returns a shell command line, quoted, that runs `swarm` with these arguments.
+
+    It begins with the full path of `swarm` if this process was started as that program, otherwise with the path of the
+    Python interpreter and `-m agora.cli.main_swarm`.
+    """
     program = Path(sys.argv[0]).absolute()
     words = [str(program)] if program.name == "swarm" else [sys.executable, "-m", "agora.cli.main_swarm"]
     return shlex.join([*words, *arguments])

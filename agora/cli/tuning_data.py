@@ -24,10 +24,11 @@ ROWS_OF_A_PAIR: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """A data file, and the counts of its samples and tokens for training. Immutable.
+    """A data file to train on, and the counts of its samples and tokens.
 
-    path: absolute. columns: pairs of a column's name in the format and its name in the file. found: counted with rows
-    of context + 1 tokens, of which all but the first are targets.
+    path: absolute. format: the name of the recognised format. columns: pairs of a column's name in the format and its
+    name in the file, as --columns gives them. found: the counts, for rows of context + 1 tokens, of which all but the
+    first are targets.
     """
 
     path: Path
@@ -37,31 +38,31 @@ class TrainingData:
 
     @property
     def objective(self) -> Objective:
-        """The training objective for which the file was counted."""
+        """The training objective with which the file was counted: the one given, or the format's usual one."""
         return self.found.objective
 
     @property
-    def trainable(self) -> int:
-        """Number of samples that have a supervised token within the context."""
+    def trainable_samples(self) -> int:
+        """The number of samples with a supervised token within the context; a preference needs one on both sides."""
         return self.found.samples - self.found.left_out
 
     @property
     def rows(self) -> int:
-        """Number of rows that hold all samples once: packed sequences, or two rows for each preference."""
-        return ROWS_OF_A_PAIR * self.trainable if self.found.rows is None else self.found.rows
+        """The number of rows that hold all trainable samples once: packed sequences, or two for each preference."""
+        return ROWS_OF_A_PAIR * self.trainable_samples if self.found.rows is None else self.found.rows
 
     def summary_lines(self, context: int) -> list[str]:
         """Returns the counts as lines for people: format, rows, and what was truncated or left out, if anything was.
 
-        context: tokens of a row.
+        context: the number of tokens of a row.
         """
         found = self.found
-        share = 100 * found.supervised / found.tokens
+        supervised = 100 * found.supervised / found.tokens
         packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
         lines = [
             f"data         {self.format}, {found.samples:,} samples, objective {self.objective}",
             f"rows         {self.rows:,} of {context:,} tokens{packing}; "
-            f"{share:.1f} % of {found.tokens:,} tokens are supervised",
+            f"{supervised:.1f} % of {found.tokens:,} tokens are supervised",
         ]
         if self.objective != "lm" and found.truncated_samples:
             lines.append(f"truncated    {found.truncated_samples:,} samples, {found.truncated_tokens:,} tokens")
@@ -71,7 +72,10 @@ class TrainingData:
 
 
 def check_objective(text: str | None) -> Objective | None:
-    """Returns the objective that --objective names, None if it was not given. Raises Failure for an unknown one."""
+    """Returns the objective that `text`, the value of --objective, names; None if it was not given.
+
+    Raises Failure for an unknown one.
+    """
     if text is None:
         return None
     for objective in OBJECTIVES:
@@ -83,20 +87,20 @@ def check_objective(text: str | None) -> Objective | None:
 def read_training_data(
     path: Path, base_model: Path, columns: str | None, objective: Objective | None, context: int
 ) -> TrainingData:
-    """Reads the whole file once, and counts its samples and tokens for training with the tokenizer in `base_model`.
+    """Reads the whole data file once, and counts its samples and tokens by the tokenizer in the folder `base_model`.
 
     columns: the value of --columns. objective: None for the format's usual one. context: number of targets of a row.
-    Raises InputError for malformed columns, DataError if the file is wrong, DiskError if it cannot be read, Failure if
-    nothing in it can be learnt.
+    Shows the progress. Raises InputError for malformed columns, DataError if the file is wrong, DiskError if it cannot
+    be read, Failure if nothing in it can be learnt or, for lm, if a run cannot read it as a corpus.
     """
     mapped = parse_columns(columns) if columns else {}
     file = open_samples(path.expanduser().absolute(), mapped, objective)
     is_lm = file.objective == "lm"
     if is_lm:
-        _refuse_unreadable_corpus(file)
+        _require_readable_corpus(file)
     tokenizer = open_model_tokenizer(base_model, datetime.now())
     with ProgressDisplay(f"reading {path}") as display:
-        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, learn_all=is_lm)
+        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, supervise_all=is_lm)
         found = survey(
             samples, file.objective, context, 0, lambda count: display.show(count, f"{count:,} samples read")
         )
@@ -109,8 +113,11 @@ def read_training_data(
     return data
 
 
-def _refuse_unreadable_corpus(file: SampleFile) -> None:
-    """Raises Failure unless a run can read the file as a corpus: with a known suffix and the only column `text`."""
+def _require_readable_corpus(file: SampleFile) -> None:
+    """Raises Failure unless a run can read the file as a corpus, a plain text to learn whole.
+
+    It must be a file, not a folder, with a suffix in READERS, and the only column used must be `text`.
+    """
     if file.path.is_dir() or file.path.suffix not in READERS:
         known = " or ".join(", ".join(READERS).rsplit(", ", 1))
         raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", USAGE)

@@ -22,7 +22,7 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.manifest import HfSection, Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.cli.console import USAGE, Failure, print_line
+from agora.cli.console import USAGE, Failure, print_to_stderr
 from agora.cli.tuning_data import TrainingData, check_objective, read_training_data
 from agora.data.record_formats import Objective
 
@@ -48,9 +48,11 @@ TOKENIZER: Final = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class TuningChoice:
-    """The chosen data, objective and trained parameters; None for what was not chosen. Immutable.
+    """The flags of `swarm new` about training a base model; None for one that was not given.
 
-    columns: such as "prompt=question,completion=answer". epochs: how often the data is seen.
+    data: the data file. objective: "lm", "sft" or "dpo". columns: such as "prompt=question,completion=answer". trained:
+    which parameters, one of TRAINED. frozen_as: how LoRA keeps the base model's weights, one of FROZEN_AS. epochs: how
+    often the data is seen.
     """
 
     data: Path | None = None
@@ -63,45 +65,51 @@ class TuningChoice:
 
 @dataclass(frozen=True, slots=True)
 class TuningManifest:
-    """A manifest, and the counts of the data file that it names, None if it names none. Immutable."""
+    """A new manifest for a base model, and what it was made from.
+
+    data: the data file with its counts; None without one. epochs: how often the manifest's steps see the data.
+    """
 
     manifest: Manifest
     data: TrainingData | None
     epochs: float
 
     def summary_lines(self) -> list[str]:
-        """Returns lines for people: the data that the run learns from, and its number of steps; [] without data."""
+        """Returns lines for people: the counts of the data, the number of steps, the learning rate; [] without data."""
         if self.data is None:
             return []
-        optimizer, model = self.manifest.optimizer, self.manifest.model
+        optimizer = self.manifest.optimizer
         times = "once" if self.epochs == 1 else f"{self.epochs:g} times"
         held = f"{optimizer.target_tokens:,} {'supervised tokens' if self.data.objective == 'sft' else 'tokens'}"
         return [
-            *self.data.summary_lines(model.context),
+            *self.data.summary_lines(self.manifest.model.context),
             f"steps        {optimizer.total_steps:,} of {held}, which see the data {times}; "
             f"learning rate {optimizer.learning_rate:g}",
         ]
 
 
 def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> TuningManifest:
-    """Returns a manifest, named `name`, that trains the Hugging Face model in `folder` as chosen.
+    """Returns a new manifest, named `name`, of a run that trains the Hugging Face model in `folder` as chosen.
 
-    Reads the weights files once, for their hashes, and the data file once. Raises Failure without a tokenizer in the
-    folder and for choices that do not fit together, BaseModelError for missing or unreadable files, ManifestError for a
-    config that cannot be trained, TuningMissing without transformers, DataError if the data file is wrong.
+    What was not chosen has default values, which depend on the model and the data, see the module's table. Reads the
+    weights files once, for their hashes, and the data file, and shows the progress of both. Raises Failure without a
+    tokenizer in the folder and for choices that do not fit together, BaseModelError for missing or unreadable files,
+    ManifestError for a config that cannot be trained, TuningMissing without transformers, and what read_training_data
+    raises.
     """
     from agora.model.hf_family import HfFamily
 
     folder = folder.expanduser().absolute()
-    asked = check_choice(choice)
+    chosen_objective = check_choice(choice)
     config, sizes = _read_model_config(folder)
     context = min(CONTEXT, sizes.positions)
     data = None
     if choice.data is not None:
-        data = read_training_data(choice.data, folder, choice.columns, asked, context)
+        data = read_training_data(choice.data, folder, choice.columns, chosen_objective, context)
         context = fitting_context(data, context)
     objective = data.objective if data is not None else "lm"
-    trained, epochs = choose_parameters(choice, objective), choice.epochs or 1.0
+    trained = choose_parameters(choice, objective)
+    epochs = choice.epochs or 1.0
     values: dict[str, Any] = {
         "name": name,
         "model": {"family": "hf", "config": config, "context": context, **_hash_weights(folder)},
@@ -125,7 +133,11 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
 
 
 def check_choice(choice: TuningChoice) -> Objective | None:
-    """Returns the chosen objective, None if none was. Raises Failure for choices that are wrong or do not fit."""
+    """Checks the flags in `choice`, and returns the chosen objective; None if none was chosen.
+
+    Raises Failure for an unknown value of a flag, and for sft, dpo, --columns and --epochs without a data file.
+    choose_parameters checks the rest.
+    """
     objective = check_objective(choice.objective)
     for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
         if value is not None and value not in known:
@@ -140,7 +152,7 @@ def check_choice(choice: TuningChoice) -> Objective | None:
 
 
 def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
-    """Returns which parameters are trained, "all" or "lora"; by default "all" for lm, else "lora".
+    """Returns which parameters are trained, "all" or "lora": the chosen ones, or by default "all" for lm, else "lora".
 
     Raises Failure for "all" with dpo or with --frozen-as.
     """
@@ -153,9 +165,10 @@ def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
 
 
 def fitting_context(data: TrainingData, context: int) -> int:
-    """Returns the context for the data, at most `context`: for dpo, that of the longest sample in whole CONTEXT_BLOCKs.
+    """Returns the context, in tokens, to train with: `context`, or for dpo the longest sample's length if that is less.
 
-    A row of dpo holds one answer, and its padding costs computation. Rows of other objectives are packed full.
+    That length is rounded up to a multiple of CONTEXT_BLOCK. A row of dpo holds one answer, and its padding costs
+    computation; rows of other objectives are packed full.
     """
     if data.objective != "dpo":
         return context
@@ -163,9 +176,10 @@ def fitting_context(data: TrainingData, context: int) -> int:
 
 
 def optimizer_values(trained: str, objective: Objective, context: int) -> dict[str, Any]:
-    """Returns the fields of [optimizer] that do not depend on the data file, by name.
+    """Returns the manifest's fields of [optimizer], by name, that hold without counts of a data file.
 
-    Adapters keep no moving average: they learn for a few hundred steps, in which an average would lag behind.
+    These are weight_decay, learning_rate and target_tokens; and average_decay 0, no moving average, for LoRA, sft and
+    dpo: such runs learn for a few hundred steps, in which an average would lag behind.
     """
     rows = max(TARGET_TOKENS // (MICROBATCH * context), 1) * MICROBATCH if objective == "lm" else ROWS_OF_A_STEP
     values = {"weight_decay": 0.0, "learning_rate": FULL_RATE, "target_tokens": rows * context}
@@ -179,8 +193,10 @@ def optimizer_values(trained: str, objective: Objective, context: int) -> dict[s
 def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, Any]:
     """Returns target_tokens, total_steps and warmup_steps of [optimizer], so that steps see the data `epochs` times.
 
-    A step has about ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP if otherwise there were fewer than
-    MANY_STEPS steps; of text it has TARGET_TOKENS tokens. A row of sft counts as the mean number of supervised tokens.
+    Data that is held out is left out. A step has about ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP if
+    otherwise there were fewer than MANY_STEPS steps; of plain text it has about TARGET_TOKENS tokens. A row counts as
+    `context` tokens, for sft as the mean number of its supervised tokens. The warm-up is WARMUP_SHARE of the steps, at
+    most MAX_WARMUP_STEPS and fewer than all.
     """
     trained_rows = data.rows * (1.0 - heldout_share(data)) * epochs
     if data.objective == "lm":
@@ -195,17 +211,21 @@ def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, An
 
 
 def heldout_share(data: TrainingData) -> float:
-    """Returns the share of the data to hold out, 0 to 1: MIN_HELDOUT of text, about HELDOUT_SAMPLES of samples."""
+    """Returns the fraction, from 0 to 1, of the data to hold out for evaluation: MIN_HELDOUT for lm.
+
+    Otherwise HELDOUT_SAMPLES / number of trainable samples, at least MIN_HELDOUT and at most MAX_HELDOUT, rounded to
+    three decimals.
+    """
     if data.objective == "lm":
         return MIN_HELDOUT
-    return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.trainable)), 3)
+    return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.trainable_samples)), 3)
 
 
 def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
-    """Returns the text of the folder's config.json, and the sizes in it.
+    """Returns the text of config.json in `folder`, and the model's sizes that it states.
 
-    Raises BaseModelError if it cannot be read, ManifestError if it cannot be trained, Failure if the folder has no
-    tokenizer.
+    Raises BaseModelError if config.json cannot be read, ManifestError if such a model cannot be trained, Failure if the
+    folder has no TOKENIZER file.
     """
     from agora.model.base_model import read_config
 
@@ -223,21 +243,25 @@ def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
 
 
 def _hash_weights(folder: Path) -> dict[str, Any]:
-    """Returns the fields of [model] about the weights: each file's name and SHA-256, and the tensor list's hash.
+    """Returns the manifest's fields of [model] about the weights in `folder`: "weights" and "tensors_hash".
 
-    Reads all weights files, which it says in a line. Raises BaseModelError for missing or unreadable files.
+    These are the name and SHA-256 of each file, and the hash of the list of tensors. Prints how many files there are,
+    then reads all of them. Raises BaseModelError for missing or unreadable files.
     """
     from agora.model.base_model import file_hash, tensor_list_hash, weight_files
 
     names = weight_files(folder)
     size = sum((folder / file).stat().st_size for file in names)
-    print_line(f"reading {len(names)} weights files of {size / 1e6:,.1f} MB, for their hashes")
+    print_to_stderr(f"reading {len(names)} weights files of {size / 1e6:,.1f} MB, for their hashes")
     weights = tuple((file, file_hash(folder / file)) for file in names)
     return {"weights": weights, "tensors_hash": tensor_list_hash(folder, names)}
 
 
 def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
-    """Returns the fields of [data] about the file: a corpus for lm, otherwise samples with columns and hashes."""
+    """Returns the manifest's fields of [data] about the data file: for lm "corpus", the file's path.
+
+    Otherwise "samples", the path, with "columns", "heldout" and the hashes of `_data_hashes`. folder: the base model's.
+    """
     if data.objective == "lm":
         return {"corpus": (str(data.path),)}
     return {
@@ -249,7 +273,10 @@ def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
 
 
 def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
-    """Returns the fields samples_hash and tokenizer_hash: SHA-256 of the samples, and of tokenizer with template."""
+    """Returns the fields samples_hash and tokenizer_hash, for the file `samples` and the tokenizer in `base_model`.
+
+    samples_hash is the SHA-256 of the samples; tokenizer_hash that of the tokenizer and its chat template.
+    """
     from agora.data.data_hashes import hash_samples, hash_tokenizer
     from agora.data.model_tokenizer import open_training_tokenizer
 

@@ -16,20 +16,28 @@ SAMPLE_COUNTS: Final = ("seen", "repeated", "missed")
 
 @dataclass
 class MetricSums:
-    """Sums of the metrics of several microbatches. sums: as in MicrobatchCompleted; empty before the first."""
+    """The metrics of several microbatches, summed. tokens: of these microbatches.
+
+    sums: one for each metric of the objective, over tokens, as in MicrobatchCompleted; empty before the first.
+    """
 
     tokens: int = 0
     sums: list[float] = field(default_factory=list)
 
     def add(self, metrics: Sequence[float], tokens: int) -> None:
-        """Adds one microbatch's metric sums and its number of tokens."""
+        """Adds one microbatch's metric sums and its tokens. Raises ValueError for another number of sums."""
         self.tokens += tokens
-        self.sums = [mine + more for mine, more in zip(self.sums or [0.0] * len(metrics), metrics, strict=False)]
+        self.sums = [total + more for total, more in zip(self.sums or [0.0] * len(metrics), metrics, strict=True)]
 
 
 @dataclass
 class TuningTotals:
-    """Adds up the lines of all journals that are about tuning. step_tokens: the target tokens of a step."""
+    """The totals of what all journals of a demo say about tuning: metrics of steps, and counts of samples.
+
+    objective: the manifest's objective.kind. step_tokens: the target tokens of a step. samples: the counts of the
+    origin that has seen the most samples. steps: the summed metrics of training microbatches, one entry for each
+    `step_tokens` tokens, the last may have fewer. evaluated: the summed metrics of evaluation microbatches.
+    """
 
     objective: str
     trainable_parameters: int
@@ -39,7 +47,11 @@ class TuningTotals:
     evaluated: MetricSums = field(default_factory=MetricSums)
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Adds one line, as its JSON fields, of any peer's journal; ignores lines of other events."""
+        """Adds one line, given as its JSON fields, of any peer's journal: a MicrobatchCompleted or a SamplesCounted.
+
+        Ignores other events, and a MicrobatchCompleted without metrics. The counts of a SamplesCounted replace the
+        present ones if its origin has seen as many samples or more.
+        """
         if fields.get("event") == "SamplesCounted":
             if fields["seen"] >= self.samples["seen"]:  # every origin counts all samples, as far as it knows of them
                 self.samples = {name: int(fields[name]) for name in SAMPLE_COUNTS}
@@ -48,7 +60,10 @@ class TuningTotals:
             self._add_metrics(metrics, int(fields.get("tokens", 0)), is_training=is_training)
 
     def _add_metrics(self, metrics: Sequence[float], tokens: int, *, is_training: bool) -> None:
-        """Adds the sums of one microbatch to those of its step or, if not `is_training`, to those of the evaluation."""
+        """Adds the metric sums of one microbatch to the last entry of `steps` or, if not `is_training`, to `evaluated`.
+
+        If the last entry has `step_tokens` tokens already, appends a new entry first.
+        """
         if not is_training:
             self.evaluated.add(metrics, tokens)
             return
@@ -57,7 +72,12 @@ class TuningTotals:
         self.steps[-1].add(metrics, tokens)
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the last whole step's mean metrics by name; as "first" those of the first, as "eval" held-out."""
+        """Returns the mean metrics of the last whole step by name, and with "first" and "eval" two more such dicts.
+
+        "first" has the means of the first whole step, "eval" those of the evaluation microbatches; either is {} without
+        any metrics. Without a whole step, the partial step counts as first and last. Means are rounded to four
+        decimals.
+        """
         whole = [step for step in self.steps if step.tokens >= self.step_tokens] or self.steps
         last, first, evaluated = (
             {name: round(value, 4) for name, value in named_means(self.objective, part.sums, part.tokens).items()}

@@ -22,15 +22,16 @@ EACH_BYTE: Final = 0x0101010101010101
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Packs levels below 2^bits without gaps: uint8 [n] to uint8 [packed_bytes(n, bits)].
+    """Packs levels of `bits` bits, 2 to 8, without gaps: uint8 [n] to a new tensor, uint8 [packed_bytes(n, bits)].
 
-    levels: the only content of their storage, which is read in words of eight bytes. At 8 bits they are returned as is.
+    At 8 bits, returns `levels` itself. levels: each below 2^bits (higher bits are dropped); contiguous, and alone in
+    their storage, which is read in words of eight bytes.
     """
     if bits == 8:
         return levels
     packed = torch.empty(packed_bytes(len(levels), bits), dtype=torch.uint8, device=levels.device)
-    for lowest_bit, width, place in _level_parts(len(levels), bits):
-        target = packed[place]
+    for lowest_bit, width, byte_slice in _level_parts(len(levels), bits):
+        target = packed[byte_slice]
         rows = _as_words(_pad_columns(levels, len(target) * 8 // width).view(-1, len(target)))
         parts = (rows >> lowest_bit).bitwise_and_(EACH_BYTE * ((1 << width) - 1))
         parts.bitwise_left_shift_(_part_shifts(width, levels.device))
@@ -39,12 +40,15 @@ def pack(levels: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Unpacks the bytes that `pack` has made of `count` levels: returns the levels, uint8 [count]."""
+    """Unpacks the bytes that `pack` has made of `count` levels of `bits` bits, and returns the levels, uint8 [count].
+
+    At 8 bits, returns `packed` itself. The size of `packed` is not checked.
+    """
     if bits == 8:
         return packed
     levels = torch.zeros((), dtype=torch.uint8, device=packed.device)
-    for lowest_bit, width, place in _level_parts(count, bits):
-        source = packed[place]
+    for lowest_bit, width, byte_slice in _level_parts(count, bits):
+        source = packed[byte_slice]
         parts = _as_words(source.clone()) >> _part_shifts(width, packed.device)
         rows = parts.bitwise_and_(EACH_BYTE * ((1 << width) - 1)).bitwise_left_shift_(lowest_bit).view(torch.uint8)
         levels = levels | rows[:, : len(source)].reshape(-1)[:count]
@@ -52,16 +56,23 @@ def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
-    """Yields for each part of a level (lowest bit, width in bits, slice of the packed bytes that has these parts)."""
+    """Yields (lowest bit, width in bits, slice of the packed bytes) for each of the parts into which levels are cut.
+
+    The slice has the same part of all levels. count: the number of levels. bits: the bits of a level.
+    """
     lowest_bit, begin = 0, 0
     for width in part_widths(bits):
         size = packed_bytes(count, width)
         yield lowest_bit, width, slice(begin, begin + size)
-        lowest_bit, begin = lowest_bit + width, begin + size
+        lowest_bit += width
+        begin += size
 
 
 def _as_words(rows: Tensor) -> Tensor:
-    """Returns bytes [..., n] as int64 words of 8 bytes, [..., ceil(n / 8)]; each row is padded with zeros."""
+    """Returns bytes [..., n] as int64 words of 8 bytes, [..., ceil(n / 8)]; each row is padded with zeros.
+
+    The result shares the memory of `rows` if n is a multiple of 8.
+    """
     return _pad_columns(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
 
 
@@ -73,5 +84,8 @@ def _pad_columns(rows: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _part_shifts(width: int, device: torch.device) -> Tensor:
-    """Returns the bit offset of each part within its byte: 0, width, 2 * width, ..., int64 [8 / width, 1]."""
+    """Returns the bit offsets within a byte of the parts of `width` bits that share it: int64 [8 / width, 1].
+
+    They are 0, width, 2 * width ... The tensor is cached and shared: callers must not change it.
+    """
     return torch.arange(0, 8, width, device=device).unsqueeze(1)

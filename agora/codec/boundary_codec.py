@@ -24,14 +24,15 @@ COLUMN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 
 
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
-    """Returns the dither key for the gradient of the boundary that enters `stage`, for one microbatch."""
+    """Returns the dither key for the gradient of the boundary that enters `stage`. microbatch: its id's bytes."""
     return f"gradient {stage} {microbatch.hex()}"
 
 
 class BoundaryCodec:
     """Encodes and decodes boundaries and their gradients as the manifest's boundary.codec says. Any thread may use it.
 
-    name: such as "int8", "int6/int4h" or "top64:bf16". seed: the run's. Raises ManifestError for an unknown name.
+    name: such as "int8", "int6/int4h" (boundaries in 6 bits, gradients rotated and in 4 bits) or "top64:bf16" (only the
+    64 strongest columns, as bf16). seed: the run's. Raises ManifestError for an unknown name.
     """
 
     def __init__(self, name: str, seed: int = 0) -> None:
@@ -44,11 +45,13 @@ class BoundaryCodec:
     ) -> WireTensor:
         """Encodes a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
 
-        key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. float32 and bf16
-        ignore it; their result may share the memory of `tensor`, which must not change before it is sent. boundary: for
-        a gradient, the decoded boundary that it belongs to: a codec that sends only some columns then sends the
-        gradients of the columns that had been sent. None: it sends the columns with the largest sums of squares in
-        `tensor`.
+        direction: chooses the codec. key: of the dither (see gradient_dither_key), the same as for `decode`; None
+        rounds to nearest. float32 and bf16 ignore it; their result may share the memory of `tensor`, which must not
+        change before it is sent. Values that are not finite do not raise; see `decode`.
+
+        boundary: for a gradient, the decoded boundary that it belongs to: a codec that sends only some columns then
+        sends the gradients of the columns that had been sent. None: it sends the columns with the largest sums of
+        squares in `tensor`.
         """
         codec = self._spec.of_direction(direction)
         if not self._spec.columns:
@@ -69,11 +72,13 @@ class BoundaryCodec:
     ) -> Tensor:
         """Decodes a wire tensor to float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
 
-        Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape` (before anything is
+        direction, key: those given to `encode`. The result may share the bytes of `wire` for float32 on the CPU. Raises
+        ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape` (before anything is
         allocated), for a scale out of range, and for wrong column numbers. Quantised values are always finite; values
         of float32 and bf16 must be checked with is_all_finite.
         """
-        codec, expected = self._spec.of_direction(direction), self._spec.wire_format(shape, direction)
+        codec = self._spec.of_direction(direction)
+        expected = self._spec.wire_format(shape, direction)
         if (wire.dtype, wire.shape) != expected:
             name = f"top{self._spec.columns}:{codec.name}" if self._spec.columns else codec.name
             raise ProtocolError(
@@ -90,7 +95,10 @@ class BoundaryCodec:
         return tensor
 
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        """Encodes all columns of a tensor [b, s, columns] as `codec` says: uncompressed, or (rotated and) quantised."""
+        """Encodes all columns of a tensor [b, s, columns] as `codec` says: uncompressed, or (rotated and) quantised.
+
+        key: of the dither; None rounds to nearest. Uncompressed values get no dither.
+        """
         if not codec.bits:
             return encode_uncompressed(tensor, codec.name)
         b, s, k = tensor.shape
@@ -103,9 +111,10 @@ class BoundaryCodec:
     def _decode_values(
         self, codec: DirectionCodec, wire: WireTensor, shape: Shape, key: str | None, device: torch.device | str
     ) -> Tensor:
-        """Decodes what _encode_values has made of a tensor [b, s, k] = `shape`, with its dither `key`, on `device`.
+        """Decodes what _encode_values has made of a tensor [b, s, k] = `shape`, to float32 on `device`.
 
-        Raises ProtocolError for a scale out of range.
+        key: the one given to _encode_values. Raises ProtocolError for a scale out of range, and for an uncompressed
+        tensor of another dtype or shape.
         """
         if not codec.bits:
             return decode_uncompressed(wire, codec.name, device, shape=shape)
@@ -126,16 +135,17 @@ class BoundaryCodec:
 
 
 def strongest_columns(tensor: Tensor, count: int) -> Tensor:
-    """Returns the indices, int64 [count], ascending, of the columns of [b, s, k] with the largest sums of squares.
+    """Returns the indices, int64 [count], of the `count` columns of [b, s, k] with the largest sums of squares.
 
-    A decoded boundary has zeros in every column that was not sent, so its strongest columns are those that were sent.
+    The indices ascend. count: at most k. A decoded boundary has zeros in every column that was not sent, so its
+    strongest columns are the ones that were sent.
     """
     energies = tensor.detach().to(torch.float32).flatten(0, 1).square().sum(dim=0)
     return energies.topk(count).indices.sort().values
 
 
 def unpack_columns(data: memoryview, count: int, k: int) -> tuple[Tensor, memoryview]:
-    """Splits wire data into the column numbers at its beginning, int64 [count], and the rest, the encoded values.
+    """Returns the `count` column numbers at the beginning of wire data, int64 [count], and a view of the rest.
 
     Raises ProtocolError "bad-tensor" when the numbers do not ascend or one is not below the boundary's width `k`.
     """

@@ -1,6 +1,6 @@
 """Quantises rows of values to bytes and back: a block of BOUNDARY_BLOCK values shares a bf16 scale, a value is a level.
 
-A level stands for the middle of its interval; no level stands for zero: at 4 bits that lowers the mean squared error by
+A level represents the middle of its interval; no level represents zero: at 4 bits that lowers the mean squared error by
 a fifth. Subtractive dither (L. Roberts, 1962): the same pseudo-random fraction of a level is added before rounding and
 subtracted after decoding. The mean is exact, as with stochastic rounding, and the mean squared error is half of that.
 Knows: numbers and bytes. Must not know: directions, microbatches, the wire.
@@ -18,7 +18,8 @@ from torch import Tensor
 from agora.codec.bit_packing import pack, unpack
 
 MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
-SLACK = 1.0 + 2.0**-8
+"""A smaller scale is sent as 0, a larger one as MAX_SCALE."""
+SCALE_MARGIN = 1.0 + 2.0**-8
 """Scales are larger by this factor, so that the largest value of a block does not clip if its scale is rounded down."""
 VECTOR = 32
 """torch finds maxima several times as fast in rows whose length is a multiple of this."""
@@ -29,9 +30,10 @@ CHUNK_VALUES = 262_144
 def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
     """Quantises float32 [rows, k] to levels of `bits` bits. Returns uint8 [bytes]: all scales, then all packed levels.
 
-    dither: int8 [rows, k] in 1/256 of a level, or None. Values saturate if a scale would be above 2^100; a block whose
-    scale would be below 2^-100 becomes zeros; a block with a value that is not finite gets the scale NaN, which
-    check_scales refuses.
+    Each block of BOUNDARY_BLOCK columns of a row has its own scale. rows: contiguous, not changed. dither: int8
+    [rows, k] in 1/256 of a level; None rounds to the nearest level. Values saturate if a scale would be above 2^100; a
+    block whose scale would be below 2^-100 becomes zeros; a block with a value that is not finite gets the scale NaN,
+    which check_scales refuses.
     """
     count, k = rows.shape
     split = SCALE_BYTES * count * blocks_per_token(k)
@@ -48,14 +50,15 @@ def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
     return wire
 
 
-def dequantise(wire: Tensor, count: int, k: int, bits: int, dither: Tensor | None = None) -> Tensor:
-    """Decodes the bytes that `quantise` made with the same dither: returns float32 [count, k].
+def dequantise(wire: Tensor, row_count: int, k: int, bits: int, dither: Tensor | None = None) -> Tensor:
+    """Decodes the bytes that `quantise` made of `row_count` rows of k values: returns float32 [row_count, k].
 
-    The values are finite if check_scales has passed.
+    bits, dither: those given to `quantise`. Does not check the scales: the values are finite if check_scales passes.
     """
-    split = SCALE_BYTES * count * blocks_per_token(k)
-    scales, levels = _read_scales(wire, count, k), unpack(wire[split:], count * k, bits).view(count, k)
-    values = torch.empty(count, k, dtype=torch.float32, device=wire.device)
+    split = SCALE_BYTES * row_count * blocks_per_token(k)
+    scales = _read_scales(wire, row_count, k)
+    levels = unpack(wire[split:], row_count * k, bits).view(row_count, k)
+    values = torch.empty(row_count, k, dtype=torch.float32, device=wire.device)
     middle = 2.0 ** (bits - 1) - 0.5
     for chunk in _row_chunks(values):
         part = values[chunk].copy_(levels[chunk])
@@ -65,22 +68,26 @@ def dequantise(wire: Tensor, count: int, k: int, bits: int, dither: Tensor | Non
     return values
 
 
-def check_scales(wire: Tensor, count: int, k: int) -> None:
-    """Raises ProtocolError "bad-tensor" if one of the bytes' scales is NaN, negative or above 2^100."""
-    low, high = (bound.item() for bound in torch.aminmax(_read_scales(wire, count, k)))
+def check_scales(wire: Tensor, row_count: int, k: int) -> None:
+    """Raises ProtocolError "bad-tensor" if a scale is NaN, negative or above 2^100.
+
+    wire: the bytes that `quantise` made of `row_count` rows of k values.
+    """
+    low, high = (bound.item() for bound in torch.aminmax(_read_scales(wire, row_count, k)))
     if not (low >= 0.0 and high <= MAX_SCALE):
-        raise ProtocolError("bad-tensor", f"A scale is {low:g} or {high:g}; it must be from 0 to 2^100.")
+        raise ProtocolError("bad-tensor", f"Scales range from {low:g} to {high:g}; they must be from 0 to 2^100.")
 
 
 def _quantise_chunk(
     rows: Tensor, bits: int, dither: Tensor | None, workspace: Tensor, scales: Tensor, levels: Tensor
 ) -> None:
-    """Quantises rows [n, k]; writes `scales`, bf16 [n, blocks], and `levels`, uint8 [n, k].
+    """Quantises rows [n, k]; writes the result to `scales`, bf16 [n, blocks], and to `levels`, uint8 [n, k], unpacked.
 
-    workspace: scratch memory, float32 [at least n, k]; its content is overwritten.
+    dither: see `quantise`. workspace: scratch memory, float32 [at least n, k]; its content is overwritten.
     """
-    workspace, half = workspace[: len(rows)], 2.0 ** (bits - 1)
-    scale_per_peak = SLACK / (half if dither is None else half - 0.5)
+    workspace = workspace[: len(rows)]
+    half = 2.0 ** (bits - 1)
+    scale_per_peak = SCALE_MARGIN / (half if dither is None else half - 0.5)
     wanted = _block_peaks(torch.abs(rows, out=workspace)).mul_(scale_per_peak)
     # wanted - wanted is 0, or NaN if `wanted` is not finite: NaN is the only scale made here that a receiver refuses.
     scales.copy_(F.threshold(wanted.clamp(max=MAX_SCALE), MIN_SCALE, 0.0).add_(wanted - wanted))
@@ -92,14 +99,17 @@ def _quantise_chunk(
     levels.add_(int(half))
 
 
-def _read_scales(wire: Tensor, count: int, k: int) -> Tensor:
-    """Returns a copy of the bf16 scales at the beginning of the bytes, as float32 [count, blocks]."""
-    scales = wire[: SCALE_BYTES * count * blocks_per_token(k)].clone()
-    return scales.view(torch.bfloat16).view(count, blocks_per_token(k)).to(torch.float32)
+def _read_scales(wire: Tensor, row_count: int, k: int) -> Tensor:
+    """Returns the bf16 scales at the beginning of the bytes that `quantise` made, as float32 [row_count, blocks]."""
+    scales = wire[: SCALE_BYTES * row_count * blocks_per_token(k)].clone()
+    return scales.view(torch.bfloat16).view(row_count, blocks_per_token(k)).to(torch.float32)
 
 
 def _block_peaks(magnitudes: Tensor) -> Tensor:
-    """Returns the largest value of each block of `magnitudes` [rows, k], as [rows, blocks]."""
+    """Returns the largest value of each block of `magnitudes` [rows, k], as [rows, blocks].
+
+    The last block may be shorter than BOUNDARY_BLOCK. magnitudes: contiguous, at least 0 or NaN.
+    """
     count, k = magnitudes.shape
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
@@ -109,7 +119,7 @@ def _block_peaks(magnitudes: Tensor) -> Tensor:
 
 
 def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Writes values [rows, k], each multiplied by the factor of its block, [rows, blocks], to `out`."""
+    """Writes values [rows, k], times the factor of their block, [rows, blocks], to `out`, which may be `values`."""
     count, k = values.shape
     if k < BOUNDARY_BLOCK:
         torch.mul(values, factors, out=out)
@@ -121,7 +131,7 @@ def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
 
 
 def _row_chunks(rows: Tensor) -> list[slice]:
-    """Returns slices of rows [rows, k] to process at a time: max(1, CHUNK_VALUES // k) rows on a CPU, all on a GPU."""
+    """Cuts rows [rows, k] into slices to process in turn: max(1, CHUNK_VALUES // k) rows on a CPU, all on a GPU."""
     count, k = rows.shape
     size = min(count, max(1, CHUNK_VALUES // k)) if rows.device.type == "cpu" else count
     return [slice(begin, begin + size) for begin in range(0, count, size)]

@@ -16,9 +16,10 @@ from agora.codec.seeded_random import random_words
 
 
 def rotate_blocks(rows: Tensor, seed: int, *, inverse: bool = False) -> Tensor:
-    """Returns float32 [rows, k] with each block of BOUNDARY_BLOCK columns, and the shorter last one, rotated.
+    """Returns a copy of rows, float32 [rows, k], with each block of BOUNDARY_BLOCK columns multiplied by a rotation.
 
-    seed: the run's. inverse: undoes the rotation.
+    A shorter last block gets a rotation of its own size (see rotation_matrix). seed: the run's. inverse: multiplies by
+    the inverse rotations, which undoes the first call.
     """
     k = rows.shape[1]
     whole = k - k % BOUNDARY_BLOCK
@@ -37,7 +38,7 @@ def rotation_matrix(size: int, seed: int, inverse: bool, device: torch.device) -
     """Returns the orthogonal matrix R, float32 [size, size], that rotates a row x to x R; its inverse R^T if `inverse`.
 
     R is Sylvester's Hadamard matrix / sqrt(size) if size is a power of two, otherwise the matrix of the DCT-II. Each
-    row is multiplied by a random sign, which the seed decides.
+    row is multiplied by a random sign, which the seed decides. The tensor is cached and shared: do not change it.
     """
     if size & (size - 1) == 0:
         hadamard = torch.ones(1, 1, dtype=torch.float64)

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 
 def random_words(purpose: str, seed: int, count: int) -> NDArray[np.uint64]:
-    """Returns the first `count` 64-bit words of Philox with the key SHA-256("agora PURPOSE 1", NUL, seed)[:16]."""
+    """Returns the first `count` 64-bit words of Philox with the key SHA-256(f"agora {purpose} 1\\0{seed}")[:16].
+
+    purpose: a string that names the use; the same purpose and seed give the same words.
+    """
     digest = hashlib.sha256(f"agora {purpose} 1\0{seed}".encode()).digest()
     key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
     return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)

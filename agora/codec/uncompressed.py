@@ -24,6 +24,7 @@ DTYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
 }
 IGNORED = -1
+"""The token id of a target that is not supervised."""
 CPU = torch.device("cpu")
 
 
@@ -49,7 +50,10 @@ def decode_uncompressed(
 
 
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
-    """Converts token ids of any shape, from -1 to 2^31 - 1, to a wire tensor of the narrowest dtype of TOKEN_DTYPES."""
+    """Converts token ids of any shape to a wire tensor of the narrowest dtype of TOKEN_DTYPES that holds all of them.
+
+    tokens: from -1 to 2^31 - 1, which is not checked; at least one. The result may share the memory of `tokens`.
+    """
     ids = torch.as_tensor(tokens)
     low, high = (int(bound) for bound in torch.aminmax(ids))
     limits = {name: torch.iinfo(DTYPES[name]) for name in TOKEN_DTYPES}
@@ -62,8 +66,8 @@ def decode_tokens(
 ) -> Tensor:
     """Converts a wire tensor of token ids, -1 where not supervised, to int32 on `device`.
 
-    Raises ProtocolError "bad-tensor" for another dtype than TOKEN_DTYPES, another shape than `shape` (None: any), or an
-    id that is not from -1 to vocabulary - 1.
+    On the CPU, the result may share the bytes of an int32 one. Raises ProtocolError "bad-tensor" for another dtype
+    than TOKEN_DTYPES, another shape than `shape` (None: any), or an id that is not from -1 to vocabulary - 1.
     """
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
@@ -79,7 +83,10 @@ def decode_tokens(
 
 
 def is_all_finite(tensor: Tensor) -> bool:
-    """Returns whether no value is NaN or infinite, in one pass without a temporary: aminmax propagates both."""
+    """Returns whether no value is NaN or infinite, True for an empty tensor.
+
+    It takes one pass without a temporary tensor, because aminmax propagates NaN and infinity.
+    """
     if not tensor.numel():
         return True
     low, high = torch.aminmax(tensor.detach())

@@ -1,8 +1,9 @@
-"""Decides in which order an origin takes the blocks of an epoch, and which of two origins precedes in a block. Pure.
+"""Decides in which order an origin takes the blocks of an epoch, and which of two origins precedes in a block.
 
-Knows: the hash of (seed, epoch, block, origin). Must not know: what is taken or done. This is rendezvous hashing
-(Thaler and Ravishankar, IEEE/ACM Trans. Networking 1998): origins that agree on who is live agree on the owner of each
-block.
+Deterministic. This is rendezvous hashing (Thaler and Ravishankar, IEEE/ACM Trans. Networking 1998): origins that agree
+on who is live agree on the owner of each block.
+
+Knows: the hash of (seed, epoch, block, origin). Must not know: what is taken or done.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import numpy as np
 from agora.data.hashing import Hashes, mix
 
 KEPT_ORDERS: Final = 128
+"""Maximum number of orders that a BlockOrder caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """The blocks of an epoch in one origin's order: by how many live origins have a lower hash, then by its own hash.
+    """The order in which one origin prefers the blocks of an epoch, by rendezvous hashing.
 
-    blocks: all block numbers in this order. own: its blocks, in the same order, as keys: no live origin has a lower
-    hash for them. hashes: this origin's hash of each block, indexed by block number.
+    The first sort key is the number of other live origins whose hash of the block is lower than this origin's, the
+    second is this origin's hash. blocks: all block numbers in this order. own: the blocks for which no live origin has
+    a lower hash, in the same order, as keys of a dict whose values are None. hashes: this origin's hash of each block,
+    indexed by block number.
     """
 
     blocks: list[int]
@@ -32,9 +36,9 @@ class EpochOrder:
 
 
 class BlockOrder:
-    """Computes one origin's order of the blocks of every epoch, and keeps up to KEPT_ORDERS results.
+    """Computes in which order one origin prefers the blocks of each epoch, and caches up to KEPT_ORDERS results.
 
-    seed: the run's. me: the origin's name. blocks: how many blocks an epoch has.
+    seed: the run's seed. me: the origin's name. blocks: how many blocks an epoch has.
     """
 
     def __init__(self, seed: int, me: str, blocks: int) -> None:
@@ -44,10 +48,11 @@ class BlockOrder:
         self._kept: dict[tuple[int, frozenset[str]], EpochOrder] = {}
 
     def order(self, epoch: int, live: frozenset[str]) -> EpochOrder:
-        """Returns this origin's order of an epoch's blocks, given the names of the live origins.
+        """Returns this origin's order of an epoch's blocks.
 
-        First come the blocks for which its hash is the lowest of all, in the order of its hashes, then those for which
-        it is the second lowest, and so on. Keeps the latest KEPT_ORDERS orders.
+        First come the blocks for which this origin's hash is the lowest of all live origins' hashes, sorted by this
+        origin's hash, then the blocks for which it is the second lowest, and so on. live: the names of the live
+        origins; this one always counts as live. Caches the result; a full cache is emptied first.
         """
         key = epoch, live
         if key not in self._kept:
@@ -67,7 +72,10 @@ class BlockOrder:
         digest = hashlib.sha256(f"agora epoch share 1\0{self._seed}\0{epoch}\0{name}".encode()).digest()
         return mix(np.arange(self._blocks, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
 
-    def comes_after(self, name: str, epoch: int, block: int) -> bool:
-        """Returns whether this origin comes after origin `name` in a block: whether the other has the lower hash."""
+    def is_preceded_by(self, name: str, epoch: int, block: int) -> bool:
+        """Returns whether origin `name` takes precedence over this origin in a block of an epoch.
+
+        True if the block's hash of `name` is lower than this origin's hash; with equal hashes, if `name` sorts first.
+        """
         other, mine = int(self.hashes(epoch, name)[block]), int(self.hashes(epoch, self._me)[block])
         return (other, name) < (mine, self._me)

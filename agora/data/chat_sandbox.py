@@ -20,32 +20,41 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 GENERATION_MARK = "agora_generation_mark"
-"""Name of the template variable whose text is written before and after each generation block; unset: no text."""
+"""Name of the template variable whose text is written before and after each generation block; if unset, nothing is."""
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What compiling and rendering may raise: a template's own error, or that of an expression in it."""
 
 
 class GenerationBlocks(Extension):
-    """jinja2 extension: the block {% generation %} ... {% endgeneration %}, which marks what the assistant wrote."""
+    """jinja2 extension: the block {% generation %} ... {% endgeneration %} around what the assistant wrote.
+
+    A block renders as its content, with the value of the template variable GENERATION_MARK before and after it.
+    """
 
     tags = {"generation"}  # noqa: RUF012, as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parses a block and returns the node that calls _marked with the block's content when it is rendered."""
+        """Parses a block through its endgeneration; returns the node that renders the content through _mark_block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_mark_block", [nodes.ContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def _mark_block(self, context: Context, caller: Callable[[], str]) -> str:
-        """Returns the block's rendered content with the mark (see GENERATION_MARK) before and after it."""
+        """Renders the block and returns the text with the value of GENERATION_MARK before and after it.
+
+        If the template variable is unset, nothing is added.
+        """
         mark = str(context.get(GENERATION_MARK, ""))
         return mark + caller() + mark
 
 
 class PublicNamespace(Namespace):
-    """The `namespace` of templates, without names that begin with an underscore: they could lead out of the sandbox."""
+    """The `namespace` of templates. A template that sets a name with a leading underscore in it gets SecurityError.
+
+    Such names could lead out of the sandbox.
+    """
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Sets a variable. Raises SecurityError for a private name."""
@@ -55,9 +64,10 @@ class PublicNamespace(Namespace):
 
 
 def compile_template(source: str, now: datetime) -> Template:
-    """Returns the compiled template, with the functions and filters that Hugging Face templates expect.
+    """Compiles a template in jinja2's immutable sandbox, with the blocks, functions and filters of Hugging Face.
 
-    now: the time that strftime_now formats. Raises one of TEMPLATE_ERRORS for a malformed template.
+    These are {% generation %}, raise_exception, strftime_now, tojson and loop controls. now: the time that strftime_now
+    formats. Raises one of TEMPLATE_ERRORS for a malformed template.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
@@ -81,5 +91,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns `value` as JSON text. jinja2's own filter is not used: it escapes characters that are special in HTML."""
+    """Returns `value` as JSON text: the filter `tojson`. jinja2's own filter escapes the special characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -2,7 +2,7 @@
 
 Knows: messages, templates, characters. Must not know: token ids, files, jinja2 before a template is needed.
 
-| template | the supervised parts |
+| template | the supervised text |
 |---|---|
 | has {% generation %} blocks | the content of those blocks |
 | has none | for each answer, what follows the generation prompt until the end of the answer's turn |
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 TUNING_EXTRA: Final = "install it with: pip install 'agora-swarm[tuning]'"
 GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-Span = tuple[int, int]
-"""The first character of a part of a text, and the one after its last."""
+CharRange = tuple[int, int]
+"""A range of characters in a text, not of stages: the first one, and the one after the last."""
 
 PLAIN_TEMPLATE: Final = """\
 {%- for message in messages -%}
@@ -52,21 +52,24 @@ PLAIN_TEMPLATE: Final = """\
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text and its supervised spans, in order.
+    """A text and its supervised ranges of characters: ascending, not overlapping.
 
-    spells_specials: whether the text has its special tokens in it, so that none is to be added at its beginning.
+    has_special_tokens: True if the text already contains the special tokens it needs, such as <s>, so that the
+    tokenizer must not add one at the beginning.
     """
 
     text: str
-    spans: tuple[Span, ...]
-    spells_specials: bool
+    ranges: tuple[CharRange, ...]
+    has_special_tokens: bool
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it may write. It is compiled when it is first used.
+    """A Hugging Face chat template (source in jinja2) and the special tokens that it may write.
 
-    name: what errors call it. special_tokens: their text by the variable's name, such as eos_token. now: the time given
-    to templates that write the date; peers that train together must give the same.
+    name: what errors call the template. special_tokens: variable such as eos_token -> the token's text. now: the time
+    given to templates that write the date; peers that train together must give the same. has_generation_blocks: whether
+    the source has {% generation %}. The first `render` or `mark` compiles the source; then they raise LocalError
+    without jinja2, and DataError for a malformed template.
     """
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str], now: datetime) -> None:
@@ -74,35 +77,38 @@ class ChatTemplate:
         self._name = name
         self._special_tokens = special_tokens
         self._now = now
-        self.has_spans = GENERATION.search(source) is not None
+        self.has_generation_blocks = GENERATION.search(source) is not None
 
     @property
     def fingerprint(self) -> str:
-        """JSON text of everything but the time that decides what it renders: the source and the special tokens."""
+        """The template's source and special tokens as JSON text; with `now`, they decide what it renders."""
         return json.dumps([self._source, sorted(self._special_tokens.items())])
 
     def render(self, conversation: Conversation, where: str) -> str:
-        """Returns the whole conversation as text. Raises DataError about `where` if the template refuses it."""
+        """Returns the whole conversation as text. Raises DataError, which names `where`, if the template refuses it."""
         return self._render(conversation, len(conversation.messages), where)
 
     def mark(self, conversation: Conversation, where: str) -> MarkedText:
-        """Returns the conversation as text, and the spans of the supervised answers in it, their ends of turn included.
+        """Returns the conversation as text, with the range of characters of each supervised answer in it.
 
-        Raises DataError about `where` if the template refuses the conversation, or cannot tell its answers apart.
+        With {% generation %} blocks, a range is what such a block wrote; otherwise it reaches from the end of the
+        generation prompt to the end of the answer's turn. Raises DataError, which names `where`, if the template
+        refuses the conversation, or if the answers' ranges cannot be determined.
         """
-        if self.has_spans:
+        if self.has_generation_blocks:
             return self._mark_by_blocks(conversation, where)
         text = self.render(conversation, where)
         learnt = [index for index in range(len(conversation.messages)) if conversation.is_supervised(index)]
-        return MarkedText(text, tuple(self._answer_span(conversation, index, text, where) for index in learnt), True)
+        return MarkedText(text, tuple(self._answer_range(conversation, index, text, where) for index in learnt), True)
 
     def _mark_by_blocks(self, conversation: Conversation, where: str) -> MarkedText:
-        """Returns the conversation as text, and the spans of the {% generation %} blocks of the supervised answers.
+        """Returns the conversation as text, and the ranges that {% generation %} blocks of supervised answers wrote.
 
-        Raises DataError when the template refuses it, or when some answers are excluded from training and the template
-        does not write one block for each answer.
+        If all answers are supervised, the ranges of all blocks are returned, however many the template writes. Raises
+        DataError if the template refuses the conversation, or if some answers are not supervised and the template does
+        not write exactly one block for each answer.
         """
-        variables = [*map(_for_template, conversation.messages), *conversation.tools]
+        variables = [*map(_as_template_dict, conversation.messages), *conversation.tools]
         content = json.dumps(variables, ensure_ascii=False, default=str)
         mark = next(mark for number in itertools.count() if (mark := f"\ufdd0{number}\ufdd1") not in content)
         parts = self._render(conversation, len(conversation.messages), where, mark).split(mark)
@@ -119,11 +125,12 @@ class ChatTemplate:
             blocks = list(itertools.compress(blocks, learnt))
         return MarkedText("".join(parts), tuple(blocks), True)
 
-    def _answer_span(self, conversation: Conversation, index: int, text: str, where: str) -> Span:
-        """Returns the span of answer `index` in `text`: from the end of the generation prompt to the end of its turn.
+    def _answer_range(self, conversation: Conversation, index: int, text: str, where: str) -> CharRange:
+        """Returns the range of answer `index` in `text`: from the end of the generation prompt to the end of its turn.
 
-        Raises DataError when the template refuses the conversation, or writes earlier messages in another way when the
-        answer or later messages follow.
+        text: the whole conversation, rendered. The range is found by rendering the messages before the answer with the
+        generation prompt, and the messages through the answer. Raises DataError if one of these texts is not the
+        beginning of the next longer one, or if the template refuses the messages.
         """
         text_before = self._render(conversation, index, where)
         through = self._render(conversation, index + 1, where)
@@ -142,8 +149,8 @@ class ChatTemplate:
     def _render(self, conversation: Conversation, count: int, where: str, mark: str = "") -> str:
         """Returns the first `count` messages as text, with the generation prompt if the next message is an answer.
 
-        mark: written before and after the content of each generation block. Raises DataError about `where` if the
-        template refuses the messages.
+        mark: written before and after the content of each generation block. Raises DataError, which names `where`, if
+        the template refuses the messages.
         """
         template = self._compiled
         from agora.data import chat_sandbox
@@ -154,7 +161,7 @@ class ChatTemplate:
         try:
             return template.render(
                 variables,
-                messages=[_for_template(message) for message in messages[:count]],
+                messages=[_as_template_dict(message) for message in messages[:count]],
                 tools=list(conversation.tools) or None,
                 add_generation_prompt=asks,
             )
@@ -164,7 +171,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        """The compiled template. Raises LocalError without jinja2, DataError for a malformed template."""
+        """The compiled template; compiled at the first use. LocalError without jinja2, DataError if malformed."""
         try:
             from agora.data import chat_sandbox
         except ImportError as error:
@@ -176,16 +183,20 @@ class ChatTemplate:
             raise DataError(problem) from error
 
 
-def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """Returns a message as the dict that templates expect: "role", "content", and the message's other fields."""
+def _as_template_dict(message: ChatMessage) -> dict[str, Any]:
+    """Returns a message as the dict that templates expect: "role", "content", and the fields in `extra`."""
     return {**message.extra, "role": message.role, "content": message.content}
 
 
-def supervised_parts(text: str, spans: Sequence[Span]) -> Iterator[tuple[str, bool]]:
-    """Yields (part, is_supervised) for the parts of a text, in order; `spans` are supervised, empty parts left out."""
-    place = 0
-    for start, end in spans:
-        yield from ((part, kind) for part, kind in ((text[place:start], False), (text[start:end], True)) if part)
-        place = end
-    if place < len(text):
-        yield text[place:], False
+def split_supervised(text: str, ranges: Sequence[CharRange]) -> Iterator[tuple[str, bool]]:
+    """Cuts the whole text at the ends of `ranges`; yields (part, whether it is in a range) in order, no empty parts.
+
+    ranges: the supervised ranges of characters, ascending, not overlapping.
+    """
+    position = 0
+    for start, end in ranges:
+        parts = (text[position:start], False), (text[start:end], True)
+        yield from ((part, is_supervised) for part, is_supervised in parts if part)
+        position = end
+    if position < len(text):
+        yield text[position:], False

@@ -53,7 +53,7 @@ TRAIN_KEYS: Final = ("train", "weight")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message. is_trainable: False if the record excludes it from training ("train": false or "weight": 0).
+    """One message. is_trainable: False if its record excludes it from training ("train": false or "weight": 0).
 
     extra: the message's other fields, which only templates read, such as tool_calls.
     """
@@ -66,7 +66,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A document; all of its tokens are supervised."""
+    """A document; all of it is supervised."""
 
     text: str
 
@@ -81,7 +81,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders; the answers from message number `prompt_messages` on are supervised.
+    """Messages that a chat template renders; the trainable answers after the first `prompt_messages` are supervised.
 
     tools: descriptions (JSON schemas) of the functions that the assistant may call, for the template.
     """
@@ -91,7 +91,7 @@ class Conversation:
     tools: tuple[Any, ...] = ()
 
     def is_supervised(self, index: int) -> bool:
-        """Returns whether message `index` is an answer that the model is trained on."""
+        """Returns whether the model is trained on message `index`: a trainable answer after the prompt messages."""
         message = self.messages[index]
         return index >= self.prompt_messages and message.role == "assistant" and message.is_trainable
 
@@ -108,9 +108,9 @@ Sample = PlainText | Completion | Conversation | Preference
 
 
 def check_text(value: object, where: str) -> str:
-    """Returns `value` if it is text that can be written as UTF-8. Raises DataError about `where` otherwise."""
+    """Returns `value` if it is a string that UTF-8 can encode. Raises DataError, which names `where`, otherwise."""
     if not isinstance(value, str):
-        raise DataError(f"{where} is {_kind(value)}, not text; convert it to a string.")
+        raise DataError(f"{where} is {_json_type(value)}, not text; convert it to a string.")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -120,25 +120,30 @@ def check_text(value: object, where: str) -> str:
 
 
 def read_messages(value: object, where: str) -> tuple[ChatMessage, ...]:
-    """Returns the messages of a list of {role, content} or {from, value}, or of one such object.
+    """Returns the messages of a list of {role, content} or {from, value}, or of one such object; () for an empty list.
 
-    Raises DataError that names `where` and the number of the message, from 1.
+    Their order is not checked. Raises DataError, which names `where` and the message's number, for malformed ones.
     """
     items = [value] if isinstance(value, Mapping) else value
     if not isinstance(items, Sequence) or isinstance(items, str):
-        raise DataError(f'{where} is {_kind(value)}; write a list such as [{{"role": "user", "content": "..."}}].')
+        raise DataError(f'{where} is {_json_type(value)}; write a list such as [{{"role": "user", "content": "..."}}].')
     return tuple(_read_message(item, f"{where}, message {number},") for number, item in enumerate(items, 1))
 
 
 def check_order(messages: Sequence[ChatMessage], where: str) -> None:
-    """Raises DataError if a message may not follow the one before it (FOLLOWERS), or if the last is not an answer."""
+    """Raises DataError, which names `where`, unless the messages' roles are in a valid order and end with an answer.
+
+    A system message may come first, then user and assistant take turns; tool messages may stand between two assistant
+    messages (see FOLLOWERS). Also raises if there is no message.
+    """
     previous: Role | None = None
     for number, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[previous]:
             after = f"after {previous!r}" if previous else "at the beginning"
+            expected = _join_quoted(FOLLOWERS[previous])
             raise DataError(
-                f"{where}, message {number}, has role {message.role!r} {after}, where {_words(FOLLOWERS[previous])} "
-                "must stand: a system message may come first, then user and assistant take turns; correct or remove it."
+                f"{where}, message {number}, has role {message.role!r} {after}, where {expected} is expected: a system "
+                "message may come first, then user and assistant take turns; correct or remove it."
             )
         previous = message.role
     if previous != "assistant":
@@ -149,7 +154,8 @@ def check_order(messages: Sequence[ChatMessage], where: str) -> None:
 def read_tools(value: object, where: str) -> tuple[Any, ...]:
     """Returns the JSON schemas of functions in a column `tools`: a list of them, or the JSON text of such a list.
 
-    Raises DataError that names `where` for anything else.
+    Fields that are null are removed, the items are not checked, and a blank text gives (). Raises DataError, which
+    names `where`, for anything else.
     """
     if isinstance(value, str):
         try:
@@ -157,12 +163,12 @@ def read_tools(value: object, where: str) -> tuple[Any, ...]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON; write a list of JSON schemas.") from error
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise DataError(f"{where} is {_kind(value)}; write a list of JSON schemas.")
+        raise DataError(f"{where} is {_json_type(value)}; write a list of JSON schemas.")
     return tuple(without_nulls(item) for item in value)
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a copy of JSON data without the object fields that are null.
+    """Returns a copy of JSON data without the object fields that are null; nulls in lists stay, tuples become lists.
 
     Parquet files have such fields: there every object has the fields of all others.
     """
@@ -174,9 +180,14 @@ def without_nulls(value: Any) -> Any:
 
 
 def _read_message(item: object, where: str) -> ChatMessage:
-    """Converts one JSON object of a record to a message. Raises DataError that names `where`."""
+    """Converts one JSON object of a record to a message. Raises DataError, which names `where`, if it is malformed.
+
+    The role is looked up in ROLES, ignoring case. Null fields are dropped. An answer with tool_calls and without
+    content gets the content "". The message is not trainable if "train" or "weight" is false or 0. All other fields go
+    into `extra`.
+    """
     if not isinstance(item, Mapping):
-        raise DataError(f'{where} is {_kind(item)}; write an object such as {{"role": "user", "content": "..."}}.')
+        raise DataError(f'{where} is {_json_type(item)}; write an object such as {{"role": "user", "content": "..."}}.')
     fields = without_nulls(item)
     role_key, content_key = (
         next((key for key in keys if key in fields), keys[0]) for keys in (ROLE_KEYS, CONTENT_KEYS)
@@ -184,10 +195,10 @@ def _read_message(item: object, where: str) -> ChatMessage:
     spelling = fields.get(role_key)
     if not isinstance(spelling, str) or spelling.strip().lower() not in ROLES:
         problem = f"has the unknown role {spelling!r:.80}" if role_key in fields else "has no field 'role' or 'from'"
-        raise DataError(f"{where} {problem}; known are {_words(ROLES)}.")
+        raise DataError(f"{where} {problem}; known are {_join_quoted(ROLES)}.")
     role = ROLES[spelling.strip().lower()]
     if content_key in fields:
-        content = _content(fields[content_key], where)
+        content = _read_message_text(fields[content_key], where)
     elif role == "assistant" and fields.get("tool_calls"):
         content = ""
     else:
@@ -197,10 +208,10 @@ def _read_message(item: object, where: str) -> ChatMessage:
     return ChatMessage(role, content, is_trainable, {key: value for key, value in fields.items() if key not in read})
 
 
-def _content(value: object, where: str) -> str:
+def _read_message_text(value: object, where: str) -> str:
     """Returns a message's text: the string `value`, or the joined texts of a list of parts of type "text".
 
-    Raises DataError that names `where`, also for parts of another type.
+    Raises DataError, which names `where`, for any other value, also for parts of another type.
     """
     if not isinstance(value, list):
         return check_text(value, f"{where} content")
@@ -214,12 +225,12 @@ def _content(value: object, where: str) -> str:
     return "".join(texts)
 
 
-def _kind(value: object) -> str:
-    """Returns the JSON type of a value with its article, such as "an object", for error sentences."""
+def _json_type(value: object) -> str:
+    """Returns the name of a value's JSON type with its article, such as "an object", for sentences of errors."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
-def _words(names: Sequence[str] | Mapping[str, Any]) -> str:
+def _join_quoted(names: Sequence[str] | Mapping[str, Any]) -> str:
     """Returns the names, quoted and joined: 'a', 'b' or 'c'."""
     return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))

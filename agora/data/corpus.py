@@ -17,16 +17,16 @@ from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, Tokenizer, token_dtype
 
 FORMAT = "agora corpus 2"
-ENCODE_CHARACTERS = 1 << 20
+ENCODE_CHARACTERS = 1 << 20  # characters that are tokenised at a time
 
 
 def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *, base: Path | None = None) -> Ids:
-    """Returns the token ids [n] of all sources, memory-mapped; tokenises and caches them unless the cache is current.
+    """Returns the token ids [n] of all documents of all sources, memory-mapped from a cache file in `cache_dir`.
 
-    sources: see text_sources.find_files. base: the folder of relative paths, by default the current one. The
-    tokenizer's separator follows each document. Of several processes, one builds the cache and the others wait; a
-    damaged cache is built again. Raises ManifestError when data.corpus is wrong, DiskError or LocalError when this
-    machine cannot.
+    If no intact cache exists for these files and this tokenizer, tokenises the files and writes the cache first. Of
+    several processes, one writes it and the others wait. sources: see text_sources.find_files. base: the folder of
+    relative paths, by default the current one. The tokenizer's separator follows each document. Raises ManifestError
+    when data.corpus is wrong, DataError for a malformed file, DiskError or LocalError when this machine cannot.
     """
     files = find_files(sources, base or Path.cwd())
     cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))
@@ -34,27 +34,28 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
 
 
 def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
-    """Returns the cache key: SHA-256, in hex, of the tokenizer and of each file's path, size and time of change.
+    """Returns the cache key: SHA-256, in hex, of the tokenizer and of each file's path, size and modification time.
 
-    Raises DiskError for a file that cannot be read.
+    Does not read the files' content. Raises DiskError for a file that is not accessible.
     """
-    known: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.vocabulary, tokenizer.separator.tolist()]
+    parts: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.vocabulary, tokenizer.separator.tolist()]
     for file in files:
         try:
             stat = file.path.stat()
         except OSError as error:
             raise unreadable_file(file.path, error) from error
-        known.append((str(file.path), stat.st_size, stat.st_mtime_ns))
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        parts.append((str(file.path), stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Yields the token ids of all files piece by piece, and the separator after each document.
+    """Yields the token ids of all files piece by piece, and the tokenizer's separator after each document.
 
-    Raises ManifestError if there is no text, and for a token id outside of the tokenizer's vocabulary.
+    Raises ManifestError for a token id outside of the tokenizer's vocabulary, and at the end if no file had any token.
+    sources: named in that error.
     """
     is_empty = True
-    for pieces in _batches(files):
+    for pieces in _group_pieces(files):
         for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
             is_empty &= len(ids) == 0
             if len(ids) and (highest := int(ids.max())) >= tokenizer.vocabulary:
@@ -69,8 +70,11 @@ def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: To
         raise ManifestError(f"The corpus {', '.join(sources)} holds no text; name other files in [data] corpus.")
 
 
-def _batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
-    """Yields all pieces of text in lists of at least ENCODE_CHARACTERS: work for all cores, but little memory."""
+def _group_pieces(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
+    """Yields the pieces of text of all files, in order, in lists of at least ENCODE_CHARACTERS characters each.
+
+    The last list may have fewer. A list is enough work for all cores, and takes little memory.
+    """
     batch: list[Piece] = []
     characters = 0
     for piece in (piece for file in files for piece in file.pieces()):
@@ -78,6 +82,7 @@ def _batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
         characters += len(piece.text) + 1
         if characters >= ENCODE_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch

@@ -26,8 +26,8 @@ def hash_samples(path: Path) -> str:
     digest = hashlib.sha256()
     for file in data_files(path):
         try:
-            with file.open("rb") as opened:
-                while block := opened.read(READ_BYTES):
+            with file.open("rb") as stream:
+                while block := stream.read(READ_BYTES):
                     digest.update(block)
         except OSError as error:
             raise unreadable_data(file, error) from error
@@ -35,12 +35,15 @@ def hash_samples(path: Path) -> str:
 
 
 def hash_tokenizer(tokenizer: ModelTokenizer) -> str:
-    """Returns the SHA-256, in hex, of a tokenizer with its special tokens and its chat template."""
+    """Returns ModelTokenizer.fingerprint: a SHA-256, in hex, of tokenizer, special tokens, end of turn and template."""
     return tokenizer.fingerprint
 
 
 def check_samples(path: Path, expected: str) -> None:
-    """Raises DataError unless the samples have the SHA-256 `expected`; does nothing if `expected` is ""."""
+    """Raises DataError unless the samples in `path` have the SHA-256 `expected`; does nothing if `expected` is "".
+
+    Reads the whole file; raises what hash_samples raises.
+    """
     if expected and (found := hash_samples(path)) != expected:
         raise DataError(
             f"{path} has the SHA-256 {found}, but the run trains on samples with {expected} ([data] samples_hash); "

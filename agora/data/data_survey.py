@@ -30,7 +30,7 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class DataSurvey:
-    """What training with this objective and context would make of a data file.
+    """Statistics of a data file as training with this objective and context would use it.
 
     | field             | value                                                                                     |
     |-------------------|-------------------------------------------------------------------------------------------|
@@ -64,9 +64,10 @@ class DataSurvey:
         return len(self.lengths)
 
     def histogram(self) -> list[LengthBin]:
-        """Returns how many samples have which lengths: ascending bins, each twice as wide as the one before.
+        """Returns how many samples have which `lengths`, in ascending bins: 0 to 1, 2, 3 to 4, 5 to 8, 9 to 16, ...
 
-        From the bin of the shortest sample to that of the longest; [] without samples.
+        The first bin is that of the shortest sample, the last that of the longest; empty bins between them are
+        included. [] without samples.
         """
         if not len(self.lengths):
             return []
@@ -79,13 +80,14 @@ class DataSurvey:
 def survey(
     samples: Iterable[TokenSample], objective: Objective, context: int, shown: int, progress: Callable[[int], None]
 ) -> DataSurvey:
-    """Counts all samples, one at a time in memory, and returns the survey.
+    """Reads all samples once, one at a time in memory, and returns their statistics.
 
-    samples: truncated to context + 1 tokens, except for the objective lm: there a document is cut where a row is full,
-    and goes on in the next. shown: how many of the first samples to keep. progress: called every REPORT_EVERY samples
-    with the number counted so far.
+    samples: the caller has truncated them to context + 1 tokens, except for the objective lm: there a document is cut
+    where a row is full, and goes on in the next. shown: how many of the first samples the survey keeps. progress:
+    called every REPORT_EVERY samples with the number counted so far.
     """
-    lengths, kept = array("q"), array("q")
+    lengths = array("q")
+    kept = array("q")
     tokens = supervised = truncated_samples = truncated_tokens = left_out = 0
     first: list[TokenSample] = []
     for number, sample in enumerate(samples, 1):
@@ -121,7 +123,10 @@ def survey(
 
 
 def _count_rows(lengths: NDArray[np.int64], objective: Objective, row_tokens: int) -> int | None:
-    """Returns how many rows of `row_tokens` tokens are needed for samples of these lengths; None for dpo."""
+    """Returns how many rows of `row_tokens` tokens these samples need; None for dpo: pairs are not packed.
+
+    lm joins documents and cuts them at row ends, the last row partly filled; sft packs whole samples by assign_rows.
+    """
     match objective:
         case "dpo":
             return None

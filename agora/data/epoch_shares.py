@@ -1,7 +1,6 @@
 """Decides which origin takes which microbatch of an epoch, so that each is done once an epoch across the swarm.
 
-Knows: origins by name, what they say of the epochs, who is live. Must not know: rows, tensors, messages, a clock.
-Deterministic: an EpochShares changes only itself, and only by the calls to it.
+Deterministic. Knows: origins by name, what they say of the epochs, who is live. Must not know: rows, messages, a clock.
 
 Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
 tells the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
@@ -13,20 +12,18 @@ what the slow ones have not reached.
 |---|---|
 | is free | it is not done, and no live origin has opened or claimed it: what a dead one had in flight is free again |
 | is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, or of its next block |
-| is claimed in a block where others work | they work in all blocks with free ones; a hash chooses the place |
+| may be claimed where others work | others work in every block with free ones; a hash chooses the place |
 | is opened | its claim was told ANNOUNCE_INTERVALS times, or the origin has the lowest hash of the block |
-| is given up | a live origin has opened it, or has claimed it with a lower hash; or take_next is not called any more |
+| is no longer claimed | a live origin opened it, or claimed it with a lower hash; or take_next is not called any more |
 
-An origin claims as many ahead as it opens in ANNOUNCE_INTERVALS of gossip. So others hear of a claim before it is
-opened, and one of two origins with the same claim gives it up. If all of its claims are too new, it claims and
-opens one more in a block where it has the lowest hash. A paused origin delays nobody, because its claims lapse.
+An origin claims as many microbatches ahead as it opens during ANNOUNCE_INTERVALS of gossip. So others hear of a claim
+before it is opened, and one of two origins with the same claim drops it. A paused origin delays nobody, because its
+claims lapse. When no microbatch of an epoch is free, origins go on with the next epoch. At most open_epochs are in
+progress; beyond them origins wait for the oldest one.
 
-An epoch is complete when all of its microbatches are done. When none is free, origins go on with the next epoch. At
-most open_epochs are in progress; beyond them origins wait for the oldest one.
-
-A microbatch is done twice when its origin seems dead but is not, when two origins open it because a message was lost or
-late, or when an origin died before it told that it was done. Each session counts what it has completed, and tells the
-count to all, so that repeats are counted, except those that a dead origin never told.
+A microbatch is done twice if its origin seems dead but is not, if two origins open it because a message was lost or
+late, or if an origin died before it told that it was done. Each session tells all origins what it has completed, so
+that repeats are counted, except those that a dead origin never told.
 """
 
 from __future__ import annotations
@@ -44,62 +41,34 @@ from agora.data.epoch_state import (
     MAX_STATE_INTS,
     MAX_TALLIES,
     DifferentRowsError,
+    EpochCounts,
     EpochPart,
     EpochState,
+    ShareCounts,
     Tally,
     open_epochs,
     read_state,
     write_state,
 )
 from agora.data.free_microbatches import HeldByOthers, first_free, next_free
-from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, Run
+from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, NumberRange
 
 ANNOUNCE_INTERVALS: Final = 3
-"""How many calls of `state` after a claim the others count as told of it."""
-LAPSE: Final = 8
-"""How many calls of `state` without a call of `take_next` make an origin give up its claims.
-
-A new origin also waits for at most this many calls of `state` until it has heard from all live origins."""
+"""Number of calls of `next_state` after which the other origins are assumed to know of a claim."""
+LAPSE_INTERVALS: Final = 8
+"""Calls of `next_state` without a `take_next` after which an origin drops its claims; a new origin waits for the states
+of all live origins for at most as many."""
 KEPT_ORIGINS: Final = 256
-"""If more origins are known, those that are not live are forgotten. What they had done stays known."""
+"""If more other origins are known, those that are not live are forgotten. What they had done stays known."""
 PACE_DECAY: Final = 31 / 32
-"""The factor by which the measured pace decays with each call of `state` while fewer microbatches are opened."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpochCounts:
-    """How many microbatches of an epoch in progress are done, in flight at a live origin, or neither (`missing`).
-
-    Origins count as live if they were when `take_next` was last called.
-    """
-
-    epoch: int
-    done: int
-    in_flight: int
-    missing: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShareCounts:
-    """How many microbatches the swarm has done, as far as this origin knows.
-
-    seen: those done at least once, summed over the epochs. repeated: completions after the first one of a microbatch.
-    missed: those not done yet of epochs before the newest that has begun. samples: the samples in all completions,
-    repeats included. epochs: the epochs in progress, the oldest first.
-    """
-
-    seen: int
-    repeated: int
-    missed: int
-    samples: int
-    epochs: tuple[EpochCounts, ...]
+"""The factor by which the measured pace decays with each call of `next_state` while fewer microbatches are opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A microbatch that this origin means to open. number: within the epoch.
+    """A microbatch that this origin means to open. number: counted from 0 within the epoch.
 
-    calls_before: calls of `state` until then.
+    calls_before: how often `next_state` had been called when the microbatch was claimed.
     """
 
     epoch: int
@@ -110,9 +79,9 @@ class _Claim:
 class EpochShares:
     """Decides which microbatches of the epochs one origin takes, from what the origins of the swarm tell each other.
 
-    seed: the run's. me: this origin's name. session: a number from 0 to 2^63 - 1, different at each start of each
+    seed: the run's seed. me: this origin's name. session: a number from 0 to 2^63 - 1, unique to this start of the
     origin. count: microbatches in an epoch. rows_id: identifies the rows, so that origins with other rows are refused.
-    last_told: the last result of `state`, with which the gossip of others is answered.
+    last_state: the last result of `next_state`, () before; the gossip of other origins is answered with it.
     """
 
     def __init__(self, seed: int, me: str, session: int, count: int, rows_id: int = 0) -> None:
@@ -129,9 +98,12 @@ class EpochShares:
         self._others: dict[str, EpochState] = {}
         self._live = frozenset({me})
         self._order = BlockOrder(seed, me, self._layout.blocks)
-        self._state_calls = self._asked_at = self._version = 0
-        self._taken_since_told, self._pace = 0, 0.0
-        self.last_told: tuple[int, ...] = ()
+        self._state_calls = 0
+        self._last_take_at = 0  # in state calls
+        self._version = 0
+        self._taken_since_told = 0
+        self._pace = 0.0
+        self.last_state: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -139,31 +111,35 @@ class EpochShares:
         return self._layout.count
 
     def take_next(self, live: Collection[str]) -> int | None:
-        """Takes the next microbatch and returns its number; None if this origin may not open one now.
+        """Takes the next microbatch and returns its number, epoch * count + its place; None if it may open none.
 
-        It is in flight until `mark_completed` or `release` is called for it. After None, call again after each call of
-        `merge`, `mark_completed` and `state`. live: the names of the live origins, with or without this one.
+        First drops claims that other origins have done, opened or claimed with precedence, and claims new ones ahead.
+        Then opens a claim: one announced often enough before one that needs no announcement, then of the oldest epoch;
+        without any, a new one in a block where this origin has the lowest hash. The microbatch is in flight until
+        `mark_completed` or `release` is called with its number. Returns None if no microbatch is free, all claims are
+        too new, or the state of a live origin is not known yet (only in the first LAPSE_INTERVALS calls of
+        `next_state`); then call again after each `merge`, `mark_completed` and `next_state`. live: the names of the
+        live origins, with or without this one; remembered for `counts`.
         """
-        self._asked_at = self._state_calls
+        self._last_take_at = self._state_calls
         self._live = names = frozenset(live) | {self._me}
         states = {name: state for name, state in self._others.items() if name in names}
-        if len(states) + 1 < len(names) and self._state_calls < LAPSE:
+        if len(states) + 1 < len(names) and self._state_calls < LAPSE_INTERVALS:
             return None
         if len(self._others) > KEPT_ORIGINS:
             self._others = states
-        seen = HeldByOthers(states, names, self._layout)
-        self._claims = [claim for claim in self._claims if self._may_keep(claim, seen)]
-        while len(self._claims) <= self._ahead(len(names)) and (claim := self._find_free(seen)) is not None:
+        others = HeldByOthers(states, names, self._layout)
+        self._claims = [claim for claim in self._claims if self._may_keep(claim, others)]
+        while len(self._claims) <= self._claims_ahead(len(names)) and (claim := self._find_free(others)) is not None:
             self._claims.append(claim)
         ready = [claim for claim in self._claims if self._may_open(claim, names)]
         if not ready:
-            if (own := self._find_free(seen, own_blocks=True)) is None:
+            if (own := self._find_free(others, own_blocks=True)) is None:
                 return None
             self._claims.append(own)
             ready = [own]
-        chosen = min(
-            ready, key=lambda claim: (claim.calls_before + ANNOUNCE_INTERVALS > self._state_calls, claim.epoch)
-        )
+        announced_at = self._state_calls - ANNOUNCE_INTERVALS
+        chosen = min(ready, key=lambda claim: (claim.calls_before > announced_at, claim.epoch))
         self._claims.remove(chosen)
         self._part(chosen.epoch).opened.add(chosen.number)
         number = chosen.epoch * self.count + chosen.number
@@ -172,11 +148,11 @@ class EpochShares:
         return number
 
     def mark_completed(self, number: int, samples: int = 1) -> None:
-        """Records that a microbatch which was taken is done. samples: how many it holds.
+        """Records that a taken microbatch is done, adds it to this session's tally, closes epochs that are complete.
 
-        Raises ValueError if it was not taken.
+        samples: how many samples the microbatch has. Raises ValueError if it is not in flight.
         """
-        self._forget(number)
+        self._end_flight(number)
         epoch, place = divmod(number, self.count)
         tally = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
         self._tallies[self._session] = Tally(tally.microbatches + 1, tally.samples + samples)
@@ -185,34 +161,33 @@ class EpochShares:
             self._close_epochs()
 
     def release(self, number: int) -> None:
-        """Records that a microbatch which was taken is given up, and free again.
+        """Returns a taken microbatch untrained: any origin may take it. Raises ValueError if it is not in flight."""
+        self._end_flight(number)
 
-        Raises ValueError if it was not taken.
-        """
-        self._forget(number)
-
-    def state(self) -> tuple[int, ...]:
+    def next_state(self) -> tuple[int, ...]:
         """Returns what to tell the other origins, at most MAX_STATE_INTS integers (see epoch_state.py).
 
-        Advances the clock: call it once in every interval of gossip, whether or not the result is sent. An origin
-        measures its pace and the age of its claims in these calls, and drops its claims after LAPSE of them without
-        `take_next`. The result equals the last one if nothing has changed.
+        Advances the logical clock: call it once in every interval of gossip, whether or not the result is sent. An
+        origin measures its pace and the age of its claims in these calls. After LAPSE_INTERVALS calls without a
+        `take_next`, drops all claims. If nothing has changed, the result equals the last one; else its version grows.
         """
         self._state_calls += 1
         self._pace = max(self._taken_since_told, self._pace * PACE_DECAY)
         self._taken_since_told = 0
-        if self._state_calls - self._asked_at > LAPSE:
+        if self._state_calls - self._last_take_at > LAPSE_INTERVALS:
             self._claims.clear()
         self._mark_claims()
-        if self._encode(MAX_STATE_INTS) != self.last_told:
+        if self._encode(MAX_STATE_INTS) != self.last_state:
             self._version += 1
-            self.last_told = self._encode(MAX_STATE_INTS)
-        return self.last_told
+            self.last_state = self._encode(MAX_STATE_INTS)
+        return self.last_state
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Adds what another origin has told: the integers that its `state` returned.
+        """Merges the state of another origin: the integers that its `next_state` returned. Ignores a state of this one.
 
-        Raises ProtocolError when it is malformed, and DataError when that origin trains on other rows.
+        The state replaces the known one of that origin, unless it is an older one of the same session; what it says is
+        done, and its tallies, are added in any case. Raises ProtocolError if it is malformed, DataError if that origin
+        trains on other rows.
         """
         try:
             state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
@@ -231,13 +206,13 @@ class EpochShares:
         self._learn(state)
 
     def snapshot(self) -> tuple[int, ...]:
-        """Returns, as integers for a checkpoint, what is known to be done; what is in flight is left out."""
+        """Returns, as integers for a checkpoint, what is known to be done, and the tallies; nothing in flight."""
         return self._encode(None)
 
     def restore(self, snapshot: Sequence[int]) -> None:
-        """Adds what a snapshot of this or of another origin says is done.
+        """Adds what a snapshot of this or of another origin says is done, and its tallies.
 
-        Raises DataError when it is of other rows, ValueError when it is malformed; nothing has changed then.
+        Raises DataError if the snapshot is of other rows, ValueError if it is malformed; nothing has changed then.
         """
         try:
             self._learn(read_state(snapshot, self._layout, self._rows_id))
@@ -247,14 +222,20 @@ class EpochShares:
                 "which the run has begun."
             ) from error
 
-    def done_runs(self, epoch: int) -> list[Run]:
-        """Returns which microbatches (0 to count - 1) of an epoch are known to be done, as ascending runs."""
+    def done_ranges(self, epoch: int) -> list[NumberRange]:
+        """Returns which microbatches (0 to count - 1) of an epoch are known to be done, as ascending (first, length).
+
+        [(0, count)] for a complete epoch, [] for one of which nothing is known.
+        """
         if epoch < self._first:
             return [(0, self.count)]
-        return list(self._parts[epoch].done.runs(full_blocks=True)) if epoch in self._parts else []
+        return list(self._parts[epoch].done.ranges(full_blocks=True)) if epoch in self._parts else []
 
     def counts(self) -> ShareCounts:
-        """Returns how many microbatches the swarm has done so far, as far as this origin knows."""
+        """Returns how many microbatches the swarm has done so far, in all and in each epoch in progress.
+
+        As far as this origin knows; repeats are counted from the sessions' tallies.
+        """
         epochs = [self._count_epoch(epoch) for epoch in range(self._first, self._newest() + 1)]
         seen = self._first * self.count + sum(epoch.done for epoch in epochs)
         total = Tally(*(sum(numbers) for numbers in zip(*self._tallies.values(), strict=True)))
@@ -267,25 +248,30 @@ class EpochShares:
         )
 
     def _count_epoch(self, epoch: int) -> EpochCounts:
-        """Returns how many microbatches of an epoch in progress are done, in flight at live origins, and neither."""
-        in_flight, done = MicrobatchSet(self._layout), self._part(epoch).done
-        in_flight.update(self._part(epoch).opened)
+        """Returns how many microbatches of an epoch in progress are done, in flight at a live origin, and neither.
+
+        This origin counts as live. A microbatch that is done does not count as in flight.
+        """
+        own = self._parts.get(epoch, EpochPart.empty(self._layout))
+        done = own.done
+        in_flight = MicrobatchSet(self._layout)
+        in_flight.update(own.opened)
         for name, state in self._others.items():
             if name in self._live and (part := state.epochs.get(epoch)):
                 in_flight.update(part.opened)
-        flying = sum((mask & ~done.mask(block)).bit_count() for block, mask in in_flight.masks.items())
-        return EpochCounts(epoch, len(done), flying, self.count - len(done) - flying)
+        in_flight_count = sum((mask & ~done.mask(block)).bit_count() for block, mask in in_flight.masks.items())
+        return EpochCounts(epoch, len(done), in_flight_count, self.count - len(done) - in_flight_count)
 
     def _newest(self) -> int:
-        """Returns the newest epoch of which a microbatch is done anywhere, or opened by this origin.
+        """Returns the number of the newest incomplete epoch that has begun: with a microbatch done, or opened here.
 
-        Without any, it is the last complete epoch.
+        If none has begun, returns `_first` - 1, the last complete epoch.
         """
         begun = [epoch for epoch, part in self._parts.items() if part.done.masks or part.opened.masks]
         return max(begun, default=self._first - 1)
 
     def _mark_claims(self) -> None:
-        """Copies this origin's claims into the parts of the epochs, from which `state` tells them to others."""
+        """Replaces the claims in `_parts`, which `next_state` tells other origins, by this origin's present claims."""
         for part in self._parts.values():
             part.claimed.masks.clear()
         for claim in self._claims:
@@ -293,9 +279,12 @@ class EpochShares:
                 self._part(claim.epoch).claimed.add(claim.number)
 
     def _encode(self, limit: int | None) -> tuple[int, ...]:
-        """Returns this origin's state as at most `limit` integers for others; with None, only what is done."""
+        """Encodes this origin's state as at most `limit` integers, for the other origins.
+
+        With limit None, encodes for a checkpoint: all microbatches done and all tallies, nothing in flight or claimed.
+        """
         parts = {epoch: part for epoch, part in self._parts.items() if not part.is_empty()}
-        tallies = dict(reversed(list(self._tallies.items())))
+        tallies = dict(reversed(list(self._tallies.items())))  # the newest first: a limit leaves out the oldest
         if limit is None:
             nothing = MicrobatchSet(self._layout)
             done = {epoch: EpochPart(part.done, nothing, nothing) for epoch, part in parts.items() if part.done.masks}
@@ -305,9 +294,10 @@ class EpochShares:
         return write_state(state, self._layout, self._rows_id, limit)
 
     def _learn(self, state: EpochState) -> None:
-        """Adds what another state says is done, and its tallies if they are higher; never this session's own tally.
+        """Adds the microbatches and epochs that `state` says are done, and those of its tallies that are higher.
 
-        Keeps at most KEPT_TALLIES tallies, and closes the epochs that are done then.
+        Leaves this session's own tally as it is. Forgets the tallies beyond KEPT_TALLIES that changed least recently,
+        and the parts of epochs that are complete now.
         """
         for session, tally in reversed(list(state.tallies.items())):
             if session != self._session and self._tallies.get(session, Tally()) < tally:
@@ -322,7 +312,7 @@ class EpochShares:
         self._close_epochs()
 
     def _close_epochs(self) -> None:
-        """Moves `_first` to the first epoch that is not complete, and forgets the epochs before it."""
+        """Advances `_first` past the epochs that are complete, and forgets the parts of all epochs before it."""
         while (part := self._parts.get(self._first)) is not None and part.done.is_complete():
             self._first += 1
         for past in [epoch for epoch in self._parts if epoch < self._first]:
@@ -330,11 +320,11 @@ class EpochShares:
             self._last_claimed.pop(past, None)
 
     def _part(self, epoch: int) -> EpochPart:
-        """Returns what is known of an epoch that is not complete; adds an empty entry if nothing is."""
+        """Returns what is known of an epoch that is not complete; adds an empty part to `_parts` if nothing is."""
         return self._parts.setdefault(epoch, EpochPart.empty(self._layout))
 
-    def _forget(self, number: int) -> None:
-        """Removes a microbatch from those in flight. Raises ValueError if it is not in flight."""
+    def _end_flight(self, number: int) -> None:
+        """Removes a microbatch from those in flight, and from its epoch's opened ones. ValueError if not in flight."""
         if number not in self._in_flight:
             raise ValueError(f"microbatch {number} was not taken")
         self._in_flight.remove(number)
@@ -342,59 +332,69 @@ class EpochShares:
         if epoch in self._parts:
             self._parts[epoch].opened.discard(place)
 
-    def _ahead(self, origins: int) -> int:
-        """Returns how many microbatches to claim ahead: as many as this origin opens in ANNOUNCE_INTERVALS.
+    def _claims_ahead(self, origins: int) -> int:
+        """Returns how many microbatches to claim ahead: what this origin opens in ANNOUNCE_INTERVALS, rounded up.
 
-        origins: how many are live. At least 1, at most half of an equal share of an epoch.
+        At most half of an equal share of an epoch for each of the live `origins`, but at least 1.
         """
         return max(1, min(math.ceil(ANNOUNCE_INTERVALS * self._pace), self.count // (2 * origins)))
 
-    def _may_keep(self, claim: _Claim, seen: HeldByOthers) -> bool:
-        """Returns whether this origin keeps a claim: it is not done, no other live origin has opened it, or claimed it
-        with a lower hash. seen: what the other live origins told.
+    def _may_keep(self, claim: _Claim, others: HeldByOthers) -> bool:
+        """Returns whether this origin should keep a claim.
+
+        It should not if the microbatch is done, another live origin has opened it, or another live origin has claimed
+        it, too, and takes precedence in its block.
         """
         if claim.epoch < self._first or claim.number in self._part(claim.epoch).done:
             return False
         block = claim.number // self._layout.size
-        for name, state in seen.states.items():
+        for name, state in others.states.items():
             part = state.epochs.get(claim.epoch)
             if part is None:
                 continue
             if claim.number in part.opened:
                 return False
-            if claim.number in part.claimed and self._order.comes_after(name, claim.epoch, block):
+            if claim.number in part.claimed and self._order.is_preceded_by(name, claim.epoch, block):
                 return False
         return True
 
     def _may_open(self, claim: _Claim, live: frozenset[str]) -> bool:
-        """Returns whether a claim may be opened: told often enough, or no live origin has a lower hash there."""
+        """Returns whether a claim may be opened now.
+
+        It may if ANNOUNCE_INTERVALS calls of `next_state` have announced it, or if this origin has the lowest hash of
+        the origins `live` for its block.
+        """
         if claim.calls_before + ANNOUNCE_INTERVALS <= self._state_calls:
             return True
         return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
 
-    def _find_free(self, seen: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
-        """Returns a new claim of the first free microbatch in this origin's order, None if none is free.
+    def _find_free(self, others: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
+        """Returns a claim of the next free microbatch of the oldest epoch that has one; None if no epoch has one.
 
-        Remembers its number in `_last_claimed`; the caller adds the claim to `_claims`. own_blocks: looks only in
-        blocks where this origin has the lowest hash and no other works, so that the claim may be opened at once.
+        Remembers its number in `_last_claimed`; the caller must add the claim to `_claims`. own_blocks: looks only in
+        blocks where this origin has the lowest hash and no other works, so that the claim may be opened now.
         """
         for epoch in range(self._first, self._first + open_epochs(self._layout)):
-            number = self._find_free_in(epoch, seen, own_blocks)
+            number = self._find_free_in(epoch, others, own_blocks)
             if number is not None:
                 self._last_claimed[epoch] = number
                 return _Claim(epoch, number, self._state_calls)
         return None
 
-    def _find_free_in(self, epoch: int, seen: HeldByOthers, own_blocks: bool) -> int | None:
-        """Returns the free microbatch of one epoch that is next in this origin's order, None if none is free."""
-        part, (held, workers) = self._part(epoch), seen.of_epoch(epoch)
+    def _find_free_in(self, epoch: int, others: HeldByOthers, own_blocks: bool) -> int | None:
+        """Returns the number in its epoch of the free microbatch to claim next there (see next_free); None if none.
+
+        Free: not done, and not opened or claimed by this origin or `others`. own_blocks: see _find_free.
+        """
+        part = self._part(epoch)
+        held, workers = others.of_epoch(epoch)
         taken = MicrobatchSet(self._layout)
         for numbers in (part.done, part.opened, held):
             taken.update(numbers)
         for claim in self._claims:
             if claim.epoch == epoch:
                 taken.add(claim.number)
-        order = self._order.order(epoch, seen.live)
+        order = self._order.order(epoch, others.live)
         if own_blocks:
             return first_free(order.own, taken, workers)
         return next_free(order, taken, workers, self._last_claimed.get(epoch))

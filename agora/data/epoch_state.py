@@ -1,6 +1,7 @@
-"""What an origin tells others about the epochs in progress, and keeps for a restart, written as integers. Pure.
+"""What an origin tells others about the epochs in progress, and keeps for a restart, written as integers.
 
-Knows: how the state is written and read. Must not know: what is decided from it, who sends it.
+Also the counts that follow from it. Deterministic. Knows: how the state is written and read. Must not know: what is
+decided from it, who sends it.
 
 | the integers, each 0 to 2^63 - 1 | how many |
 |---|---|
@@ -10,12 +11,12 @@ Knows: how the state is written and read. Must not know: what is decided from it
 | number of epochs; of each what follows | 1 |
 | - the epoch, counted from the first | 1 |
 | - its blocks that are done, bit 0 of the first word for block 0 | one for 32 blocks |
-| - of opened, claimed, and done outside of those blocks: runs; of each the gap before it, its length | 3 + 2 for each |
+| - of opened, claimed, other done ones: how many ranges; of each the gap before it, its length | 3 + 2 for each |
 
 An epoch has at most MAX_BLOCKS blocks. Done microbatches have as many gaps between them as microbatches are in flight;
-so a state of 10^6 microbatches an epoch usually has less than 200 integers. A message has at most MAX_STATE_INTS: runs,
-then epochs, that would exceed it are left out, the last ones first. An origin that is not told of a microbatch may
-repeat it; nothing worse happens.
+so a state of 10^6 microbatches an epoch usually has less than 200 integers. A message has at most MAX_STATE_INTS:
+ranges, then epochs, that would exceed it are left out, the last ones first. An origin that is not told of a microbatch
+may repeat it; nothing worse happens.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, Run, lowest_bit
+from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, NumberRange, lowest_bit
 
 FORMAT: Final = 1
 MAX_INT: Final = 2**63 - 1
 MAX_EPOCH: Final = 2**32
-"""The highest first incomplete epoch that is believed of another origin; an origin's own count may go beyond it."""
+"""The highest first incomplete epoch that is plausible of another origin; an origin's own count may go beyond it."""
 MAX_TALLY: Final = 2**48
 """Maximum number of microbatches or samples of one session that a message may state; sums of them fit into MAX_INT."""
 MAX_STATE_INTS: Final = 1024
 MAX_TALLIES: Final = 64
-"""How many tallies a message may have."""
+"""Maximum number of tallies in a message."""
 KEPT_TALLIES: Final = 1024
-"""How many tallies are kept in memory and in a snapshot; of more, those that changed least recently are forgotten."""
+"""Maximum number of tallies in memory and in a snapshot; of more, those that changed least recently are forgotten."""
 WORD_BITS: Final = 32
 MIN_OPEN_MICROBATCHES: Final = 256
 """How many microbatches the epochs in progress should have together, within MAX_OPEN_EPOCHS."""
@@ -45,7 +46,10 @@ MAX_OPEN_EPOCHS: Final = 32
 
 
 class Tally(NamedTuple):
-    """How many microbatches one session of an origin has completed since it began, and how many samples in them."""
+    """How many microbatches one session (one start of an origin) has completed, and the samples in them.
+
+    The session's number is the key under which its tally is kept.
+    """
 
     microbatches: int = 0
     samples: int = 0
@@ -53,15 +57,18 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EpochPart:
-    """One epoch: the microbatches known to be done by any origin, and those that the sender has opened or claimed."""
+    """What one origin knows of an epoch: the microbatches done by any origin, and those that it has opened or claimed.
+
+    The sets themselves are changed in place.
+    """
 
     done: MicrobatchSet
-    opened: MicrobatchSet
-    claimed: MicrobatchSet
+    opened: MicrobatchSet  # taken for training, not done yet
+    claimed: MicrobatchSet  # to be opened next
 
     @classmethod
     def empty(cls, layout: BlockLayout) -> EpochPart:
-        """Returns three empty sets: an epoch of which nothing is known."""
+        """Returns an EpochPart of three empty sets: nothing is known of the epoch."""
         return cls(MicrobatchSet(layout), MicrobatchSet(layout), MicrobatchSet(layout))
 
     def is_empty(self) -> bool:
@@ -71,53 +78,83 @@ class EpochPart:
 
 @dataclass(frozen=True, slots=True)
 class EpochState:
-    """What an origin tells others. Epochs before `first` are complete.
+    """What an origin tells the other origins about the epochs. All epochs before `first` are complete."""
 
-    session: a number that no other start of any origin uses. version: grows with each change of what a session tells.
-    tallies: by session number, what it has completed. epochs: by epoch number, those that have begun and are not
-    complete.
+    session: int  # the number of this start of the origin, used by no other start of any origin
+    version: int  # grows with each change of the session's state
+    first: int  # the first epoch that is not complete
+    tallies: Mapping[int, Tally] = field(default_factory=dict)
+    """What each session has completed, by the session's number."""
+    epochs: Mapping[int, EpochPart] = field(default_factory=dict)
+    """What the origin knows of the epochs that are not complete, by the epoch's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCounts:
+    """How many microbatches of an epoch in progress are done, in flight at a live origin, or neither.
+
+    `not_started` is the number of the latter, claimed ones included.
+
+    An origin counts as live if it was live when `take_next` was last called.
     """
 
-    session: int
-    version: int
-    first: int
-    tallies: Mapping[int, Tally] = field(default_factory=dict)
-    epochs: Mapping[int, EpochPart] = field(default_factory=dict)
+    epoch: int
+    done: int
+    in_flight: int
+    not_started: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCounts:
+    """How many microbatches the swarm has done, as far as this origin knows."""
+
+    seen: int  # microbatches done at least once, summed over the epochs
+    repeated: int  # completions of a microbatch that was done before
+    missed: int  # microbatches not done yet, of all epochs but the newest that has begun
+    samples: int  # the samples in all completions, repeated ones included
+    epochs: tuple[EpochCounts, ...]  # the epochs in progress, the oldest first
 
 
 def open_epochs(layout: BlockLayout) -> int:
-    """Returns how many epochs may be in progress at once: from 2 to 32, to hold MIN_OPEN_MICROBATCHES."""
+    """Returns how many epochs may be in progress at once: as few as have MIN_OPEN_MICROBATCHES microbatches together.
+
+    The result is at least 2 and at most MAX_OPEN_EPOCHS.
+    """
     return min(max(2, -(-MIN_OPEN_MICROBATCHES // layout.count)), MAX_OPEN_EPOCHS)
 
 
-def write_state(state: EpochState, layout: BlockLayout, rows_id: int, most: int | None) -> tuple[int, ...]:
-    """Returns a state as at most `most` integers; None: without a limit.
+def write_state(state: EpochState, layout: BlockLayout, rows_id: int, limit: int | None) -> tuple[int, ...]:
+    """Encodes a state as at most `limit` integers, in the format of the module's docstring; None: without a limit.
 
-    What does not fit is left out: the last runs of an epoch, and the epochs after it.
+    With a limit, only the first MAX_TALLIES tallies are written, and what does not fit is left out: the last ranges of
+    an epoch, and the epochs after it. The limit must have room for the tallies. rows_id: identifies the rows that the
+    state is about.
     """
-    room = MAX_INT if most is None else most
-    tallies = list(state.tallies.items())[: None if most is None else MAX_TALLIES]
+    room = MAX_INT if limit is None else limit
+    tallies = list(state.tallies.items())[: None if limit is None else MAX_TALLIES]
     values = [FORMAT, rows_id, layout.count, state.session, state.version, state.first, len(tallies)]
     values += itertools.chain.from_iterable((session, *tally) for session, tally in tallies)
-    place, epochs = len(values), 0
-    values.append(0)
+    count_index = len(values)
+    epochs = 0
+    values.append(epochs)
     for epoch in sorted(state.epochs):
         written = _write_epoch(epoch - state.first, state.epochs[epoch], room - len(values))
         if written is None:
             break
         values += written
         epochs += 1
-    values[place] = epochs
+    values[count_index] = epochs
     return tuple(values)
 
 
 def read_state(
     values: Sequence[int], layout: BlockLayout, rows_id: int, *, max_tallies: int = KEPT_TALLIES
 ) -> EpochState:
-    """Returns the state that write_state has written as integers.
+    """Decodes a state from the integers that write_state returned.
 
-    Raises OtherRows when rows_id or the number of microbatches differ, ValueError for a malformed state and for more
-    than `max_tallies` tallies.
+    A `first` above MAX_EPOCH is lowered to MAX_EPOCH, and the epochs are numbered from there; above 2 * MAX_EPOCH it is
+    refused. Raises DifferentRowsError (a ValueError) if `rows_id` or the number of microbatches in an epoch differ from
+    the sender's, ValueError for a malformed state, numbers that are too large, or more than `max_tallies` tallies.
     """
     reader = _Reader(values)
     if reader.take() != FORMAT:
@@ -134,12 +171,12 @@ def read_state(
     tallies = {reader.take(): Tally(reader.take(), reader.take()) for _ in range(count)}
     if any(number > MAX_TALLY for tally in tallies.values() for number in tally):
         raise ValueError(f"a tally is more than {MAX_TALLY}")
-    most = open_epochs(layout)
+    max_open = open_epochs(layout)
     epochs: dict[int, EpochPart] = {}
     for _ in range(reader.take()):
         offset = reader.take()
-        if offset >= most:
-            raise ValueError(f"epoch {offset} after the first is in progress, more than {most} cannot be")
+        if offset >= max_open:
+            raise ValueError(f"epoch {offset} after the first is in progress, more than {max_open} cannot be")
         epochs[first + offset] = _read_epoch(reader, layout)
     reader.check_end()
     return EpochState(session, version, first, tallies, epochs)
@@ -150,22 +187,27 @@ class DifferentRowsError(ValueError):
 
 
 def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
-    """Returns one epoch as at most `room` integers, without its last runs if necessary; None if `room` is too small."""
+    """Encodes one epoch as at most `room` integers, without its last ranges if they do not fit.
+
+    Returns None if `room` is too small for an epoch without any ranges. offset: the epoch's number, counted from the
+    first epoch that is not complete.
+    """
     layout = part.done.layout
     values = [offset, *_full_words(part.done, layout)]
     lists = [part.opened, part.claimed, part.done]
     room -= len(values) + len(lists)
     if room < 0:
         return None
-    for numbers in lists:
-        runs = list(itertools.islice(_gaps(numbers.runs(full_blocks=numbers is not part.done)), room // 2))
-        values += [len(runs), *itertools.chain.from_iterable(runs)]
-        room -= 2 * len(runs)
+    for microbatches in lists:
+        ranges = microbatches.ranges(full_blocks=microbatches is not part.done)
+        written = list(itertools.islice(_gaps(ranges), room // 2))
+        values += [len(written), *itertools.chain.from_iterable(written)]
+        room -= 2 * len(written)
     return values
 
 
 def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
-    """Reads the epoch that _write_epoch has written, after its offset. Raises ValueError if it is malformed."""
+    """Decodes one epoch as _write_epoch wrote it; the caller has read the offset. Raises ValueError if malformed."""
     part = EpochPart.empty(layout)
     for first in range(0, layout.blocks, WORD_BITS):
         word = reader.take()
@@ -174,38 +216,41 @@ def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
         while word:
             part.done.add_block(first + lowest_bit(word))
             word &= word - 1
-    for numbers in (part.opened, part.claimed, part.done):
-        number = 0
+    for microbatches in (part.opened, part.claimed, part.done):
+        position = 0
         for _ in range(reader.take()):
             gap, length = reader.take(), reader.take()
-            numbers.add_run((number + gap, length))
-            number += gap + length
+            microbatches.add_range((position + gap, length))
+            position += gap + length
     return part
 
 
 def _full_words(done: MicrobatchSet, layout: BlockLayout) -> list[int]:
-    """Returns one bit for each block, set if all of the block is done, in words of WORD_BITS bits."""
+    """Returns a bitmap of the completely done blocks, as words of WORD_BITS bits, the first block in the lowest bit."""
     bits = sum(1 << block for block in done.masks if done.is_full(block))
     return [bits >> first & (1 << WORD_BITS) - 1 for first in range(0, layout.blocks, WORD_BITS)]
 
 
-def _gaps(runs: Iterable[Run]) -> Iterator[Run]:
-    """Yields for each run (gap, length): how many microbatches lie between it and the run before, and its length."""
+def _gaps(ranges: Iterable[NumberRange]) -> Iterator[NumberRange]:
+    """Yields (gap, length) for each of ascending ranges (first, length).
+
+    gap: how many microbatches lie between the range and the one before; for the first range, before it.
+    """
     end = 0
-    for first, length in runs:
+    for first, length in ranges:
         yield first - end, length
         end = first + length
 
 
 class _Reader:
-    """Reads integers of a message or file one by one."""
+    """Reads the integers of a message or file one after the other, and checks that each is 0 to MAX_INT."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._values = values
         self._at = 0
 
     def take(self) -> int:
-        """Takes the next integer, from 0 to MAX_INT. Raises ValueError for another value, or if none is left."""
+        """Returns the next integer and advances. Raises ValueError unless it is 0 to MAX_INT, or if none is left."""
         if self._at >= len(self._values):
             raise ValueError("the state of the epochs ends too early")
         value = self._values[self._at]

@@ -36,20 +36,20 @@ def pretrained_tokenizer_files(
     learns_samples: bool,
     expected_hash: str = "",
 ) -> dict[str, bytes]:
-    """Returns the tokenizer files of a run that begins with a trained model: file name -> content.
+    """Returns the tokenizer files that an export of a fine-tuned model needs: file name -> content. Writes nothing.
 
-    source: as in [data] tokenizer; vocabulary, context, base: see tokenizer_files. The files in the folder of a
-    tokenizer.json are returned unchanged; for any other source they are made by tokenizer_files. learns_samples:
-    whether the run learns from samples; then a tokenizer without a chat template gets the plain one, with which its
-    conversations were rendered. expected_hash: [data] tokenizer_hash, "" for none. Raises what open_tokenizer raises,
-    DiskError and DataError for a file that cannot be read or is malformed, DataError for a tokenizer that is not the
-    run's.
+    source: as in [data] tokenizer; vocabulary, context, base: see tokenizer_files. If source is a tokenizer.json, the
+    tokenizer's files in its folder are returned unchanged; what is missing there, and the files of any other source,
+    tokenizer_files makes. learns_samples: whether the run learns from samples; then "bytes", and a folder without a
+    chat template, get the plain template, with which conversations were rendered. expected_hash: [data] tokenizer_hash;
+    "": not checked. Raises what open_tokenizer raises, DiskError for a file that cannot be read, DataError for a
+    malformed file or a tokenizer of another hash.
     """
     files, _ = tokenizer_files(source, vocabulary, context, base)
     if expected_hash:
         check_tokenizer(open_training_tokenizer(source, vocabulary, base), expected_hash)
-    place = tokenizer_path(source, base)
-    folder = place.parent if place is not None and place.name == TOKENIZER_FILE else None
+    path = tokenizer_path(source, base)
+    folder = path.parent if path is not None and path.name == TOKENIZER_FILE else None
     if folder is not None:
         files |= {name: _read_content(folder / name) for name in COPIED if (folder / name).is_file()}
     if learns_samples and (folder is not None or source == BYTES) and not _has_template(files):
@@ -59,7 +59,7 @@ def pretrained_tokenizer_files(
 
 
 def plain_template(end_of_turn: str) -> str:
-    """Returns the source of the plain chat template that writes `end_of_turn` after each answer, as a jinja2 text."""
+    """Returns the jinja2 source of PLAIN_TEMPLATE, with `end_of_turn` set as the text after each answer."""
     return f"{{%- set eos_token = {json.dumps(end_of_turn, ensure_ascii=False)} -%}}\n{PLAIN_TEMPLATE}"
 
 
@@ -70,9 +70,9 @@ def _has_template(files: dict[str, bytes]) -> bool:
 
 
 def _read_content(path: Path) -> bytes:
-    """Returns a file's content, checked by its name: a template must be text and not empty, others a JSON object.
+    """Returns a file's content. Raises DiskError if it cannot be read, DataError if it is malformed.
 
-    Raises DiskError if it cannot be read, DataError if it is something else.
+    A file called TEMPLATE_FILE must be UTF-8 text that is not empty, any other a JSON object.
     """
     try:
         content = path.read_bytes()

@@ -1,6 +1,7 @@
-"""Decides which free microbatch of an epoch an origin takes next. Pure.
+"""Decides which free microbatch of an epoch an origin takes next.
 
-Knows: what is taken, in which blocks others work, the origin's order of the blocks. Must not know: whose these are.
+Deterministic. Knows: what is taken, in which blocks others work, the origin's order of the blocks. Must not know: whose
+these are.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, bit_number, l
 
 
 class HeldByOthers:
-    """What the other live origins have opened and claimed, as used by one decision; results are cached per epoch.
+    """The microbatches that the other live origins have opened or claimed, made for each decision of an origin.
 
-    states: of each other live origin, what it has told. live: the names of all live origins, this one included.
+    states: name -> last known state, of the live origins without this one. live: the names of all live origins, with
+    this one.
     """
 
     def __init__(self, states: Mapping[str, EpochState], live: frozenset[str], layout: BlockLayout) -> None:
@@ -25,9 +27,14 @@ class HeldByOthers:
         self._held: dict[int, tuple[MicrobatchSet, dict[int, int]]] = {}
 
     def of_epoch(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
-        """Returns the microbatches of an epoch that others have opened or claimed, and block -> how many work in it."""
+        """Returns the microbatches of an epoch that other origins have opened or claimed, and a count for each block.
+
+        The dict maps a block to how many other origins have opened or claimed something in it; blocks without any are
+        absent. Both results are cached: callers must not change them.
+        """
         if epoch not in self._held:
-            held, workers = MicrobatchSet(self._layout), dict[int, int]()
+            held = MicrobatchSet(self._layout)
+            workers: dict[int, int] = {}
             for state in self.states.values():
                 if part := state.epochs.get(epoch):
                     held.update(part.opened)
@@ -41,9 +48,10 @@ class HeldByOthers:
 def next_free(
     order: EpochOrder, taken: MicrobatchSet, workers: Mapping[int, int], last_claimed: int | None
 ) -> int | None:
-    """Returns the free microbatch to claim next, None if all are taken. workers: block -> how many others work in it.
+    """Returns the number of the free microbatch that an origin should claim next in an epoch; None if all are taken.
 
-    The first row that applies decides:
+    taken: all microbatches that are not free. workers: block -> how many other origins work in it; absent: none.
+    last_claimed: this origin's last claim in the epoch, None without. The first row that applies decides:
 
     | the microbatch returned | condition |
     |---|---|
@@ -67,7 +75,10 @@ def next_free(
 
 
 def first_free(blocks: Iterable[int], taken: MicrobatchSet, workers: Mapping[int, int]) -> int | None:
-    """Returns the first free microbatch of the first of `blocks` that has one and no workers; None without such."""
+    """Returns the first free microbatch of the first block that has a free one and no other origin in it, or None.
+
+    blocks: in the order in which they are tried. taken, workers: see next_free.
+    """
     layout = taken.layout
     for block in blocks:
         if not workers.get(block) and not taken.is_full(block):

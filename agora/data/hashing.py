@@ -14,7 +14,7 @@ Hashes = NDArray[np.uint64]
 
 
 def mix(values: Hashes, key: int) -> Hashes:
-    """Returns uniform 64-bit hashes of `values` [n] under `key`: splitmix64's output (Steele et al., OOPSLA 2014)."""
+    """Returns uniform 64-bit hashes of `values` [n] under `key`: splitmix64's mixer (Steele et al., OOPSLA 2014)."""
     z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -24,17 +24,17 @@ def mix(values: Hashes, key: int) -> Hashes:
 def seed_key(seed: int, purpose: int) -> int:
     """Returns a 64-bit key for `mix`, derived from the run's seed.
 
-    purpose: a constant of each use, so that keys differ.
+    purpose: a constant of each use, which makes the keys of different uses differ.
     """
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
-def split_limit(hashes: Hashes, share: float) -> np.uint64:
-    """Returns the limit that splits `hashes` [n >= 1] in two: those below it are about a fraction `share` of them.
+def split_limit(hashes: Hashes, fraction: float) -> np.uint64:
+    """Returns the limit below which about this fraction of uniform `hashes` [n >= 1] lies: fraction * 2^64.
 
-    share: above 0 and at most 1. The limit is share * 2^64; if no hash, or every hash, would be below it, it is moved:
-    if the hashes differ, at least one is below the limit and at least one is not.
+    fraction: above 0 and at most 1. The limit is moved so that at least one hash is below it and at least one is not.
+    If all hashes are equal, that is impossible, and none is below the limit.
     """
-    limit = min(int(share * 2**64), 2**64 - 1)
+    limit = min(int(fraction * 2**64), 2**64 - 1)
     return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))

@@ -1,4 +1,6 @@
-"""Sets of the microbatches of one epoch: as bit masks of blocks in memory, as runs for messages and files. Pure.
+"""Sets of the microbatches of one epoch: as bit masks of blocks in memory, as ranges for messages and files.
+
+Deterministic: a MicrobatchSet changes only itself, and only by the calls to it.
 
 Knows: numbers, bits. Must not know: who takes a microbatch, what it holds.
 """
@@ -11,16 +13,18 @@ from functools import cached_property
 from typing import Final
 
 MAX_BLOCKS: Final = 512
+"""Maximum number of blocks in an epoch."""
 
-Run = tuple[int, int]
-"""Consecutive microbatches: the number of the first one, and how many there are."""
+NumberRange = tuple[int, int]
+"""A range of consecutive microbatches: the number of the first one, and how many there are."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How the `count` microbatches of an epoch, numbered from 0, are cut into at most MAX_BLOCKS blocks of one size.
+    """How the `count` microbatches of an epoch, numbered from 0, are cut into at most MAX_BLOCKS blocks of equal size.
 
-    The last block may be shorter. A block's mask has a bit for each of its microbatches, the first one the lowest.
+    count: at least 1. The last block may be shorter. The mask of a block is an integer with one bit for each of the
+    block's microbatches; the lowest bit stands for the first one.
     """
 
     count: int
@@ -41,7 +45,10 @@ class BlockLayout:
 
 
 class MicrobatchSet:
-    """A mutable set of microbatches of one epoch. masks: block -> its bits; blocks without any are absent."""
+    """A mutable set of the microbatches of one epoch, as bit masks of blocks (see BlockLayout).
+
+    masks: block -> mask of its microbatches in the set; a block without any is absent.
+    """
 
     __slots__ = ("layout", "masks")
 
@@ -57,22 +64,22 @@ class MicrobatchSet:
         return sum(mask.bit_count() for mask in self.masks.values())
 
     def mask(self, block: int) -> int:
-        """Returns the bits of a block; 0 if none of its microbatches is in the set."""
+        """Returns the mask of a block's microbatches that are in the set; 0 if there are none."""
         return self.masks.get(block, 0)
 
     def add(self, number: int) -> None:
-        """Adds one microbatch."""
+        """Adds one microbatch; does not check that its number is within the epoch."""
         block, bit = divmod(number, self.layout.size)
         self.masks[block] = self.mask(block) | 1 << bit
 
-    def add_run(self, run: Run) -> None:
-        """Adds consecutive microbatches.
+    def add_range(self, numbers: NumberRange) -> None:
+        """Adds the consecutive microbatches of a range (first, length).
 
-        Raises ValueError when some are outside of the epoch; nothing is added then.
+        Raises ValueError if some are outside of the epoch, or the length is below 1; nothing is added then.
         """
-        number, length = run
+        number, length = numbers
         if number < 0 or length < 1 or number + length > self.layout.count:
-            raise ValueError(f"the run {run} is not within {self.layout.count} microbatches")
+            raise ValueError(f"the range {numbers} is not within {self.layout.count} microbatches")
         while length:
             block, bit = divmod(number, self.layout.size)
             part = min(length, self.layout.size - bit)
@@ -84,12 +91,12 @@ class MicrobatchSet:
         self.masks[block] = self.layout.full_mask(block)
 
     def update(self, other: MicrobatchSet) -> None:
-        """Adds all microbatches of another set."""
+        """Adds all microbatches of another set of the same layout."""
         for block, mask in other.masks.items():
             self.masks[block] = self.mask(block) | mask
 
     def discard(self, number: int) -> None:
-        """Removes one microbatch, if it is there."""
+        """Removes one microbatch; does nothing if it is not in the set."""
         block, bit = divmod(number, self.layout.size)
         if mask := self.mask(block) & ~(1 << bit):
             self.masks[block] = mask
@@ -104,16 +111,16 @@ class MicrobatchSet:
         """Returns whether all microbatches of the epoch are in the set."""
         return len(self.masks) == self.layout.blocks and len(self) == self.layout.count
 
-    def runs(self, *, full_blocks: bool) -> Iterator[Run]:
-        """Yields the set as ascending runs (first, length), each as long as can be.
+    def ranges(self, *, full_blocks: bool) -> Iterator[NumberRange]:
+        """Yields the set as ascending ranges (first, length), each as long as can be.
 
-        full_blocks: whether to include the blocks all of whose microbatches are in the set.
+        full_blocks: False leaves out the blocks whose microbatches are all in the set; no range reaches across them.
         """
         start = end = 0
         for block in sorted(self.masks):
             if self.is_full(block) and not full_blocks:
                 continue
-            for bit, length in _runs_of(self.masks[block]):
+            for bit, length in _bit_ranges(self.masks[block]):
                 first = block * self.layout.size + bit
                 if first != end:
                     if end > start:
@@ -130,16 +137,19 @@ def lowest_bit(mask: int) -> int:
 
 
 def bit_number(mask: int, index: int) -> int:
-    """Returns the position of the set bit number `index`, counted from the lowest, from 0. Raises IndexError."""
-    for bit, length in _runs_of(mask):
+    """Returns the position of the set bit number `index` of a mask, counted from 0 for the lowest set bit.
+
+    Positions count all bits, from 0. Raises IndexError if the mask has too few set bits.
+    """
+    for bit, length in _bit_ranges(mask):
         if index < length:
             return bit + index
         index -= length
     raise IndexError(index)
 
 
-def _runs_of(mask: int) -> Iterator[Run]:
-    """Yields (position of its first bit, length) of each run of set bits, from the lowest."""
+def _bit_ranges(mask: int) -> Iterator[NumberRange]:
+    """Yields (position of the lowest bit, length) of each maximal sequence of set bits, from the lowest one."""
     start = 0
     while mask:
         skipped = lowest_bit(mask)

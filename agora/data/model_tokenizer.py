@@ -24,8 +24,8 @@ SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MODEL_FILE: Final = "config.json"
 CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
-BYTES_END: Final = "\0"
-NO_END: Final = "\n"
+BYTES_END: Final = "\0"  # ends a turn for the byte tokenizer
+NO_END: Final = "\n"  # ends a turn for a tokenizer without a token for that
 TRAINING_DATE: Final = datetime(2024, 7, 26)
 """The date for templates that write it in training: all peers must render the same text, whenever they start.
 
@@ -34,10 +34,11 @@ It is the date that Llama 3's own template writes if it is given no clock."""
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """A tokenizer with its chat template. end_of_turn: the text of the token that ends a completion or a document.
+    """A tokenizer with its chat template.
 
-    name, template_name: of the tokenizer and of the template, for messages to a person. longest_context: the model's,
-    in tokens; None when the folder does not say.
+    end_of_turn: the text of the token that ends a completion or a document. name, template_name: what to call the
+    tokenizer and the template in messages to a person. longest_context: the model's maximum context in tokens; None
+    if the folder does not say.
     """
 
     tokenizer: Tokenizer
@@ -58,10 +59,11 @@ class ModelTokenizer:
 
 
 def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = None) -> ModelTokenizer:
-    """Returns the tokenizer that a manifest names, with its folder's chat template and TRAINING_DATE as the time.
+    """Opens the tokenizer that a manifest names, with its folder's chat template and TRAINING_DATE as the time.
 
-    source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError when the
-    model has fewer ids (`vocabulary`) than the tokenizer, and what open_model_tokenizer raises.
+    source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError for a
+    file of another name, and when the model has fewer ids (`vocabulary`) than the tokenizer; and what
+    open_model_tokenizer raises.
     """
     path = tokenizer_path(source, base)
     if path is not None and path.name != TOKENIZER_FILE:
@@ -69,20 +71,22 @@ def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = No
             f"[data] tokenizer {source!r} is not a {TOKENIZER_FILE}, beside which the chat template would be looked "
             f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
         )
-    opened = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE)
-    if opened.tokenizer.vocabulary > vocabulary:
+    tokenizer = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE)
+    if tokenizer.tokenizer.vocabulary > vocabulary:
         raise ManifestError(
-            f"Tokenizer {source!r} has token id {opened.tokenizer.vocabulary - 1} but [model] vocabulary is "
+            f"Tokenizer {source!r} has token id {tokenizer.tokenizer.vocabulary - 1} but [model] vocabulary is "
             f"{vocabulary}; use the tokenizer of the base model."
         )
-    return opened
+    return tokenizer
 
 
 def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
-    """Returns the tokenizer of a model folder with its chat template; for None the byte tokenizer (byte 0 ends a turn).
+    """Opens the tokenizer of a model folder with its chat template; for None the byte tokenizer (byte 0 ends a turn).
 
-    A folder without a chat template gets the plain one. now: the time for templates that write the date. Raises
-    DiskError or DataError for a file that is missing or malformed, LocalError without the package tokenizers.
+    A folder without a chat template, and the byte tokenizer, get PLAIN_TEMPLATE. A turn ends with the eos_token of
+    tokenizer_config.json or special_tokens_map.json, otherwise the tokenizer's end_of_text, otherwise a newline. now:
+    the time for templates that write the date. Raises DiskError for a missing tokenizer.json or an unreadable file,
+    DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
     """
     if folder is None:
         return _with_template(ByteTokenizer(), None, {"eos_token": BYTES_END}, BYTES, None, now)
@@ -103,9 +107,10 @@ def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
 def _with_template(
     tokenizer: Tokenizer, source: str | None, special: Mapping[str, str], name: str, longest: int | None, now: datetime
 ) -> ModelTokenizer:
-    """Returns the tokenizer with the chat template that has this source, or with the plain one if that is None.
+    """Returns a ModelTokenizer with the chat template of this source, or with PLAIN_TEMPLATE if `source` is None.
 
-    special: the special tokens, with "eos_token". longest: the longest context in tokens, or None.
+    special: special token's name -> text; its "eos_token" becomes the end of turn. longest: the longest context in
+    tokens, or None.
     """
     kind = "the plain template" if source is None else f"the chat template of {name}"
     template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, now)
@@ -113,9 +118,10 @@ def _with_template(
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Returns the source of a folder's chat template, from its own file or the tokenizer's settings, or None.
+    """Returns the source of a folder's chat template: chat_template.jinja, otherwise `chat_template` in `settings`.
 
-    Raises DataError if it is not text, DiskError if the file cannot be read.
+    settings: the content of tokenizer_config.json; of a list of templates there, the one called "default" is returned.
+    None if there is no template. Raises DataError if it is not text, DiskError if the file cannot be read.
     """
     if (folder / TEMPLATE_FILE).is_file():
         return _read_text_file(folder / TEMPLATE_FILE)
@@ -129,9 +135,10 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the text of each special token by its name, such as eos_token.
+    """Returns the special tokens in `settings`: name such as eos_token -> text.
 
-    settings: the content of the JSON files; a token is a string there, or {"content": string}.
+    settings: the content of the JSON files; a token is a string there, or {"content": string}. Keys that do not end in
+    "_token", and other or empty values, are left out.
     """
     texts = {
         name: value.get("content") if isinstance(value, Mapping) else value
@@ -142,7 +149,10 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if there is no such file. Raises DiskError and DataError."""
+    """Returns the JSON object in a file; {} if there is no such file.
+
+    Raises DiskError if the file cannot be read, DataError if it holds anything but one JSON object.
+    """
     if not path.exists():
         return {}
     try:
@@ -155,7 +165,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_text_file(path: Path) -> str:
-    """Returns the content of a text file. Raises DiskError if it cannot be read, DataError if it is not text."""
+    """Returns the content of a text file. Raises DiskError if it cannot be read, DataError if it is not UTF-8."""
     try:
         return path.read_bytes().decode()
     except OSError as error:

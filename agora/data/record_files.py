@@ -39,11 +39,12 @@ class RawRecord:
 
 
 def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
-    """Yields the records of a file or `datasets` folder, in its order.
+    """Yields the records of a file or `datasets` folder, in the file's order. The suffix decides the format (READERS).
 
-    columns: which columns of a table (parquet, `datasets`) to read, None for all; a table need not have them, and other
-    formats ignore this. Raises DiskError when the file cannot be read, DataError for an unknown suffix and for a
-    malformed table or record (with the line in JSON and text), LocalError without the package that a format needs.
+    columns: which columns of a table (parquet, `datasets`) to read, None for all; columns that a table does not have
+    are ignored, and other formats ignore `columns`. The file is opened when the first record is asked for. Raises
+    DiskError if the file cannot be read, DataError for an unknown suffix and for a malformed table or record (with the
+    line in JSON and text), LocalError without the package that a format needs.
     """
     if path.is_dir():
         read: Reader = _read_datasets_folder
@@ -61,7 +62,8 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator
 def data_files(path: Path) -> list[Path]:
     """Returns the files that hold the records of `path`, in the order in which they are read.
 
-    They are the file itself, or the arrow files of a `datasets` folder. Raises DataError for another folder.
+    For a `datasets` folder, these are the arrow files that it lists; otherwise [path]. The files need not exist. Raises
+    DataError for another folder.
     """
     return _arrow_files(path) if path.is_dir() else [path]
 
@@ -72,16 +74,19 @@ def unreadable_data(path: Path, error: OSError) -> DiskError:
 
 
 Reader = Callable[[Path, Collection[str] | None], Iterator[RawRecord]]
+"""Yields the records of a file; its arguments are those of read_records."""
 
 
 def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
     """Yields the JSON object of each line that is not blank, as a record. `columns` is ignored.
 
-    Raises OSError, and DataError, with the line's number, for a line that is too long or no JSON object.
+    Raises OSError, and DataError, with the line's number, for a line that is longer than LONGEST_RECORD bytes or is not
+    a JSON object.
     """
     with path.open("rb") as file:
         for number in itertools.count(1):
-            line, where = file.readline(LONGEST_RECORD + 1), f"{path}:{number}"
+            line = file.readline(LONGEST_RECORD + 1)
+            where = f"{path}:{number}"
             if not line:
                 return
             if len(line) > LONGEST_RECORD:
@@ -90,13 +95,16 @@ def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[R
                 try:
                     value = json.loads(line.rstrip(b"\r\n"))
                 except (ValueError, RecursionError) as error:
-                    problem = f"{where} is not JSON ({_json_problem(error)}); {ONE_A_LINE}, or remove the line."
+                    problem = f"{where} is not JSON ({_describe_json_error(error)}); {ONE_A_LINE}, or remove the line."
                     raise DataError(problem) from error
                 yield _check_record(value, where)
 
 
-def _json_problem(error: Exception) -> str:
-    """Returns why a line is not JSON, with the column where known."""
+def _describe_json_error(error: Exception) -> str:
+    """Returns the text that says why a line is not JSON, with the column if the parser says where.
+
+    The text of an error that is not the JSON parser's is quoted and cut to 200 characters.
+    """
     return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else repr(str(error)[:200])
 
 
@@ -108,15 +116,16 @@ def _check_record(value: object, where: str) -> RawRecord:
 
 
 def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the records of a .json file: the objects of a list or of {"data": [...]}; other content is read as lines.
+    """Yields the records of a .json file: the objects of a list or of {"data": [...]}; other content as JSON lines.
 
-    Raises OSError, and DataError with the line for what is malformed. `columns` is ignored.
+    If "data" is the first key, with a list, it must be the only key. One record at a time is in memory. Raises OSError,
+    and DataError with the line for what is malformed, or follows the list. `columns` is ignored.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         scanner = JsonScanner(file, path)
         try:
             first = scanner.next_character()
-            has_data_key = first == "{" and scanner.skip_match(DATA_LIST)
+            has_data_key = first == "{" and scanner.accept(DATA_LIST)
             if first == "[" or has_data_key:
                 yield from _list_items(scanner, "}" if has_data_key else "")
                 return
@@ -127,21 +136,22 @@ def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
 
 
 def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
-    """Yields the objects of the list that begins at the scanner's place; then `closing` and the file's end must follow.
+    """Yields the JSON objects of the list that begins at the scanner's position, each with its line, as records.
 
-    closing: one character, or "". Raises DataError with the line for anything else.
+    closing: the one character that must follow the list, "" for none; after it the file must end. Raises DataError with
+    the line for anything else.
     """
-    scanner.skip("[")
+    scanner.expect("[")
     while scanner.next_character() != "]":
         where = f"{scanner.path}:{scanner.line}"
         if scanner.next_character() != "{":
-            raise DataError(f"{where} has something else than an object in the list; {ONE_A_LINE}.")
+            raise DataError(f"{where} has something other than an object in the list; {ONE_A_LINE}.")
         yield _check_record(scanner.take_value(), where)
         if scanner.next_character() != "]":
-            scanner.skip(",")
-    scanner.skip("]")
+            scanner.expect(",")
+    scanner.expect("]")
     if closing:
-        scanner.skip(closing)
+        scanner.expect(closing)
     if scanner.next_character():
         raise DataError(f"{scanner.path}:{scanner.line} has something after the list's end; {ONE_A_LINE}.")
 
@@ -149,7 +159,7 @@ def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
 class JsonScanner:
     """Reads JSON values from a text file one by one, with little more than one of them in memory.
 
-    line: the number, from 1, of the line at which the scanner is.
+    path: the file's name, for errors. line: the number, from 1, of the line at which the scanner is.
     """
 
     def __init__(self, file: IO[str], path: Path) -> None:
@@ -160,7 +170,7 @@ class JsonScanner:
         self._at = 0
 
     def next_character(self) -> str:
-        """Skips white space and returns the next character, which stays to be read; "" at the end of the file."""
+        """Skips white space and returns the next character without skipping it; "" at the end of the file."""
         while True:
             self._advance(_end_of_space(self._text, self._at))
             if self._at < len(self._text):
@@ -168,24 +178,30 @@ class JsonScanner:
             if not self._read_more():
                 return ""
 
-    def skip(self, expected: str) -> None:
-        """Skips white space and the character `expected`. Raises DataError, with the line, for another character."""
+    def expect(self, expected: str) -> None:
+        """Skips white space and the character `expected`. Raises DataError, with the line, if another one follows."""
         found = self.next_character()
         if found != expected:
             actual = repr(found) if found else "the end of the file"
-            problem = f"{self.path}:{self.line} has {actual} where {expected!r} must stand; correct the JSON there."
+            problem = f"{self.path}:{self.line} has {actual} where {expected!r} is expected; correct the JSON there."
             raise DataError(problem)
         self._advance(self._at + 1)
 
-    def skip_match(self, pattern: re.Pattern[str]) -> bool:
-        """Skips the text that `pattern` matches here, within what has been read so far; returns whether it matched."""
+    def accept(self, pattern: re.Pattern[str]) -> bool:
+        """Skips the text that `pattern` matches at the scanner's position, if any; returns whether it matched.
+
+        Only text that has been read from the file already is searched.
+        """
         match = pattern.match(self._text, self._at)
         if match:
             self._advance(match.end())
         return match is not None
 
     def take_value(self) -> object:
-        """Reads and returns the JSON object or list that begins here. Raises DataError with the line of an error."""
+        """Reads and returns the JSON object or list that begins at the scanner's position; white space is not skipped.
+
+        Raises DataError, with the line, if it is malformed or longer than LONGEST_RECORD characters.
+        """
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
@@ -197,24 +213,32 @@ class JsonScanner:
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, too many brackets
                 raise self._malformed_error(0, str(error)[:200]) from error
             else:
+                if end - self._at > LONGEST_RECORD:
+                    raise DataError(
+                        f"{self.path}:{self.line} is longer than {LONGEST_RECORD >> 20} MiB; split that record."
+                    )
                 self._advance(end)
                 return value
 
     def _malformed_error(self, offset: int, reason: str) -> DataError:
-        """Returns the error to raise for malformed JSON `offset` characters after this place, with its line."""
+        """Returns the error to raise for malformed JSON, with the line of the fault.
+
+        offset: how many characters after the scanner's position the fault is. reason: what the parser says.
+        """
         line = self.line + self._text.count("\n", self._at, self._at + offset)
         begins = f" in the record that begins at line {self.line}" if line != self.line else ""
         return DataError(f"{self.path}:{line} is not JSON ({reason}{begins}); correct or remove that record.")
 
     def _advance(self, end: int) -> None:
-        """Moves this place forward to `end`, an index of the text read so far, and counts the lines between."""
+        """Moves the scanner forward to `end`, an index of the text read so far; adds the lines between to `line`."""
         self.line += self._text.count("\n", self._at, end)
         self._at = end
 
     def _read_more(self) -> bool:
-        """Reads more of the file; returns False at its end. Text before this place is dropped.
+        """Drops the text before the scanner's position and appends more of the file to the rest; False at its end.
 
-        It reads as much as is unread already, so that a long value is scanned only a few times.
+        Reads at least CHUNK characters, and at least as many as remain in memory: so the text read doubles, and a long
+        value is scanned only a few times.
         """
         piece = self._file.read(max(CHUNK, len(self._text) - self._at))
         self._text = self._text[self._at :] + piece
@@ -223,13 +247,16 @@ class JsonScanner:
 
 
 def _end_of_space(text: str, start: int) -> int:
-    """Returns the index of the first character from `start` on that is not JSON's white space."""
+    """Returns the index of the first character from `start` on that is not JSON's white space; len(text) if none."""
     match = SPACE.match(text, start)
     return match.end() if match else start
 
 
 def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the whole text file as one record with the column "text". Raises DataError if it is not valid UTF-8."""
+    """Yields the whole text file as one record with the column "text". `columns` is ignored.
+
+    Raises OSError, and DataError if it is not UTF-8 or longer than LONGEST_RECORD bytes.
+    """
     with path.open("rb") as file:
         content = file.read(LONGEST_RECORD + 1)
     if len(content) > LONGEST_RECORD:
@@ -242,31 +269,35 @@ def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
 
 
 def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the rows of a parquet file, with the chosen columns. Raises DataError, and LocalError without pyarrow."""
+    """Yields the rows of a parquet file, ROWS at a time in memory, with those of `columns` that it has (None: all).
+
+    Raises DataError if it cannot be read as a table, LocalError without pyarrow.
+    """
     pyarrow = import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             names = [name for name in table.schema_arrow.names if columns is None or name in columns]
-            yield from _rows(table.iter_batches(batch_size=ROWS, columns=names, use_threads=False), path)
+            yield from _iter_rows(table.iter_batches(batch_size=ROWS, columns=names, use_threads=False), path)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise unreadable_table(path, error) from error
 
 
 def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written.
+    """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written, file by file.
 
-    Raises DataError, and LocalError without pyarrow.
+    Rows are numbered through all files. columns: as for _read_parquet. Raises DataError for another folder or a damaged
+    table, LocalError without pyarrow.
     """
     pyarrow = import_pyarrow(path)
-    row = 0
+    rows_before = 0
     for file in _arrow_files(path):
         try:
             with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
                 for batch in stream:
                     wanted = [name for name in batch.schema.names if columns is None or name in columns]
                     slices = (batch.select(wanted).slice(start, ROWS) for start in range(0, batch.num_rows, ROWS))
-                    yield from _rows(slices, path, row)
-                    row += batch.num_rows
+                    yield from _iter_rows(slices, path, rows_before)
+                    rows_before += batch.num_rows
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise unreadable_table(file, error) from error
 
@@ -274,11 +305,12 @@ def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterat
 def _arrow_files(folder: Path) -> list[Path]:
     """Returns the paths of the arrow files that the state.json of a `datasets` folder names, in its order.
 
-    Raises DataError for a folder of several splits, and for one that is not a `datasets` folder.
+    Raises DataError for a folder of several splits, for one that is not a `datasets` folder, and for a malformed
+    state.json. The files need not exist.
     """
     if (folder / SPLITS_FILE).is_file():
-        found = sorted(place.parent.name for place in folder.glob(f"*/{STATE_FILE}"))
-        raise DataError(f"{folder} holds the splits {', '.join(map(repr, found))}; give the folder of one of them.")
+        splits = sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}"))
+        raise DataError(f"{folder} holds the splits {', '.join(map(repr, splits))}; give the folder of one of them.")
     if not (folder / STATE_FILE).is_file():
         problem = f"{folder} is not a folder that `Dataset.save_to_disk` wrote: it has no {STATE_FILE}; give a file."
         raise DataError(problem)
@@ -304,9 +336,12 @@ def import_pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _rows(batches: Iterable[Any], path: Path, first: int = 0) -> Iterator[RawRecord]:
-    """Yields the rows of pyarrow record batches as records. first: how many rows of the file precede them."""
-    number = first
+def _iter_rows(batches: Iterable[Any], path: Path, rows_before: int = 0) -> Iterator[RawRecord]:
+    """Yields the rows of pyarrow record batches as records, with their row numbers from 1.
+
+    rows_before: how many rows of `path` precede the first batch.
+    """
+    number = rows_before
     for batch in batches:
         for fields in batch.to_pylist():
             number += 1

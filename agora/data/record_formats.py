@@ -29,15 +29,15 @@ from agora.data.record_files import RawRecord
 
 Objective = Literal["lm", "sft", "dpo"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
-SHOWN_COLUMNS: Final = 20
+SHOWN_COLUMNS: Final = 20  # maximum number of columns that an error names
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """One record's values, by the format's names of the columns. where: the record's place in its file, for errors."""
+class FormatRow:
+    """One record of a data file."""
 
-    values: Mapping[str, Any]
-    where: str
+    values: Mapping[str, Any]  # by the format's names of the columns
+    where: str  # the record's place in its file, for errors
 
     def text(self, name: str) -> str:
         """Returns the text of a column; "" if it is missing or null. Raises DataError for another type."""
@@ -45,11 +45,14 @@ class Columns:
         return "" if value is None else check_text(value, self.place(name))
 
     def messages(self, name: str) -> tuple[ChatMessage, ...]:
-        """Returns the messages of a column that must be there. Raises DataError if they are malformed."""
+        """Returns the messages of a required column. Raises DataError if malformed; their order is not checked."""
         return read_messages(self.values[name], self.place(name))
 
     def tools(self) -> tuple[Any, ...]:
-        """Returns the JSON schemas in the optional column `tools`, () without it. Raises DataError if malformed."""
+        """Returns the JSON schemas in the optional column `tools`, () if it is missing or null.
+
+        Raises DataError if they are malformed.
+        """
         value = self.values.get("tools")
         return () if value is None else read_tools(value, self.place("tools"))
 
@@ -60,32 +63,35 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """A format of data files. required, optional: its columns. read: turns the columns of a record into a sample.
+    """A format of data files, such as Alpaca."""
 
-    objectives: those that can learn from it; the first one is the default.
-    """
-
-    name: str
-    required: tuple[str, ...]
-    read: Callable[[Columns], Sample]
-    objectives: tuple[Objective, ...] = ("sft", "lm")
-    optional: tuple[str, ...] = ()
+    name: str  # what errors and `swarm data` call the format
+    required: tuple[str, ...]  # names of columns
+    read: Callable[[FormatRow], Sample]  # turns the columns of a record into a sample
+    objectives: tuple[Objective, ...] = ("sft", "lm")  # that can use such samples; the first one is the default
+    optional: tuple[str, ...] = ()  # names of columns
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of all its columns."""
+        """The names of the format's columns, required ones first."""
         return self.required + self.optional
 
 
 @dataclass(frozen=True, slots=True)
 class RecordReader:
-    """Turns the records of one file into samples. columns: the format's name of a column -> the file's name."""
+    """Turns the records of one file into samples of one format.
+
+    columns: the format's name of a column -> the file's name of it. Other columns of the file are ignored.
+    """
 
     format: RecordFormat
     columns: Mapping[str, str]
 
     def read(self, record: RawRecord) -> Sample:
-        """Returns the sample of a record. Raises DataError that says where the record is and what is wrong."""
+        """Returns the sample of a record.
+
+        Raises DataError, which names the record's place, if a column is malformed, or a required one missing or null.
+        """
         values = {name: record.fields.get(column) for name, column in self.columns.items()}
         for name in self.format.required:
             if values[name] is None:
@@ -94,13 +100,13 @@ class RecordReader:
                     f"{record.where}: column {self.columns[name]!r} is {kind} this record (present: "
                     f"{_quote_names(record.fields)}); add it, or remove the record."
                 )
-        return self.format.read(Columns(values, record.where))
+        return self.format.read(FormatRow(values, record.where))
 
 
 def parse_columns(text: str) -> dict[str, str]:
     """Parses --columns, such as "prompt=question,completion=answer": returns format's column -> file's column.
 
-    Raises InputError if it is malformed, or names a column that no format has.
+    Raises InputError if it is malformed, or names a column twice or one that no format has.
     """
     known = sorted({name for kind in FORMATS for name in kind.columns})
     columns: dict[str, str] = {}
@@ -118,12 +124,13 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-def recognise(first: RawRecord, mapped: Mapping[str, str], objective: Objective | None) -> RecordReader:
-    """Recognises a file's format by its first record, and returns the reader for its records.
+def recognise_format(first: RawRecord, mapped: Mapping[str, str], objective: Objective | None) -> RecordReader:
+    """Recognises a file's format by its first record, and returns the reader for the file's records.
 
-    mapped: format's column -> file's column, as --columns says. It is the first of FORMATS whose required columns the
-    record has, which has all columns that `mapped` names, and which serves the objective, if one is given. Raises
-    DataError that names the missing column or the other objective.
+    The format is the first of FORMATS whose required columns the record has (a null column counts as missing), which
+    has all columns that `mapped` names, and which serves the objective, if one is given. mapped: format's column ->
+    file's column, as --columns says. Raises DataError if no format fits, and says which column is missing or which
+    objective would fit; also if the record lacks a file's column that `mapped` names.
     """
     for name, column in mapped.items():
         if first.fields.get(column) is None:
@@ -131,28 +138,36 @@ def recognise(first: RawRecord, mapped: Mapping[str, str], objective: Objective 
                 f"{first.where} has no column {column!r}, which --columns gives for {name!r} (present: "
                 f"{_quote_names(first.fields)}); correct --columns."
             )
-    present = _present(first, mapped)
+    present = _present_columns(first, mapped)
     fitting = [kind for kind in FORMATS if present.issuperset(kind.required) and set(mapped) <= set(kind.columns)]
     if not fitting:
-        raise _unknown_format(first, present, mapped, objective)
+        raise _unknown_format_error(first, present, mapped, objective)
     chosen = next((kind for kind in fitting if objective in (None, *kind.objectives)), None)
     if chosen is None:
-        raise _other_objective(first, fitting[0], objective)
-    taken = mapped.values()  # a file's column that --columns maps is not read under its own name as well
-    columns = {name: mapped.get(name, name) for name in chosen.columns if name in mapped or name not in taken}
+        raise _other_objective_error(first, fitting[0], objective)
+    # a file's column that --columns maps is not read under its own name as well
+    read = [name for name in chosen.columns if name in mapped or name not in mapped.values()]
+    columns = {name: mapped.get(name, name) for name in read}
     return RecordReader(chosen, columns)
 
 
-def _present(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
-    """Returns the columns of a record that are not null, by the format's names for those that are mapped."""
+def _present_columns(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
+    """Returns the names of a record's columns that are not null; for a mapped column the format's name, not the file's.
+
+    mapped: format's column -> file's column. All of them count as present.
+    """
     own = {column for column, value in first.fields.items() if value is not None}
     return (own - set(mapped.values())) | set(mapped)
 
 
-def _unknown_format(
+def _unknown_format_error(
     first: RawRecord, present: set[str], mapped: Mapping[str, str], objective: Objective | None
 ) -> DataError:
-    """Returns the error to raise when no format fits: it names the missing columns of the one that fits best."""
+    """Returns the error to raise when no format fits: it names the missing columns of the format that fits best.
+
+    That is the one with the greatest fraction of its required columns present. If no format has all mapped columns, or
+    not one required column is present, the error says that instead. present: what _present_columns returned.
+    """
     candidates = [kind for kind in FORMATS if set(mapped) <= set(kind.columns)]
     if mapped and not candidates:
         return DataError(
@@ -162,23 +177,26 @@ def _unknown_format(
     # by the fraction of the format's columns that is there, so that one of two counts more than one of three
     nearest = max(serving, key=lambda kind: len(present.intersection(kind.required)) / len(kind.required))
     missing = [name for name in nearest.required if name not in present]
-    where, columns = first.where, _quote_names(first.fields)
+    columns = _quote_names(first.fields)
     if len(missing) == len(nearest.required):
         formats = "; ".join(f"{kind.name}: {', '.join(kind.required)}" for kind in FORMATS)
         return DataError(
-            f"{where} has columns of no known format (present: {columns}; known are {formats}); rename them, or "
+            f"{first.where} has columns of no known format (present: {columns}; known are {formats}); rename them, or "
             "map them like --columns prompt=NAME,completion=NAME."
         )
     given = "".join(f"{name}={column}," for name, column in mapped.items())
     mapping = given + ",".join(f"{name}=NAME" for name in missing)
     return DataError(
-        f"{where} has no column {' and '.join(map(repr, missing))}, which the format {nearest.name} needs (present: "
-        f"{columns}); rename the one that holds it, or give --columns {mapping}."
+        f"{first.where} has no column {' and '.join(map(repr, missing))}, which the format {nearest.name} needs "
+        f"(present: {columns}); rename the one that holds it, or give --columns {mapping}."
     )
 
 
-def _other_objective(first: RawRecord, kind: RecordFormat, objective: Objective | None) -> DataError:
-    """Returns the error to raise when a file's format does not serve the objective: what to do instead."""
+def _other_objective_error(first: RawRecord, kind: RecordFormat, objective: Objective | None) -> DataError:
+    """Returns the error to raise when a file's format, `kind`, does not serve the objective.
+
+    The text advises the format's default objective, or else another file or --columns.
+    """
     other = (
         "or learn the better answers alone with --columns prompt=prompt,completion=chosen"
         if kind.name == "preference"
@@ -193,70 +211,87 @@ def _other_objective(first: RawRecord, kind: RecordFormat, objective: Objective 
 
 
 def _quote_names(names: Mapping[str, Any]) -> str:
-    """Returns the first SHOWN_COLUMNS names, quoted and escaped: a file's text must not control a terminal."""
+    """Returns the first SHOWN_COLUMNS names, joined by commas, then "..." if there are more; "none" without any.
+
+    Each is quoted with escapes, because a file's text must not control a terminal, and cut to 60 characters.
+    """
     shown = [f"{name!r:.60}" for name in list(names)[:SHOWN_COLUMNS]]
     return ", ".join(shown + (["..."] if len(names) > SHOWN_COLUMNS else [])) or "none"
 
 
-def _conversation(messages: Sequence[ChatMessage], row: Columns, prompt_messages: int = 0) -> Conversation:
+def _make_conversation(messages: Sequence[ChatMessage], row: FormatRow, prompt_messages: int = 0) -> Conversation:
     """Returns a conversation of these messages and the record's tools. Raises DataError if the roles' order is wrong.
 
-    prompt_messages: how many messages at the beginning are not learnt.
+    prompt_messages: how many messages at the beginning are not supervised.
     """
     check_order(messages, row.where)
     return Conversation(tuple(messages), prompt_messages, row.tools())
 
 
-def _with_system(messages: Sequence[ChatMessage], row: Columns) -> list[ChatMessage]:
-    """Returns the messages, preceded by the text of the optional column `system` unless they have a system message."""
+def _with_system(messages: Sequence[ChatMessage], row: FormatRow) -> list[ChatMessage]:
+    """Returns the messages, preceded by a system message with the text of the optional column `system`.
+
+    Only the messages are returned if the column is missing, null or "", or the first is a system message already.
+    """
     system = row.text("system")
-    has_one = not system or (len(messages) > 0 and messages[0].role == "system")
-    return list(messages) if has_one else [ChatMessage("system", system), *messages]
+    nothing_to_add = not system or (len(messages) > 0 and messages[0].role == "system")
+    return list(messages) if nothing_to_add else [ChatMessage("system", system), *messages]
 
 
-def _read_chat(row: Columns) -> Sample:
-    """Reads `messages`: a list of {role, content}."""
-    return _conversation(row.messages("messages"), row)
+def _read_chat(row: FormatRow) -> Sample:
+    """Returns the conversation in `messages`: a list of {role, content}. Raises DataError if it is malformed."""
+    return _make_conversation(row.messages("messages"), row)
 
 
-def _read_sharegpt(row: Columns) -> Sample:
-    """Reads `conversations`: a list of {from, value}, with the optional column `system` as system message."""
-    return _conversation(_with_system(row.messages("conversations"), row), row)
+def _read_sharegpt(row: FormatRow) -> Sample:
+    """Returns the conversation in `conversations`: a list of {from, value}. Raises DataError if it is malformed.
+
+    The text of the optional column `system` becomes the first message, unless that is a system message already.
+    """
+    return _make_conversation(_with_system(row.messages("conversations"), row), row)
 
 
-def _read_alpaca(row: Columns) -> Sample:
-    """Reads `instruction`, `input` and `output`, after an optional `history` of [question, answer] pairs.
+def _read_alpaca(row: FormatRow) -> Sample:
+    """Returns a conversation: `system`, the [question, answer] pairs in `history`, then a question and `output`.
 
-    The answers in the history are supervised, too. Raises DataError for a malformed pair.
+    The question is `instruction` and `input`, joined by a newline; `system`, `history` and `input` are optional. The
+    answers in the history are supervised, too. Raises DataError for a malformed column or pair.
     """
     history = row.values.get("history") or []
     turns: list[ChatMessage] = []
     for number, pair in enumerate(history if isinstance(history, list) else [history], 1):
-        place = f"{row.place('history')}, pair {number},"
+        where = f"{row.place('history')}, pair {number},"
         if not isinstance(pair, list) or len(pair) != 2:
-            raise DataError(f"{place} is not [question, answer]; correct or remove the record.")
-        earlier, reply = (check_text(text, place) for text in pair)
+            raise DataError(f"{where} is not [question, answer]; correct or remove the record.")
+        earlier, reply = (check_text(text, where) for text in pair)
         turns += [ChatMessage("user", earlier), ChatMessage("assistant", reply)]
     question = "\n".join(text for text in (row.text("instruction"), row.text("input")) if text)
     turns += [ChatMessage("user", question), ChatMessage("assistant", row.text("output"))]
-    return _conversation(_with_system(turns, row), row)
+    return _make_conversation(_with_system(turns, row), row)
 
 
-def _read_completion(row: Columns) -> Sample:
-    """Reads `prompt` and `completion`: texts that are taken literally, or lists of messages."""
+def _read_completion(row: FormatRow) -> Sample:
+    """Returns `prompt` with the answer `completion`: a Completion if both are texts, otherwise a Conversation.
+
+    See _read_answer for lists of messages, and for errors.
+    """
     return _read_answer(row, "completion")
 
 
-def _read_preference(row: Columns) -> Sample:
-    """Reads `prompt`, `chosen` and `rejected`: texts that are taken literally, or lists of messages."""
-    return _preference(row, _read_answer(row, "chosen"), _read_answer(row, "rejected"))
+def _read_preference(row: FormatRow) -> Sample:
+    """Returns the preference in `prompt`, `chosen` and `rejected`: the prompt with the one and with the other answer.
+
+    _read_answer reads each side, and _make_preference checks the two; see there, also for errors.
+    """
+    return _make_preference(row, _read_answer(row, "chosen"), _read_answer(row, "rejected"))
 
 
-def _read_answer(row: Columns, column: str) -> Completion | Conversation:
+def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
     """Returns the prompt with the answer in `column`: a Completion if both are texts, otherwise a Conversation.
 
-    In a conversation, a text becomes one message. An answer in messages may repeat the prompt at its beginning, as in
-    data sets that keep whole conversations. Raises DataError if no answer follows the prompt.
+    In a conversation, a text becomes one message (of the user, of the assistant), and the prompt is not supervised. If
+    an answer in messages repeats the prompt at its beginning, the repetition is dropped. Raises DataError if no answer
+    follows the prompt, or for malformed messages.
     """
     prompt, answer = (
         value if isinstance(value := row.values[name], list | Mapping) else row.text(name)
@@ -270,52 +305,58 @@ def _read_answer(row: Columns, column: str) -> Completion | Conversation:
         reply = reply[len(asked) :]
     if not reply:
         raise DataError(f"{row.place(column)} has no answer after the prompt; add it or remove the record.")
-    return _conversation([*asked, *reply], row, len(asked))
+    return _make_conversation([*asked, *reply], row, len(asked))
 
 
-def _read_implicit_preference(row: Columns) -> Sample:
-    """Reads `chosen` and `rejected` without a column `prompt`: their common prefix is the prompt.
+def _read_implicit_preference(row: FormatRow) -> Sample:
+    """Returns the preference in `chosen` and `rejected` without a column `prompt`: their common prefix is the prompt.
 
-    Of texts it is whole words, of lists of messages whole messages. Raises DataError if it is empty.
+    The prefix of two texts is cut to whole words. The prefix of two lists of messages is whole messages, and never
+    reaches the last message of either list. Raises DataError if the prefix is empty, or for malformed columns.
     """
     chosen, rejected = row.values["chosen"], row.values["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         prompt = _common_words(row.text("chosen"), row.text("rejected"))
         if not prompt:
-            raise _no_shared_prompt(row)
+            raise _no_shared_prompt_error(row)
         sides = [Completion(prompt, text[len(prompt) :]) for text in (chosen, rejected)]
-        return _preference(row, *sides)
+        return _make_preference(row, *sides)
     lists = row.messages("chosen"), row.messages("rejected")
     shared = _common_prefix_length(*lists)
     # the last message of each side is its answer, also if one side is the beginning of the other
     shared = min(shared, *(len(messages) - 1 for messages in lists))
     if shared < 1:
-        raise _no_shared_prompt(row)
-    return _preference(row, *(_conversation(messages, row, shared) for messages in lists))
+        raise _no_shared_prompt_error(row)
+    return _make_preference(row, *(_make_conversation(messages, row, shared) for messages in lists))
 
 
 def _common_words(first: str, second: str) -> str:
-    """Returns the common prefix of two texts up to its last white space, which is left out: no word is cut."""
+    """Returns the common prefix of two texts, cut before its last white space character, so that no word is cut.
+
+    "" if the common prefix has no white space.
+    """
     shared = first[: _common_prefix_length(first, second)]
-    end = next((place for place in range(len(shared) - 1, -1, -1) if shared[place].isspace()), 0)
+    end = next((index for index in range(len(shared) - 1, -1, -1) if shared[index].isspace()), 0)
     return shared[:end]
 
 
 def _common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def _no_shared_prompt(row: Columns) -> DataError:
-    """Returns the error to raise when chosen and rejected have no common prompt."""
+def _no_shared_prompt_error(row: FormatRow) -> DataError:
+    """Returns the error to raise when `chosen` and `rejected` begin with no common prompt."""
     return DataError(
         f"{row.where}: chosen and rejected do not begin with the same prompt; add a column 'prompt', or name it with "
         "--columns prompt=NAME."
     )
 
 
-def _preference(row: Columns, chosen: Completion | Conversation, rejected: Completion | Conversation) -> Preference:
+def _make_preference(
+    row: FormatRow, chosen: Completion | Conversation, rejected: Completion | Conversation
+) -> Preference:
     """Returns a preference of the two sides. Raises DataError if they are equal, or one is text and one messages."""
     if chosen == rejected:
         raise DataError(f"{row.where}: chosen and rejected are equal, which says nothing; remove the record.")

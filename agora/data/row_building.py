@@ -37,32 +37,27 @@ from agora.data.tokenizer import Ids, token_dtype
 
 MARK_BITS: Final = 2
 """The lowest bits of a stored value, which are the marks of its token."""
-CHUNK_TOKENS: Final = 1 << 21
-CHUNK_ROWS: Final = 64
+CHUNK_TOKENS: Final = 1 << 21  # minimum number of tokens in a chunk, except the last
+CHUNK_ROWS: Final = 64  # minimum number of rows that a chunk's tokens could fill, except the last
 SPLIT_KEY: Final = 0x73616D706C657370
-"""Goes into the hash that chooses held-out samples ("samplesp"), so that it draws otherwise than other hashes."""
+"""Domain separator ("samplesp") of the hash that chooses held-out samples: other hashes do not depend on it."""
 
 _NO_OFFSETS: Final = np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSummary:
-    """Counts of the rows made from a data file, and their fingerprint. A preference pair is one sample.
-
-    chunks: for each chunk, in stored order, how many training rows and how many held-out rows it has. fingerprint:
-    SHA-256 over all training rows, in hex, equal for peers that train on the same rows. samples: all of the file, of
-    which `heldout` are in held-out rows and `left_out` in none. truncated: samples that were cut. tokens, supervised:
-    tokens in the training rows, and how many of them are supervised; the filling at the rows' ends does not count.
-    """
+    """Counts of the rows made from a data file, and the fingerprint of those rows. A preference pair is one sample."""
 
     chunks: tuple[tuple[int, int], ...]
-    fingerprint: str
-    samples: int
-    heldout: int
-    left_out: int
-    truncated: int
-    tokens: int
-    supervised: int
+    """For each chunk, in stored order, how many training rows and how many held-out rows it has."""
+    fingerprint: str  # SHA-256 over all training rows, in hex, equal for peers that train on the same rows
+    samples: int  # all samples of the file
+    heldout: int  # samples in held-out rows
+    left_out: int  # samples in no row
+    truncated: int  # samples that were cut
+    tokens: int  # tokens in the training rows, without the filling at the rows' ends
+    supervised: int  # how many of `tokens` are supervised
 
     @property
     def rows(self) -> int:
@@ -76,7 +71,7 @@ class RowSummary:
 
     @property
     def trained(self) -> int:
-        """The number of samples in the training rows."""
+        """The number of samples in the training rows: all but the held-out ones and those left out."""
         return self.samples - self.heldout - self.left_out
 
     def to_details(self) -> dict[str, Any]:
@@ -85,18 +80,18 @@ class RowSummary:
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> Self:
-        """Returns the summary whose `to_details` returned `details`."""
+        """Returns the summary whose `to_details` returned `details`, also after a round trip through JSON."""
         return cls(**{**details, "chunks": tuple((training, heldout) for training, heldout in details["chunks"])})
 
 
 def row_dtype(vocabulary: int, context: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns the narrowest dtype that holds every value of a place (4 * id + marks), and the samples of a row."""
+    """Returns the narrowest unsigned dtype for both the values of a row (4 * id + marks) and its number of samples."""
     return token_dtype(max(vocabulary << MARK_BITS, context + 2))
 
 
 @dataclass(frozen=True, slots=True)
 class _SampleChunk:
-    """Samples that are packed together. numbers: for each sample its number in the file, from 0."""
+    """Samples to be packed together. numbers: for each sample its number in the file, from 0; parallel to `samples`."""
 
     samples: list[TokenSample]
     numbers: list[int]
@@ -105,8 +100,9 @@ class _SampleChunk:
 class RowBuilder:
     """Makes the rows of one data file, once: call `iter_arrays`, then `summary`.
 
-    name: the file, for errors. context: s, the inputs of a row. heldout: the fraction of the samples to hold out,
-    chosen by the hash of (seed, number of the sample in the file). vocabulary: the number of token ids.
+    name: the file, for errors. context: s, the inputs of a row. seed: the run's seed. heldout: the fraction of the
+    samples to hold out, chosen by the hash of (seed, number of the sample in the file); 0 for none. vocabulary: the
+    number of token ids.
     """
 
     def __init__(
@@ -127,13 +123,14 @@ class RowBuilder:
     def iter_arrays(self, samples: Iterable[TokenSample]) -> Iterator[Ids]:
         """Yields flat arrays: for each chunk the values of its training rows, then of its held-out rows, s + 1 a row.
 
-        The last array has the number of samples in each row, in the same order. samples: sequences of at most s + 1
-        tokens. Raises DataError when too few samples can be learnt, or an id is outside of the vocabulary.
+        The last array has the number of samples in each row, in the same order. A value is 4 * token id + marks.
+        samples: sequences of at most s + 1 tokens; a sample is left out if one of its sequences has no supervised
+        token. Raises DataError if an id is outside of the vocabulary, and, after all rows, if too few samples are left.
         """
         for chunk in self._cut_chunks(samples):
             training, heldout = self._split(chunk)
             rows = self._pack(training)
-            self._digest.update(_as_tensor(rows).tobytes())
+            self._digest.update(_split_ids_and_marks(rows).tobytes())
             self._supervised += int(np.count_nonzero(rows & SUPERVISED))
             self._tokens += sum(len(part.ids) for sample in training for part in sample)
             yield rows.reshape(-1)
@@ -145,7 +142,7 @@ class RowBuilder:
         yield np.array(self._samples_in_rows, self._dtype)
 
     def summary(self) -> RowSummary:
-        """Returns the summary of all rows; to be called when `iter_arrays` has yielded all."""
+        """Returns the summary of the rows that `iter_arrays` has yielded; call it after the last array."""
         return RowSummary(
             chunks=tuple(self._chunks),
             fingerprint=self._digest.hexdigest(),
@@ -158,12 +155,15 @@ class RowBuilder:
         )
 
     def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:
-        """Groups the samples whose every sequence has a supervised token into chunks, without their text.
+        """Yields the samples, without their text, in chunks of CHUNK_TOKENS tokens, or CHUNK_ROWS rows if that is more.
 
-        Counts all samples, those that were truncated before, and those that it leaves out.
+        A chunk ends with the sample that reaches this size; the last chunk may be smaller. Leaves out a sample if one
+        of its sequences has no supervised token. Adds all samples, the truncated ones, and those left out to the
+        summary's counters.
         """
         limit = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
-        chunk, tokens = _SampleChunk([], []), 0
+        chunk = _SampleChunk([], [])
+        tokens = 0
         for number, sample in enumerate(samples):
             self._samples += 1
             self._truncated += any(part.truncated for part in sample)
@@ -175,14 +175,16 @@ class RowBuilder:
             tokens += sum(len(part.ids) for part in sample)
             if tokens >= limit:
                 yield chunk
-                chunk, tokens = _SampleChunk([], []), 0
+                chunk = _SampleChunk([], [])
+                tokens = 0
         if chunk.samples:
             yield chunk
 
     def _split(self, chunk: _SampleChunk) -> tuple[list[TokenSample], list[TokenSample]]:
-        """Returns the chunk's training samples, and its held-out ones.
+        """Splits a chunk into its training samples and its held-out ones; about the fraction `heldout` is held out.
 
-        If samples are held out at all, a first chunk of two samples or more has both kinds, so that a short file has.
+        If `heldout` is above 0 and the first chunk has at least two samples, it gets samples of both kinds, so that a
+        short file has both.
         """
         if not self._heldout:
             return chunk.samples, []
@@ -193,9 +195,10 @@ class RowBuilder:
         return list(itertools.compress(chunk.samples, ~is_held)), list(itertools.compress(chunk.samples, is_held))
 
     def _pack(self, samples: Sequence[TokenSample]) -> Ids:
-        """Packs samples and returns their rows as stored, [rows, s + 1]; records how many samples each row has.
+        """Packs samples into rows and returns the rows as stored, [rows, s + 1]; records how many samples each has.
 
-        Raises DataError for a token id outside of the vocabulary.
+        For dpo, each sequence gets a row of its own; the chosen row counts 1 sample, the rejected one 0. Raises
+        DataError for a token id outside of the vocabulary.
         """
         places = self._context + 1
         sequences = [part for sample in samples for part in sample]
@@ -218,8 +221,9 @@ class RowBuilder:
         return values
 
     def _check_enough(self) -> None:
-        """Raises DataError unless there is a sample to train on, and another one to hold out if some are to be."""
-        kept, needed = self._samples - self._left_out, 2 if self._heldout else 1
+        """Raises DataError if fewer samples were kept than training needs: 1, or 2 if some are to be held out."""
+        kept = self._samples - self._left_out
+        needed = 2 if self._heldout else 1
         if kept >= needed:
             return
         why = "" if not self._left_out else f" ({self._left_out:,} have no supervised token in {self._context:,})"
@@ -227,16 +231,19 @@ class RowBuilder:
         remedy = f"raise [model] context{remedy}" if self._left_out else f"add samples{remedy}"
         raise DataError(
             f"{self._name} has {kept} of the {needed} samples that training needs at least{why}; {remedy}; "
-            "`swarm data` shows what is learnt of each."
+            "`swarm data` shows what each sample trains."
         )
 
 
 def _without_text(sequence: TokenSequence) -> TokenSequence:
-    """Returns a copy of a sequence without text and offsets, which does not keep the truncated tokens in memory."""
+    """Returns a copy of a sequence with an empty text and no offsets.
+
+    The arrays are copied because slices would keep the truncated tokens in memory.
+    """
     return TokenSequence(sequence.ids.copy(), sequence.supervised.copy(), _NO_OFFSETS, "", sequence.truncated)
 
 
-def _as_tensor(rows: Ids) -> NDArray[np.int32]:
-    """Splits stored rows [n, s + 1] into token ids [:, 0] and marks [:, 1]: little-endian int32 [n, 2, s + 1]."""
+def _split_ids_and_marks(rows: Ids) -> NDArray[np.int32]:
+    """Returns stored rows [n, s + 1] as token ids [:, 0] and marks [:, 1]: little-endian int32 [n, 2, s + 1]."""
     values = rows.astype("<i4")
     return np.stack([values >> MARK_BITS, values & (SUPERVISED | BEGINS)], axis=1)

@@ -13,12 +13,12 @@ from agora_protocol.errors import DataError
 
 from agora.data.conversations import Sample
 from agora.data.record_files import read_records
-from agora.data.record_formats import Objective, RecordReader, recognise
+from agora.data.record_formats import Objective, RecordReader, recognise_format
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample. where: the place of its record, for errors."""
+    """A sample with the place of its record, `where`, for errors."""
 
     sample: Sample
     where: str
@@ -26,7 +26,11 @@ class PlacedSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """A data file whose format is recognised. present: the columns of its first record."""
+    """A data file whose format is recognised. No file is held open.
+
+    reader: turns the file's records into samples. objective: the training objective for them. present: the file's
+    columns in the first record, null ones included.
+    """
 
     path: Path
     reader: RecordReader
@@ -39,9 +43,9 @@ class SampleFile:
         return {name: column for name, column in self.reader.columns.items() if column in self.present}
 
     def samples(self) -> Iterator[PlacedSample]:
-        """Yields the samples in the file's order, with one record in memory at a time.
+        """Reads the file from its beginning and yields its samples in order.
 
-        Raises DataError that names the line of the first record that is wrong, and what read_records raises.
+        Raises DataError that names the place of the first malformed record, and what read_records raises.
         """
         for record in read_records(self.path, frozenset(self.reader.columns.values())):
             yield PlacedSample(self.reader.read(record), record.where)
@@ -50,11 +54,12 @@ class SampleFile:
 def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | None = None) -> SampleFile:
     """Recognises the format of a file or `datasets` folder by its first record, and returns the file ready to read.
 
-    mapped: format's column -> file's column, where their names differ. objective: None for the format's default.
-    Raises DataError for an empty file, and what recognise and read_records raise.
+    Later records are not checked before `SampleFile.samples` reads them. mapped: format's column -> file's column,
+    where the names differ. objective: None for the format's default. Raises DataError for an empty file, and what
+    recognise_format and read_records raise.
     """
     first = next(read_records(path), None)
     if first is None:
         raise DataError(f"{path} holds no record; write one JSON object a line.")
-    reader = recognise(first, mapped, objective)
+    reader = recognise_format(first, mapped, objective)
     return SampleFile(path, reader, objective or reader.format.objectives[0], tuple(first.fields))

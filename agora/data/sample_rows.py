@@ -29,8 +29,8 @@ from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids
 
 FORMAT: Final = "agora rows 1"
-HELDOUT_KEY: Final = 0x68656C646F757473
-PAIR: Final = 2
+HELDOUT_KEY: Final = 0x68656C646F757473  # goes into the hash that shuffles held-out rows
+PAIR: Final = 2  # rows of a preference pair
 
 MarkedRows = NDArray[np.int32]
 """The rows of a microbatch, int32 [2, b, s + 1]: token ids [0], and marks [1]."""
@@ -39,8 +39,9 @@ MarkedRows = NDArray[np.int32]
 class SampleRows:
     """The training rows and the held-out rows of a run's samples. Each kind is numbered from 0.
 
-    values: all that RowBuilder.iter_arrays has yielded, concatenated. rows_together: how many consecutive rows are one
-    item: 2 (a pair) for dpo, 1 otherwise.
+    values: all arrays that RowBuilder.iter_arrays has yielded, concatenated; usually memory-mapped. context: s, the
+    inputs of a row. rows_together: how many consecutive rows are one item: 2 (a pair) for dpo, 1 otherwise. seed: the
+    run's seed, which orders the held-out rows.
     """
 
     def __init__(self, values: Ids, summary: RowSummary, context: int, rows_together: int, seed: int) -> None:
@@ -68,29 +69,34 @@ class SampleRows:
         return self.summary.fingerprint
 
     def samples_in(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how many samples each of these training rows [n] has, [n]; the row of a rejected answer has 0."""
+        """Returns how many samples each of the training rows with these numbers [n] has, [n].
+
+        Of a dpo pair, the chosen row has 1, the rejected one 0. Raises ValueError for a number that no row has.
+        """
         return self._samples_in_rows[self._stored_rows(np.asarray(rows, np.int64), 0)].astype(np.int64)
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> MarkedRows:
-        """Returns the training rows with these numbers [b], int32 [2, b, s + 1]: ids and marks.
+        """Returns the training rows with these numbers [b], int32 [2, b, s + 1]: token ids, and marks of each token.
 
-        A row's inputs are its places 0 to s - 1, its targets the places 1 to s. Raises ValueError for other numbers.
+        The marks are bits: supervised, and begins a sequence. A row's inputs are its places 0 to s - 1, its targets the
+        places 1 to s. Raises ValueError for a number that no training row has.
         """
         return self._gather(np.asarray(rows, np.int64), 0)
 
-    def heldout_batches(self, batch: int, limit: int | None = None) -> Iterator[MarkedRows]:
-        """Yields at most `limit` batches of held-out rows, each int32 [2, batch, s + 1], the same at every call.
+    def heldout_batches(self, batch_size: int, limit: int | None = None) -> Iterator[MarkedRows]:
+        """Yields at most `limit` batches of held-out rows, each int32 [2, batch_size, s + 1]; equal ones at every call.
 
-        They are shuffled, so that long and short samples are mixed. Rows that do not fill a last batch are left out; if
-        there are fewer than `batch` rows, they are repeated to fill one batch.
+        The rows are shuffled by the seed, so that long and short samples are mixed; pairs stay together. Rows that do
+        not fill a last batch are left out; if there are fewer than `batch_size` rows in all, they are repeated to fill
+        one batch. Without held-out rows, yields nothing. limit: None for all batches.
         """
         items = epoch_order(seed_key(self._seed, HELDOUT_KEY), 0, self.summary.heldout_rows // self.rows_together)
         rows = (items[:, None] * self.rows_together + np.arange(self.rows_together)).reshape(-1)
-        if 0 < len(rows) < batch:
-            rows = np.resize(rows, batch)
-        count = len(rows) // batch
+        if 0 < len(rows) < batch_size:
+            rows = np.resize(rows, batch_size)
+        count = len(rows) // batch_size
         for i in range(count if limit is None else min(count, limit)):
-            yield self._gather(rows[i * batch : (i + 1) * batch], 1)
+            yield self._gather(rows[i * batch_size : (i + 1) * batch_size], 1)
 
     def _stored_rows(self, rows: NDArray[np.int64], side: int) -> NDArray[np.int64]:
         """Converts row numbers [n] to indices of the stored rows [n]. side: 0 for training rows, 1 for held-out ones.
@@ -105,20 +111,24 @@ class SampleRows:
         return rows + rows_before
 
     def _gather(self, rows: NDArray[np.int64], side: int) -> MarkedRows:
-        """Copies rows [b] out of the mapped file, as ids and marks int32 [2, b, s + 1]. side: see _stored_rows."""
+        """Copies the rows with these numbers [b] out of the mapped file, as token ids and marks, int32 [2, b, s + 1].
+
+        side, errors: see _stored_rows.
+        """
         values = self._rows[self._stored_rows(rows, side)]
         return np.stack([(values >> MARK_BITS).astype(np.int32), (values & ((1 << MARK_BITS) - 1)).astype(np.int32)])
 
 
 def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None = None) -> SampleRows:
-    """Returns the rows of a run whose objective is sft or dpo, from the cache; makes and caches them if necessary.
+    """Returns the rows of a run whose objective is sft or dpo, memory-mapped from a cache file in `cache_dir`.
 
-    base: the folder of relative paths in [data], by default the current one. Of several processes, one makes the rows
-    and the others wait; damaged ones are made again. Raises DataError for malformed samples, and when the samples or
-    the tokenizer have another hash than the manifest says; ManifestError for the objective lm or a wrong [data];
-    DiskError and LocalError when this machine cannot.
+    If the cache has no intact rows of this run, makes them from the samples and caches them first; of several
+    processes, one does and the others wait. base: the folder of relative paths in [data], by default the current one.
+    Raises DataError for malformed samples, and when the samples or the tokenizer have another hash than the manifest
+    says; ManifestError for the objective lm or a wrong [data]; DiskError and LocalError when this machine cannot.
     """
-    data, model = manifest.data, manifest.model
+    data = manifest.data
+    model = manifest.model
     if manifest.objective.kind == "lm":
         raise ManifestError("[objective] kind lm has no samples; it draws from [data] corpus.")
     tokenizer = open_training_tokenizer(data.tokenizer, model.vocabulary, base)
@@ -132,32 +142,37 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
 
 
 def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> None:
-    """Checks the samples' hash, makes their rows, and writes rows and summary to the cache.
+    """Checks the samples' hash, makes the rows of the samples in `path`, and writes rows and summary to the cache.
 
-    Raises DataError if the hash differs, or as open_samples does.
+    Raises DataError if the hash differs from the manifest's, and what open_samples, tokenise and RowBuilder.iter_arrays
+    raise.
     """
-    data, context, objective = manifest.data, manifest.model.context, manifest.objective.kind
+    data = manifest.data
+    context = manifest.model.context
+    objective = manifest.objective.kind
     check_samples(path, data.samples_hash)
     file = open_samples(path, dict(data.columns), objective)
     builder = RowBuilder(
         str(path), objective, context, tokenizer.tokenizer.vocabulary, seed=manifest.seed, heldout=data.heldout
     )
-    samples = tokenise(file.samples(), tokenizer, context=context + 1, learn_all=False)
+    samples = tokenise(file.samples(), tokenizer, context=context + 1, supervise_all=False)
     cached.write(builder.iter_arrays(samples), lambda: builder.summary().to_details())
 
 
 def _signature(manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> str:
-    """Returns the cache key: SHA-256, in hex, of the data files' paths, sizes and times of change, and of everything
-    else that the rows depend on.
+    """Returns the cache key: SHA-256, in hex, of all that the rows depend on.
+
+    That is the paths, sizes and modification times of the data files (not their content), the tokenizer, and fields of
+    the manifest. Raises DiskError or DataError if the files cannot be found.
     """
     data = manifest.data
-    known: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.tokenizer.vocabulary, TRAINING_DATE.isoformat()]
-    known += [manifest.objective.kind, manifest.model.context, manifest.seed, data.heldout, sorted(data.columns)]
-    known.append(data.samples_hash)  # rows are only cached after the samples were checked against this hash
+    parts: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.tokenizer.vocabulary, TRAINING_DATE.isoformat()]
+    parts += [manifest.objective.kind, manifest.model.context, manifest.seed, data.heldout, sorted(data.columns)]
+    parts.append(data.samples_hash)  # rows are only cached after the samples were checked against this hash
     for file in data_files(path.resolve()):
         try:
             stat = file.stat()
         except OSError as error:
             raise unreadable_data(path, error) from error
-        known.append((str(file), stat.st_size, stat.st_mtime_ns))
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        parts.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

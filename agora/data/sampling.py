@@ -1,4 +1,4 @@
-"""Decides which tokens a sample of a corpus has: a function of seed and sample id, so that origins need not talk.
+"""Decides which tokens a sample of a corpus has: a function of seed and sample id, so that origins need not coordinate.
 
 Knows: windows, the held-out split, the hash behind both, which numbers were drawn. Must not know: the pipeline.
 """
@@ -19,38 +19,42 @@ from numpy.typing import NDArray
 from agora.codec import encode_tokens
 from agora.data.hashing import Hashes, mix, seed_key, split_limit
 from agora.data.tokenizer import Ids
-from agora.observe.events import DiskTrouble, Report
+from agora.observe.events import DiskTrouble, Report, TaskFailed
 
 Tokens = NDArray[np.int32]
 
 SCANNED_WINDOWS = 1 << 22
 """At most this many windows, evenly spread over the corpus, are hashed to find the held-out ones."""
-DRAW_KEY = 0x6472617773616D70
-SPLIT_KEY = 0x73706C6974776E64
-RESERVED_AT_ONCE = 4096
+DRAW_KEY = 0x6472617773616D70  # goes into the hash that draws windows
+SPLIT_KEY = 0x73706C6974776E64  # goes into the hash that chooses held-out windows
+RESERVED_AT_ONCE = 4096  # microbatch numbers that are reserved with one write to the disk
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnMicrobatch:
-    """A microbatch to train on: its token ids (and marks) as they travel, and its number, unique to its origin."""
+    """A microbatch to train on, as an origin draws it.
+
+    tokens: token ids [b, s + 1], or ids and marks [2, b, s + 1]. number: identifies the microbatch among those of its
+    origin; mark_completed and release take it.
+    """
 
     tokens: WireTensor
     number: int
 
 
 def sample_id(origin: PeerId, counter: int) -> int:
-    """Returns the id of an origin's sample number `counter`: 64 bits of SHA-256, different for every origin."""
+    """Returns a 64-bit id for an origin's sample number `counter`, from a SHA-256 of origin and counter."""
     digest = hashlib.sha256(f"agora sample 1\0{origin}\0{counter}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 class Sampler:
-    """Draws windows of `context` + 1 tokens from a corpus. It keeps no state: equal ids give equal samples.
+    """Draws samples, which are windows of `context` + 1 tokens, from a corpus. Equal sample ids give equal samples.
 
-    Window i holds tokens i * context to (i + 1) * context, both included: no target belongs to two windows. Window i is
-    held out, never trained on, when the hash of (seed, i) is in the lowest fraction `heldout`, 0 to 1, of its range; if
-    heldout > 0, at least one window is held out and one is not. Raises ManifestError when the corpus has too few
-    tokens.
+    windows: how many windows the corpus has; the tokens after the last one are not used. Window i holds the tokens
+    i * context to (i + 1) * context, both included: no target belongs to two windows. heldout: the fraction of the
+    windows, 0 to 1, that are held out for evaluation, chosen by the hash of (seed, i); if above 0, at least one window
+    is held out and one is not. Raises ManifestError when the corpus has too few tokens.
     """
 
     def __init__(self, tokens: Ids, context: int, heldout: float, seed: int) -> None:
@@ -72,41 +76,49 @@ class Sampler:
             self._limit = split_limit(mix(self._scanned, self._split_key), heldout)
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Returns for each window number [n] whether the window is held out, bool [n]."""
+        """Returns for each window number [n] whether the window is held out from training, bool [n]."""
         return np.less(mix(windows.astype(np.uint64), self._split_key), self._limit)
 
     def windows_of(self, sample_ids: Sequence[int] | Hashes) -> NDArray[np.int64]:
-        """Returns the window of each sample id [b]: uniform over the training windows, and the same at every call."""
+        """Returns, for each sample id, the number of its window among all windows of the corpus, [b]; never held out.
+
+        The windows are drawn uniformly, by the hash of (seed, id), from those that are not held out; a held-out window
+        is redrawn. The same at every call; two ids may have the same window.
+        """
         state = mix(np.asarray(sample_ids, np.uint64), self._draw_key)
         drawn = state % np.uint64(self.windows)
-        while (again := self.is_held_out(drawn)).any():
-            state[again] = mix(state[again], self._draw_key)
-            drawn[again] = state[again] % np.uint64(self.windows)
+        while (rejected := self.is_held_out(drawn)).any():
+            state[rejected] = mix(state[rejected], self._draw_key)
+            drawn[rejected] = state[rejected] % np.uint64(self.windows)
         return drawn.astype(np.int64)
 
     def batch(self, sample_ids: Sequence[int] | Hashes) -> Tokens:
-        """Returns the training samples with these ids, int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
+        """Returns the training samples with these ids [b], int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
         return self._gather(self.windows_of(sample_ids))
 
     def heldout_windows(self) -> NDArray[np.int64]:
-        """Returns the numbers of the held-out windows among the scanned ones (SCANNED_WINDOWS), ordered by hash."""
+        """Returns the numbers of the held-out windows, int64 [n], the lowest hash first: a pseudorandom order.
+
+        Of a corpus with more than SCANNED_WINDOWS windows, only that many, evenly spread, are looked at.
+        """
         hashes = mix(self._scanned, self._split_key)
         held = np.flatnonzero(hashes < self._limit)
         order = np.argsort(hashes[held], kind="stable")
         return self._scanned[held[order]].astype(np.int64)
 
-    def heldout_batches(self, batch: int, limit: int | None = None) -> Iterator[Tokens]:
-        """Yields at most `limit` batches of held-out windows, each int32 [batch, context + 1], the same at every call.
+    def heldout_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Tokens]:
+        """Yields at most `limit` batches of held-out windows, each int32 [batch_size, context + 1].
 
-        Windows that do not fill a last batch are left out; if there are fewer than `batch` windows, they are repeated
-        to fill one batch.
+        They are the same at every call. Windows that do not fill a last batch are left out; if there are fewer than
+        `batch_size` windows in all, they are repeated to fill one batch. Yields nothing if none is held out. limit:
+        None for all batches.
         """
         windows = self.heldout_windows()
-        if 0 < len(windows) < batch:
-            windows = np.resize(windows, batch)
-        count = len(windows) // batch
+        if 0 < len(windows) < batch_size:
+            windows = np.resize(windows, batch_size)
+        count = len(windows) // batch_size
         for i in range(count if limit is None else min(count, limit)):
-            yield self._gather(windows[i * batch : (i + 1) * batch])
+            yield self._gather(windows[i * batch_size : (i + 1) * batch_size])
 
     def _gather(self, windows: NDArray[np.int64]) -> Tokens:
         """Copies the tokens of the windows with these numbers [b] out of the corpus, int32 [b, context + 1]."""
@@ -116,30 +128,36 @@ class Sampler:
 
 
 class OriginBatches:
-    """Draws an origin's microbatches of a corpus; each number is drawn once, also across restarts.
+    """Draws an origin's microbatches of a corpus, numbered upwards; no number is drawn again after a restart.
 
-    A microbatch is a function of seed, origin and number. Blocks of numbers are reserved in the file `reserved` before
-    they are used, so that after a restart the rest of a block is skipped. microbatch: samples in each.
+    A microbatch is a function of seed, origin and number. Blocks of RESERVED_AT_ONCE numbers are reserved in the file
+    `reserved` before they are used; after a restart the rest of a block is skipped. Only if that file is missing,
+    malformed, or could not be written, numbers are drawn again. microbatch_size: samples in a microbatch. report: gets
+    DiskTrouble if the file cannot be written, TaskFailed if it cannot be read.
     """
 
-    def __init__(self, sampler: Sampler, origin: PeerId, microbatch: int, reserved: Path, report: Report) -> None:
+    def __init__(self, sampler: Sampler, origin: PeerId, microbatch_size: int, reserved: Path, report: Report) -> None:
         self._sampler = sampler
         self._origin = origin
-        self._microbatch = microbatch
+        self._microbatch_size = microbatch_size
         self._file = reserved
         self._report = report
+        self._next = 0
         try:
             self._next = max(0, int(reserved.read_text()))
-        except (OSError, ValueError):
-            self._next = 0
+        except FileNotFoundError:
+            pass  # the first start
+        except (OSError, ValueError) as error:
+            report(TaskFailed("read the last microbatch's number", f"{reserved}: {error}; numbers begin at 0 again"))
         self._reserved = self._next
 
     def draw(self) -> DrawnMicrobatch:
         """Draws the next training microbatch, token ids [b, s + 1], and returns it with its number.
 
-        Reserves further numbers on disk if the reserved ones are used up.
+        Reserves further numbers on disk if the reserved ones are used up; a disk error is reported, not raised.
         """
-        number, b = self._next, self._microbatch
+        number = self._next
+        b = self._microbatch_size
         if number >= self._reserved:
             self._reserve(number + RESERVED_AT_ONCE)
         self._next += 1
@@ -147,19 +165,23 @@ class OriginBatches:
         return DrawnMicrobatch(encode_tokens(self._sampler.batch(ids)), number)
 
     def mark_completed(self, number: int) -> None:
-        """Does nothing: no microbatch is drawn twice, whether it was completed or not (see EpochBatches)."""
+        """Does nothing: no number is drawn twice, whether it was completed or not. See EpochBatches.mark_completed."""
 
     def release(self, number: int) -> None:
         """Does nothing: a microbatch that was given up is not drawn again. See EpochBatches.release."""
 
-    def heldout(self, count: int) -> Iterator[WireTensor]:
-        """Yields at most `count` microbatches of held-out windows, as wire tensors, the same at every call."""
-        return map(encode_tokens, self._sampler.heldout_batches(self._microbatch, count))
+    def heldout_microbatches(self, count: int) -> Iterator[WireTensor]:
+        """Yields at most `count` microbatches of held-out windows, as wire tensors; equal ones at every call.
+
+        Windows that do not fill a last microbatch are left out; too few for one microbatch are repeated to fill it. See
+        Sampler.heldout_batches.
+        """
+        return map(encode_tokens, self._sampler.heldout_batches(self._microbatch_size, count))
 
     def _reserve(self, end: int) -> None:
-        """Reserves the numbers below `end` by writing `end` to the file; after a restart, numbers begin there.
+        """Reserves the numbers below `end` by replacing the file's content with `end`; a restart begins there.
 
-        A disk error is reported as DiskTrouble; the daemon goes on.
+        A disk error is reported as DiskTrouble, not raised; the numbers count as reserved anyway.
         """
         self._reserved = end
         try:

@@ -20,11 +20,11 @@ from agora.data.supervision import TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of packed sequences, each array [rows, context].
+    """Rows of packed sequences; each array is [rows, context].
 
-    tokens: int32 ids, 0 where a row is empty. supervised: whether each token is, never the first one of a segment.
-    segments: int32, 1 for a row's first sequence, 2 for its second, 0 where it is empty; tokens attend within their
-    segment. positions: int32, from 0 in each segment.
+    tokens: int32 ids, 0 where a row is unused. supervised: whether each token is a supervised target. segments: int32,
+    1 for a row's first sequence, 2 for its second, 0 where the row is unused; tokens attend within their segment.
+    positions: int32, from 0 in each segment.
     """
 
     tokens: NDArray[np.int32]
@@ -34,10 +34,11 @@ class PackedRows:
 
 
 def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
-    """Packs sequences by their lengths: returns for each row the indices of the sequences in it, the longest first.
+    """Assigns sequences to rows by best-fit decreasing; returns for each row the indices of its sequences.
 
-    lengths: tokens of each sequence [n], from 1 to `context`, which is a row's length. Raises ValueError for another
-    one.
+    The longest sequence comes first; each goes into the fullest row that has room for it, or else into a new row. No
+    sequence is split. lengths: tokens of each sequence [n]. context: tokens of a row. Raises ValueError for a length
+    that is not from 1 to `context`.
     """
     sizes = np.asarray(lengths, np.int64).reshape(-1)
     if len(sizes) and not (sizes.min() >= 1 and sizes.max() <= context):
@@ -47,28 +48,28 @@ def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
     rooms: list[int] = []  # the rooms above 0 that some row has, sorted
     for number in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[number])
-        place = bisect_left(rooms, size)
-        if place == len(rooms):
+        index = bisect_left(rooms, size)
+        if index == len(rooms):
             row, room = len(rows), context
             rows.append([])
         else:
-            room = rooms[place]
+            room = rooms[index]
             row = rows_by_room[room].pop()
             if not rows_by_room[room]:
-                del rooms[place]
+                del rooms[index]
         rows[row].append(number)
-        if left := room - size:
-            if not rows_by_room[left]:
-                insort(rooms, left)
-            rows_by_room[left].append(row)
+        if room_left := room - size:
+            if not rows_by_room[room_left]:
+                insort(rooms, room_left)
+            rows_by_room[room_left].append(row)
     return rows
 
 
 def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]], context: int) -> PackedRows:
-    """Returns the packed rows: each row's sequences one after another, then zeros up to `context` tokens.
+    """Copies sequences into rows of `context` tokens: a row's sequences one after another, then zeros.
 
-    rows: for each row the indices of its members in `sequences`, from assign_rows. Segments count from 1 in each row,
-    positions from 0 in each sequence.
+    rows: for each row the indices of its members in `sequences`, such as assign_rows returns. Segments count from 1 in
+    each row, positions from 0 in each sequence.
     """
     shape = len(rows), context
     packed = PackedRows(

@@ -11,40 +11,36 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agora.data.chat_template import MarkedText, Span
+from agora.data.chat_template import CharRange, MarkedText
 from agora.data.conversations import Completion, Conversation, PlainText, Preference
 from agora.data.model_tokenizer import ModelTokenizer
 from agora.data.sample_file import PlacedSample
 from agora.data.tokenizer import EncodedText
 
-BATCH_CHARACTERS = 1 << 20
+BATCH_CHARACTERS = 1 << 20  # characters and samples after which a batch is tokenised
 BATCH_SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """The token ids of one text [n], and which of them are supervised [n]; the first never is, as nothing predicts it.
+    """One tokenised text of n tokens; the first token is never supervised, because nothing predicts it."""
 
-    offsets: the first character of `text` that each token stands for, and the one after its last, [n, 2]. truncated:
-    how many tokens were cut off at the end.
-    """
-
-    ids: NDArray[np.int32]
-    supervised: NDArray[np.bool_]
+    ids: NDArray[np.int32]  # [n]
+    supervised: NDArray[np.bool_]  # [n]
     offsets: NDArray[np.int32]
-    text: str
-    truncated: int
+    """[n, 2]: the index of the first character of `text` that a token stands for, and the index after its last one."""
+    text: str  # the whole text, also what was truncated
+    truncated: int  # how many tokens were cut off at the end
 
-    def spans(self) -> list[Span]:
-        """Returns the (start, end) characters of the text for each run of supervised tokens, in order."""
+    def supervised_ranges(self) -> list[CharRange]:
+        """Returns the range of characters of each maximal sequence of supervised tokens; ascending, not overlapping."""
         edges = np.flatnonzero(np.diff(self.supervised.astype(np.int8), prepend=0, append=0))
-        runs = zip(edges[0::2], edges[1::2], strict=True)
-        spans: list[Span] = []
-        for first, last in runs:
-            # tokens of two runs may share a character: then the second span begins where the first one ends
-            start = max(int(self.offsets[first, 0]), spans[-1][1] if spans else 0)
-            spans.append((start, max(start, int(self.offsets[last - 1, 1]))))
-        return spans
+        ranges: list[CharRange] = []
+        for first, last in zip(edges[0::2], edges[1::2], strict=True):
+            # tokens of two sequences may share a character: then the second range begins where the first one ends
+            start = max(int(self.offsets[first, 0]), ranges[-1][1] if ranges else 0)
+            ranges.append((start, max(start, int(self.offsets[last - 1, 1]))))
+        return ranges
 
 
 TokenSample = tuple[TokenSequence, ...]
@@ -52,85 +48,96 @@ TokenSample = tuple[TokenSequence, ...]
 
 
 def tokenise(
-    samples: Iterable[PlacedSample], tokenizer: ModelTokenizer, *, context: int | None, learn_all: bool
+    samples: Iterable[PlacedSample], tokenizer: ModelTokenizer, *, context: int | None, supervise_all: bool
 ) -> Iterator[TokenSample]:
-    """Yields each sample as tokens, in order; at most BATCH_SAMPLES or about BATCH_CHARACTERS are in memory.
+    """Tokenises samples and yields each as a TokenSample, in order, also those without a supervised token.
 
-    context: the most tokens of a sequence; longer ones lose their end; None for no limit. learn_all: every token is
-    supervised, as for the objective lm, not only answers and completions. Raises DataError, which names the record, for
-    a conversation that the template refuses.
+    At most BATCH_SAMPLES samples or about BATCH_CHARACTERS characters are in memory. context: the maximum number of
+    tokens of a sequence; longer ones lose their end; None for no limit. supervise_all: every token but the first is
+    supervised, as for the objective lm, not only answers and completions. Raises what ChatTemplate.mark raises, such as
+    DataError for a conversation that the template refuses.
     """
     batch: list[list[MarkedText]] = []
     characters = 0
     for placed in samples:
-        batch.append(_texts_with_spans(placed, tokenizer, learn_all=learn_all))
+        batch.append(_mark_texts(placed, tokenizer, supervise_all=supervise_all))
         characters += sum(len(marked.text) for marked in batch[-1])
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_SAMPLES:
             yield from _encode(batch, tokenizer, context)
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     yield from _encode(batch, tokenizer, context)
 
 
-def _texts_with_spans(placed: PlacedSample, tokenizer: ModelTokenizer, *, learn_all: bool) -> list[MarkedText]:
-    """Returns the text of a sample with its supervised spans, as a list of one; of a preference, both sides'."""
+def _mark_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, supervise_all: bool) -> list[MarkedText]:
+    """Returns a list with the text of a sample and its supervised ranges; for a preference two: chosen and rejected.
+
+    supervise_all: see _mark_text.
+    """
     match placed.sample:
         case Preference(chosen, rejected):
             sides: Sequence[PlainText | Completion | Conversation] = (chosen, rejected)
         case sample:
             sides = (sample,)
-    return [_text_with_spans(side, placed.where, tokenizer, learn_all=learn_all) for side in sides]
+    return [_mark_text(side, placed.where, tokenizer, supervise_all=supervise_all) for side in sides]
 
 
-def _text_with_spans(
-    sample: PlainText | Completion | Conversation, where: str, tokenizer: ModelTokenizer, *, learn_all: bool
+def _mark_text(
+    sample: PlainText | Completion | Conversation, where: str, tokenizer: ModelTokenizer, *, supervise_all: bool
 ) -> MarkedText:
-    """Returns a sample's text with its supervised spans; ends of turn are supervised, too.
+    """Returns a sample's text with its supervised ranges; ends of turn are supervised, too.
 
-    Of a conversation the answers are supervised, of a completion what follows the prompt, of plain text everything.
-    learn_all: all of the text is.
+    Conversations are rendered by the chat template. The end of turn is appended to completions, and to plain text that
+    is not empty. Of a conversation the answers are supervised, of a completion what follows the prompt, of plain text
+    everything. supervise_all: all of any text is supervised, and the tokenizer is to add no special token to it.
     """
     match sample:
-        case Conversation() if learn_all:
+        case Conversation() if supervise_all:
             text = tokenizer.template.render(sample, where)
             return MarkedText(text, ((0, len(text)),), True)
         case Conversation():
             return tokenizer.template.mark(sample, where)
         case Completion(prompt, completion):
-            text, start = prompt + completion + tokenizer.end_of_turn, 0 if learn_all else len(prompt)
+            text = prompt + completion + tokenizer.end_of_turn
+            start = 0 if supervise_all else len(prompt)
         case PlainText(document):
-            text, start = document + tokenizer.end_of_turn if document else "", 0
+            text = document + tokenizer.end_of_turn if document else ""
+            start = 0
     # a corpus has no special token at a document's beginning, see corpus.py
-    return MarkedText(text, ((start, len(text)),), learn_all)
+    return MarkedText(text, ((start, len(text)),), supervise_all)
 
 
 def _encode(
     batch: Sequence[Sequence[MarkedText]], tokenizer: ModelTokenizer, context: int | None
 ) -> Iterator[TokenSample]:
-    """Yields the samples of a batch as tokens.
+    """Tokenises the texts of a batch of samples and yields each sample's sequences, in order, cut to `context`.
 
-    Its texts are tokenised in two calls: with and without special tokens.
+    All texts are tokenised before the first sample is yielded, in two calls: those to which the tokenizer adds special
+    tokens, and those that contain them already.
     """
     encoded: dict[bool, Iterator[EncodedText]] = {}
-    for spells_specials in (False, True):
-        texts = [marked.text for sample in batch for marked in sample if marked.spells_specials == spells_specials]
-        encoded[spells_specials] = iter(
-            tokenizer.tokenizer.encode_with_offsets(texts, add_special=not spells_specials) if texts else ()
+    for has_them in (False, True):
+        texts = [marked.text for sample in batch for marked in sample if marked.has_special_tokens == has_them]
+        encoded[has_them] = iter(
+            tokenizer.tokenizer.encode_with_offsets(texts, add_special=not has_them) if texts else ()
         )
     for sample in batch:
-        yield tuple(_supervise(marked, next(encoded[marked.spells_specials]), context) for marked in sample)
+        yield tuple(_supervise(marked, next(encoded[marked.has_special_tokens]), context) for marked in sample)
 
 
 def _supervise(marked: MarkedText, encoded: EncodedText, context: int | None) -> TokenSequence:
-    """Returns the sequence, cut to the context, with the tokens supervised that overlap a supervised span.
+    """Returns a text's tokens, cut to `context`; those that overlap a supervised range of characters are supervised.
 
-    Tokens that the tokenizer adds at the end are dropped: the text already ends with its end of turn.
+    The first token, and special tokens that the tokenizer added, are never supervised. Tokens that the tokenizer added
+    at the end are dropped: the text already ends with its end of turn.
     """
     kept = np.flatnonzero(~encoded.is_added)
     length = int(kept[-1]) + 1 if len(kept) else 0
     cut = length if context is None else min(length, context)
-    starts, ends = encoded.offsets[:cut, 0], encoded.offsets[:cut, 1]
+    starts = encoded.offsets[:cut, 0]
+    ends = encoded.offsets[:cut, 1]
     supervised = np.zeros(cut, np.bool_)
-    for start, end in marked.spans:
+    for start, end in marked.ranges:
         supervised |= (starts < end) & (ends > start)
     supervised &= ~encoded.is_added[:cut]
     supervised[:1] = False

@@ -22,7 +22,7 @@ from agora.data.record_files import ROWS, import_pyarrow, read_lines, unreadable
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20  # bytes of a .txt that are read at a time
 
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders of the standard library that are left out: some distributions do not ship them."""
@@ -30,24 +30,25 @@ NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test",
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive text of one document, all or part of it. ends_document: it is the document's last piece."""
+    """Consecutive text of one document: all of it, or a part. ends_document: this piece is the document's last one."""
 
     text: str
     ends_document: bool
 
 
 Reader = Callable[[Path], Iterator[Piece]]
+"""Yields the text of a file piece by piece, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the corpus. read: the function that reads its format."""
+    """A file of the corpus. read: the function that reads files of its format."""
 
     path: Path
     read: Reader
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the file's text piece by piece, in its order.
+        """Reads the file and yields its documents piece by piece, in the file's order.
 
         Raises DiskError, which names the file, when it cannot be read; DataError for malformed content; LocalError
         without the package that the format needs.
@@ -59,7 +60,7 @@ class SourceFile:
 
 
 def unreadable_file(path: Path, error: OSError) -> DiskError:
-    """Returns the error to raise when the operating system cannot read `path`."""
+    """Returns the error to raise when the operating system cannot read a corpus file, with reason and what to do."""
     reason = error.strerror or error
     return DiskError(f"Cannot read {path} ({reason}); correct [data] corpus or the file's permissions.")
 
@@ -68,25 +69,27 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
     """Returns the files that `sources` name, each once, in the order of the sources.
 
     A source is "stdlib" (the running Python's standard library), a file, a folder (all files below it in a known
-    format, sorted by name) or a glob (sorted by name). Relative paths start at `base`. Raises ManifestError for a
-    source without a file, or a file in an unknown format.
+    format, sorted by path) or a glob (sorted by path). Relative paths start at `base`. Raises ManifestError for no
+    source, for a source without a file, or a named or globbed file in an unknown format; DiskError if the
+    operating system cannot look a source up.
     """
     if not sources:
         raise ManifestError(f"[data] corpus is empty; name files, globs or {STDLIB!r}.")
     files: dict[Path, SourceFile] = {}
     for source in sources:
         try:
-            for file in _files_of(source, base):
+            for file in _find_source_files(source, base):
                 files.setdefault(file.path, file)
         except OSError as error:
             raise unreadable_file(base / source, error) from error
     return list(files.values())
 
 
-def _files_of(source: str, base: Path) -> list[SourceFile]:
-    """Returns the files of one source (stdlib, a folder, a file or a pattern), sorted by name.
+def _find_source_files(source: str, base: Path) -> list[SourceFile]:
+    """Returns the files of one source (stdlib, a folder, a file or a pattern), sorted by path.
 
-    Of a folder only files of known formats. Raises ManifestError as find_files does.
+    A folder is searched with its subfolders; files of unknown formats in it are left out. Raises ManifestError as
+    find_files does.
     """
     if source == STDLIB:
         return stdlib_files()
@@ -112,9 +115,9 @@ def _files_of(source: str, base: Path) -> list[SourceFile]:
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
-    """Returns the source files of the standard library in `root` (None: the running Python's), sorted by path.
+    """Returns the .py files of the standard library in `root` (None: the running Python's), sorted by path.
 
-    Raises ManifestError if there is none.
+    Leaves out the folders that NOT_STDLIB names, and files _sysconfigdata*.py. Raises ManifestError if no file is left.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -138,9 +141,10 @@ def _read_source(path: Path) -> Iterator[Piece]:
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    """Yields a text file as one document, in pieces of about PIECE_BYTES, cut at the end of a line if there is one.
+    """Yields a text file as one document, in pieces of about PIECE_BYTES, cut after a line's end where there is one.
 
-    Raises DataError, with the position, for a file that is not UTF-8.
+    The last piece may be empty; an empty file yields no piece. Raises DataError, with the position, if the file is not
+    UTF-8.
     """
     rest = ""
     with path.open("rb") as file:
@@ -162,21 +166,22 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Piece]:
-    """Yields one document per line: the "text" of a JSON object. Empty lines and empty texts are skipped.
+    """Yields one document per line: the "text" of a JSON object. Blank lines and empty texts are skipped.
 
-    Raises DataError, with the line, for one that is too long, is not a JSON object or has no "text".
+    Raises DataError, with the line's number, for a line that is too long, is not a JSON object, or whose "text" is
+    missing or not a string.
     """
     for record in read_lines(path):
         if TEXT_FIELD not in record.fields:
-            raise _no_text(record.where, "field", sorted(map(str, record.fields)))
+            raise _missing_text_error(record.where, "field", sorted(map(str, record.fields)))
         if text := check_text(record.fields[TEXT_FIELD], f"{record.where} {TEXT_FIELD!r}"):
             yield Piece(text, True)
 
 
-def _no_text(where: str, kind: str, present: Sequence[str]) -> DataError:
-    """Returns the error to raise if "text" is not in `present`, the names of fields or columns, or is not a string.
+def _missing_text_error(where: str, kind: str, present: Sequence[str]) -> DataError:
+    """Returns the error to raise if "text" is missing, or not a string although it is in `present`.
 
-    kind: "field" or "column".
+    kind: "field" or "column". present: the names of fields or columns; the first 20 are shown.
     """
     if TEXT_FIELD in present:
         return DataError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")
@@ -192,11 +197,12 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
     pyarrow = import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            types, schema = pyarrow.types, table.schema_arrow
+            types = pyarrow.types
+            schema = table.schema_arrow
             kind = schema.field(TEXT_FIELD).type if TEXT_FIELD in schema.names else pyarrow.null()
             kind = kind.value_type if types.is_dictionary(kind) else kind
             if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-                raise _no_text(str(path), "column", schema.names)
+                raise _missing_text_error(str(path), "column", schema.names)
             for batch in table.iter_batches(batch_size=ROWS, columns=[TEXT_FIELD], use_threads=False):
                 yield from (Piece(text, True) for text in batch.column(0).to_pylist() if text)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:

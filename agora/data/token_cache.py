@@ -28,19 +28,19 @@ from agora.data.tokenizer import Ids
 from agora.state.files import sync_folder
 
 BLOCK_BYTES = 4 << 20
-CHECKED_BLOCKS = 256  # the most blocks that are checked, 1 GiB; in a larger file they are evenly spread
-BUILDING = "building-"
-ABANDONED_S = 24 * 3600
+CHECKED_BLOCKS = 256  # maximum number of blocks that are checked, 1 GiB; in a larger file they are evenly spread
+BUILDING = "building-"  # prefix of unfinished files
+ABANDONED_S = 24 * 3600  # age after which an unfinished file is deleted
 LOCK_WAIT_S = 600.0
 LOCK_POLL_S = 0.05
 
 
 class CachedTokens:
-    """Reads and writes the token ids of one corpus in the cache `folder`.
+    """One entry of the cache in `folder`: the token ids of one corpus, or the rows of one data file, as one flat array.
 
-    signature: the cache key in hex, the hash of what the ids are made of. dtype: the dtype of the ids. details: JSON
-    values that the writer stored with the ids; {} before `open` has found them. `lock` and `write` raise DiskError when
-    the folder cannot be written or the disk is full.
+    signature: the cache key in hex, a hash of what the ids are made of. dtype: the dtype of the ids. details: JSON
+    values that the writer stored with the ids; {} before `open` has found the ids. `lock` and `write` raise DiskError
+    when the folder cannot be written or the disk is full.
     """
 
     def __init__(self, folder: Path, signature: str, dtype: np.dtype[Any]) -> None:
@@ -50,9 +50,10 @@ class CachedTokens:
         self.details: Mapping[str, Any] = {}
 
     def open_or_write(self, write: Callable[[], None]) -> Ids:
-        """Returns the ids [n], memory-mapped; if they are missing or damaged, calls `write` first, which writes them.
+        """Returns the ids [n], memory-mapped; if they are missing or damaged, calls the argument `write` first.
 
-        Of several processes, one writes and the others wait. Raises DiskError when the written ids read back damaged.
+        `write` must call CachedTokens.write. Of several processes, one writes and the others wait, at most LOCK_WAIT_S.
+        Sets `details`. Raises DiskError when the written ids read back damaged, and what `write` raises.
         """
         if (ids := self.open()) is None:
             with self.lock():
@@ -66,14 +67,15 @@ class CachedTokens:
         return ids
 
     def open(self) -> Ids | None:
-        """Returns the ids [n], memory-mapped, read-only, and sets `details`.
+        """Returns the ids [n], memory-mapped, read-only, and sets `details`; None if they are missing or damaged.
 
-        None when the files are missing, or when their index or one of CHECKED_BLOCKS blocks is damaged.
+        Checks the CRC-32 of CHECKED_BLOCKS evenly spread blocks of the file (all, if it has no more), and the index.
         """
         try:
             index = json.loads(self._index.read_bytes())
             ids: Ids = np.memmap(self._folder / f"{index['digest']}.tokens", self._dtype, mode="r")
-            data, crcs = ids.data.cast("B"), index["crc32"]
+            data = ids.data.cast("B")
+            crcs = index["crc32"]
             blocks = -(-len(data) // BLOCK_BYTES)
             checked = np.unique(np.linspace(0, blocks - 1, min(blocks, CHECKED_BLOCKS)).astype(int))
             is_intact = len(crcs) == blocks and all(
@@ -90,9 +92,10 @@ class CachedTokens:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: holds the corpus's file lock, so that only one process builds it.
+        """Context manager: waits for the file lock of this signature and holds it, so that one process builds the ids.
 
-        After LOCK_WAIT_S, and on a file system without locks, the block begins without the lock.
+        The wait blocks the thread. After LOCK_WAIT_S, and on a file system without locks, the block is entered without
+        the lock.
         """
         with _disk_errors(self._folder):
             self._index.parent.mkdir(parents=True, exist_ok=True)
@@ -110,16 +113,18 @@ class CachedTokens:
             yield
 
     def write(self, pieces: Iterable[NDArray[Any]], details: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Writes the ids of all pieces to a .tokens file, then its index; neither appears when `pieces` raises.
+        """Writes the ids of all pieces to a .tokens file, then its index; neither file appears if `pieces` raises.
 
-        First deletes unfinished files that are older than ABANDONED_S.
-        details: called after the last piece; returns JSON values to store in the index.
+        First deletes unfinished files of any process that are older than ABANDONED_S. An existing index of this
+        signature is replaced. details: called after the last piece; returns JSON values to store in the index. Does not
+        take the lock, and does not set the attribute `details`.
         """
         for path in self._folder.glob(f"{BUILDING}*"):  # unfinished files of processes that were killed
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED_S:
                     path.unlink()
-        digest, crcs = hashlib.sha256(self._dtype.str.encode()), []
+        digest = hashlib.sha256(self._dtype.str.encode())
+        crcs: list[int] = []
         with _disk_errors(self._folder), _open_unfinished_file(self._folder) as file:
             for ids in pieces:
                 file.write(np.ascontiguousarray(ids, self._dtype).data)
@@ -136,15 +141,15 @@ class CachedTokens:
 
 
 def _crc32_of(details: object) -> int:
-    """Returns the CRC-32 of the details' JSON text with sorted keys."""
+    """Returns the CRC-32 of the details' JSON text, in which keys are sorted."""
     return zlib.crc32(json.dumps(details, sort_keys=True).encode())
 
 
 @contextlib.contextmanager
 def _open_unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
-    """Context manager: creates `folder` if missing and yields a new file in it.
+    """Context manager: creates `folder` if missing and yields a new file in it, open for reading and writing.
 
-    Deletes the file at the end unless `_publish` has renamed it.
+    At the end of the block, deletes the file unless `_publish` has renamed it, and closes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=BUILDING, dir=folder, delete=False) as file:
@@ -156,7 +161,7 @@ def _open_unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
 
 
 def _publish(file: IO[bytes], path: Path) -> None:
-    """Flushes the unfinished file to disk (fsync), then renames it to `path`. Raises OSError."""
+    """Flushes an unfinished file to disk (fsync), renames it to `path`, and flushes the folder. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)

@@ -22,11 +22,12 @@ Ids = NDArray[np.unsignedinteger[Any]]
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
 DATA_EXTRA = "install it with: pip install 'agora-swarm[data]'"
+# in the order in which a tokenizer's vocabulary is searched for them
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
 
 def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns the narrowest unsigned type that holds every id below `vocabulary`: uint8, uint16 or uint32."""
+    """Returns the narrowest little-endian unsigned dtype for ids below `vocabulary`: uint8, uint16 or uint32."""
     if vocabulary <= 1 << 8:
         return np.dtype("<u1")
     return np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")
@@ -34,9 +35,9 @@ def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """The tokens of a text: ids [n], and for each the first character it stands for and the one after its last, [n, 2].
+    """The tokens of a text. ids: [n]. is_added: [n], whether the tokenizer added the token, such as <s>, to the text.
 
-    is_added: [n], whether the tokenizer added the token: a special token that stands for no character of the text.
+    offsets: [n, 2], the index of the first character that a token stands for, and the index after its last one.
     """
 
     ids: NDArray[np.int32]
@@ -45,36 +46,47 @@ class EncodedText:
 
 
 class ByteTokenizer:
-    """Tokenizer whose ids are UTF-8 bytes, vocabulary 256. Id 0 (NUL, which text does not contain) ends a document."""
+    """Tokenizer whose 256 ids are the bytes of UTF-8. Id 0 (NUL, which text does not contain) ends a document.
+
+    See Tokenizer for the attributes.
+    """
 
     vocabulary = 256
     separator: Ids = np.zeros(1, np.uint8)
     fingerprint = BYTES
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the UTF-8 bytes of each text, uint8 [n] each."""
+        """Returns the UTF-8 bytes of each text, uint8 [n] each; no separator is added."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
-        """Returns the bytes of each text as tokens, each with the character it belongs to. `add_special` is ignored."""
+        """Returns the bytes of each text as tokens; the offsets of a byte are those of its character.
+
+        No special tokens are added, whatever `add_special` says.
+        """
         return [_encode_bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids, 0 to 255; bytes that are not valid UTF-8 become U+FFFD."""
+        """Returns the text of the ids, separators included; bytes that are not valid UTF-8 become U+FFFD.
+
+        Raises ValueError for an id that is not from 0 to 255.
+        """
         return bytes(ids).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines; `content`: the file's bytes.
+    """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines. content: the file's bytes.
 
-    added_ids: ids of tokens that are never split or merged, such as special tokens. end_of_text: the first of
-    END_OF_TEXT in the vocabulary, or None. separator: its id, or the ids of a newline if it is None; it ends each
-    document.
+    added_ids: ids of the tokens that are never split or merged, such as special tokens. end_of_text: the first of
+    END_OF_TEXT in the vocabulary, or None. separator: the ids that end each document: the id of end_of_text, or those
+    of a newline if end_of_text is None. See Tokenizer for the other attributes.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the file `path`. Raises DiskError if it cannot be read, ManifestError if it is not a tokenizer file,
-        LocalError without the package `tokenizers`.
+        """Reads the file `path`.
+
+        Raises DiskError if it cannot be read, ManifestError if it is not a tokenizer file, LocalError without the
+        package `tokenizers`.
         """
         try:
             self.content = path.read_bytes()
@@ -96,14 +108,14 @@ class JsonTokenizer:
         )
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the ids of each text; no special tokens are added. The package uses several cores."""
+        """Returns the ids of each text, without added special tokens or separator. The package uses several cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
-        """Returns the tokens of each text.
+        """Returns the tokens of each text, with their offsets in it; white space belongs to the token that contains it.
 
-        add_special: adds the tokens that the file puts around a text, such as <s>.
+        add_special: also adds the special tokens that the file puts around a text, such as <s>.
         """
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special)
         return [
@@ -121,12 +133,15 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
-"""vocabulary: every id is below it. separator: the ids that end each document. fingerprint: a text that differs if two
-tokenizers may give different ids."""
+"""vocabulary: every id is below this number. separator: the ids that end each document. fingerprint: a text that
+differs if two tokenizers may give different ids."""
 
 
 def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
-    """Returns the path of the tokenizer file that a manifest names (in a folder, TOKENIZER_FILE); None for "bytes"."""
+    """Returns the path of the tokenizer file that a manifest names (in a folder, TOKENIZER_FILE); None for "bytes".
+
+    base: the folder of a relative path, by default the current one. "~" is expanded. The file need not exist.
+    """
     if source == BYTES:
         return None
     path = (base or Path()) / Path(source).expanduser()
@@ -134,10 +149,10 @@ def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
 
 
 def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
-    """Returns the tokenizer that a manifest names: "bytes", or the path of a tokenizer JSON or of its folder.
+    """Opens the tokenizer that a manifest names. source: "bytes", or the path of a tokenizer JSON or of its folder.
 
-    base: the folder of a relative path. Raises ManifestError when the model has fewer ids (`vocabulary`) than the
-    tokenizer, and what JsonTokenizer raises.
+    base: the folder of a relative path, by default the current one. vocabulary: the model's number of ids; if the
+    tokenizer has more, raises ManifestError. Also raises what JsonTokenizer raises.
     """
     path = tokenizer_path(source, base)
     tokenizer: Tokenizer = ByteTokenizer() if path is None else JsonTokenizer(path)
@@ -150,10 +165,10 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Returns the `tokenizers` object that the file's content defines, with truncation, padding and `trim_offsets` off.
+    """Makes a tokenizers.Tokenizer of a tokenizer file's content, with truncation, padding and `trim_offsets` off.
 
     Without trim_offsets a token's offsets include its white space. path: the file's name, for errors. Raises
-    ManifestError if the content is not a tokenizer file, LocalError without the package.
+    ManifestError if the content is not a tokenizer file, LocalError without the package `tokenizers`.
     """
     try:
         from tokenizers import Tokenizer as Implementation
@@ -174,7 +189,10 @@ def _parse(content: bytes, path: Path) -> Any:
 
 
 def _keep_space_in_offsets(rule: Any) -> None:
-    """Changes a post-processor's JSON in place so that a token's offsets include its white space; ids stay the same."""
+    """Sets trim_offsets to false, in place, in a post-processor's JSON and those nested in it; ids stay the same.
+
+    Then a token's offsets include its white space. rule: anything but an object is left as it is.
+    """
     if isinstance(rule, dict):
         if "trim_offsets" in rule:
             rule["trim_offsets"] = False
@@ -183,7 +201,7 @@ def _keep_space_in_offsets(rule: Any) -> None:
 
 
 def _encode_bytes(text: str) -> EncodedText:
-    """Returns the UTF-8 bytes of a text as tokens, each with the place of the character it belongs to."""
+    """Returns the UTF-8 bytes of a text as tokens; each byte's offsets are (i, i + 1) for its character i."""
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
@@ -194,10 +212,12 @@ def _encode_bytes(text: str) -> EncodedText:
 def tokenizer_files(
     source: str, vocabulary: int, context: int, base: Path | None = None
 ) -> tuple[dict[str, bytes], int | None]:
-    """Returns the content of tokenizer.json and tokenizer_config.json for the tokenizer of a manifest; writes nothing.
+    """Returns the tokenizer files of a manifest's tokenizer for transformers, and the id that ends a document.
 
-    Returns file name -> content, as transformers reads them, and the id that ends a document, or None. "bytes" becomes
-    an equivalent byte-level tokenizer. context: the longest input in tokens. Raises what open_tokenizer raises.
+    The files are tokenizer.json and tokenizer_config.json: file name -> content; nothing is written. "bytes" becomes an
+    equivalent byte-level tokenizer, with id 0 as the end; another tokenizer file is returned unchanged, with a new
+    tokenizer_config.json, and None as the end if it has no end_of_text. context: the longest input in tokens. source,
+    vocabulary, base, errors: see open_tokenizer.
     """
     tokenizer = open_tokenizer(source, vocabulary, base=base)
     config: dict[str, Any] = {
@@ -213,12 +233,12 @@ def tokenizer_files(
             config["eos_token"] = tokenizer.end_of_text
             end_of_text = int(tokenizer.separator[0])
     else:
-        content = _json_content(byte_tokenizer())
+        content = _json_content(byte_tokenizer_json())
         end_of_text = int(tokenizer.separator[0])
     return {"tokenizer.json": content, "tokenizer_config.json": _json_content(config)}, end_of_text
 
 
-def byte_tokenizer() -> dict[str, Any]:
+def byte_tokenizer_json() -> dict[str, Any]:
     """Returns the content of a tokenizer.json whose ids are the bytes of UTF-8: a byte-level BPE without merges.
 
     It has no special tokens: a special token for id 0, the byte 0, would need a spelling, which a text could contain.

@@ -20,16 +20,20 @@ PROBE: Final = Conversation((ChatMessage("user", QUESTION), ChatMessage("assista
 
 
 def turn_end_ids(tokenizer: ModelTokenizer) -> tuple[int, ...]:
-    """Returns the token ids that end an answer in training: in conversations first, then in completions.
+    """Returns the token ids at which generation can stop: those that end an answer in training, each once.
 
-    Only ends that are a single token are returned, because only those can stop a generation; () without any.
+    The id that ends an answer in conversations comes first, then the one of completions. An end that neither begins
+    with an added token nor is a single token is left out, because no one id stands for it; () without any.
     """
-    found = (first_end_id(tokenizer, text) for text in _turn_ends(tokenizer))
+    found = (stop_token_id(tokenizer, text) for text in _turn_ends(tokenizer))
     return tuple(dict.fromkeys(number for number in found if number is not None))
 
 
-def first_end_id(tokenizer: ModelTokenizer, text: str) -> int | None:
-    """Returns the first token id of `text` if that is an added token (such as <|im_end|>), or the only one; or None."""
+def stop_token_id(tokenizer: ModelTokenizer, text: str) -> int | None:
+    """Returns the first token id of `text` if generation can stop at it; None if not, and for an empty text.
+
+    It can if that is an added token (such as <|im_end|>) or the only token of the text.
+    """
     ids = [int(number) for number in tokenizer.tokenizer.encode([text])[0]] if text else []
     if not ids:
         return None
@@ -38,10 +42,13 @@ def first_end_id(tokenizer: ModelTokenizer, text: str) -> int | None:
 
 
 def _turn_ends(tokenizer: ModelTokenizer) -> Iterator[str]:
-    """Yields the text that follows an answer in a conversation, supervised, then the one that follows a completion."""
+    """Yields the supervised text that follows an answer in a conversation, then the text that follows a completion.
+
+    The first one is found by rendering PROBE; it is left out if the template refuses PROBE or supervises nothing of it.
+    """
     try:
         marked = tokenizer.template.mark(PROBE, "an example conversation")
-        for start, end in marked.spans[-1:]:
+        for start, end in marked.ranges[-1:]:
             yield marked.text[start:end].partition(ANSWER)[2]
     except DataError:
         pass  # the template refuses such a conversation: how it ends an answer is not known

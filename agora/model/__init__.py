@@ -21,7 +21,10 @@ FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamil
 
 
 def family_of(model: ModelSection) -> Family:
-    """Returns the Family for a manifest's model section. Raises ManifestError for a family that FAMILIES lacks."""
+    """Makes the Family (builder of stages) for a manifest's model section, as `model.family` says.
+
+    Raises ManifestError for a family that FAMILIES lacks, and what the Family's constructor raises.
+    """
     if model.family not in FAMILIES:
         raise ManifestError(f"[model] family {model.family!r} is unknown; {suggest(model.family, FAMILIES)}")
     return FAMILIES[model.family](model)

@@ -20,7 +20,7 @@ ADAPTER_ROOT: Final = "base_model.model."
 
 
 def adapter_config(model: HfSection) -> dict[str, Any]:
-    """Returns the content of adapter_config.json for a run that trains LoRA.
+    """Returns the content of peft's adapter_config.json for a run that trains LoRA.
 
     base_model_name_or_path is null: the manifest has the base model's hashes, but not its name. Raises ManifestError
     for targets that the model does not have.
@@ -45,19 +45,20 @@ def adapter_config(model: HfSection) -> dict[str, Any]:
 
 
 def adapter_tensor_name(name: str) -> str:
-    """Converts a trained matrix's name in the run to its name in adapter_model.safetensors."""
+    """Converts a LoRA matrix's parameter name in the run to its name in peft's adapter_model.safetensors."""
     return ADAPTER_ROOT + name.replace(f".{ADAPTER}.", ".")
 
 
 def matrices_by_weight(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Returns, for each adapted weight: its name in the base model -> the names in the run of its matrices (A, B).
+    """Returns the LoRA matrices of each weight: the weight's name in the base model -> the run's names of (A, B).
 
-    names: the names in the run of all trained matrices.
+    names: the run's names of LoRA matrices; others are ignored. Looks only for A: whether B is in `names` is not
+    checked.
     """
-    first, second = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
-    return {name.replace(first, "."): (name, name.replace(first, second)) for name in names if first in name}
+    a, b = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
+    return {name.replace(a, "."): (name, name.replace(a, b)) for name in names if a in name}
 
 
-def product_scale(model: HfSection) -> float:
-    """Returns the factor of the product B A in a merged weight: alpha / r, or alpha / sqrt(r) with lora_rslora."""
+def lora_scaling(model: HfSection) -> float:
+    """Returns the LoRA scaling, the factor of the product B A: alpha / r, or alpha / sqrt(r) with lora_rslora."""
     return model.lora_alpha / (math.sqrt(model.lora_rank) if model.lora_rslora else model.lora_rank)

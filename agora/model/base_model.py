@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agora.state.base_tensors import malformed_list_error
-from agora.state.stored_tensors import DOWNLOAD_AGAIN, TensorBytes, is_intact, list_tensors
+from agora.state.stored_tensors import DOWNLOAD_AGAIN, TensorLocation, is_intact, list_tensors
 from agora.state.stored_tensors import BaseModelError as BaseModelError
 from agora.state.tensor_store import TensorStore
 
@@ -38,7 +38,10 @@ READABLE: Final = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor that a stage needs. names: the names that it may have in a file, the best first. shape: required."""
+    """A tensor that a stage needs from the base model. shape: the shape that it must have.
+
+    names: the names that it may have in the files; the first one that exists is used.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -48,15 +51,15 @@ class WantedTensor:
 class StoredTensor:
     """Where a tensor is stored: the file, its name there, its dtype as safetensors calls it, its shape.
 
-    fetched: for a tensor that was fetched from peers, where its bytes lie, and its list entry, whose hashes they must
-    have; None if the file is one of the model's own.
+    fetched: for a tensor that was fetched from peers, where its bytes lie, and its entry in the tensor list, whose
+    hashes they must match; None if the file is one of the model's own.
     """
 
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    fetched: tuple[TensorBytes, ListedTensor] | None = None
+    fetched: tuple[TensorLocation, ListedTensor] | None = None
 
     @property
     def is_readable(self) -> bool:
@@ -65,14 +68,18 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> str:
-    """Returns the text of the folder's config.json. Raises BaseModelError without a readable one of sensible size."""
+    """Returns the text of the folder's config.json, which is not parsed.
+
+    Raises BaseModelError if the folder or the file is missing, or if the file is unreadable, not UTF-8, or longer than
+    4 * MAX_CONFIG_BYTES.
+    """
     return _read_text(require_folder(folder) / CONFIG, 4 * MAX_CONFIG_BYTES)
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the names of the folder's weights files: model.safetensors if it exists, or those that the index lists.
+    """Returns the names of the folder's weights files: model.safetensors if it exists, or those in the index, sorted.
 
-    Raises BaseModelError if there is neither, or if a listed file is missing.
+    Raises BaseModelError if there is neither, if the index is malformed, or if a file in it is missing.
     """
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE]
@@ -94,7 +101,8 @@ def weight_files(folder: Path) -> list[str]:
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Returns the content of the folder's generation_config.json (how text is sampled and ended); {} without a file.
 
-    No hash in the manifest covers it. Raises BaseModelError for a file that is not a JSON object of sensible size.
+    No hash in the manifest covers it. Raises BaseModelError for a file that is not a JSON object or is longer than
+    MAX_CONFIG_BYTES.
     """
     path = folder / GENERATION
     if not path.is_file():
@@ -108,16 +116,16 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _read_text(path: Path, most: int) -> str:
-    """Returns the text of a file of at most `most` bytes.
+def _read_text(path: Path, max_bytes: int) -> str:
+    """Returns the text of a file of at most `max_bytes` bytes.
 
     Raises BaseModelError when it is longer, cannot be read, or is not UTF-8.
     """
     try:
         with path.open("rb") as file:
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise BaseModelError(f"{path} has more than {most} bytes; {DOWNLOAD_AGAIN}.")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise BaseModelError(f"{path} has more than {max_bytes} bytes; {DOWNLOAD_AGAIN}.")
         return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BaseModelError(f"Cannot read {path} ({error}); name the folder of a Hugging Face model.") from error
@@ -128,9 +136,10 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (key in `wanted`, values) of each wanted tensor, float32 on the CPU, one tensor at a time in memory.
 
-    folder: that of the model, or a TensorStore's; None if the machine has neither. files: name and SHA-256 of each
-    weights file, as the manifest lists them. Everything is checked before the first tensor is yielded: weights files by
-    the manifest's hashes, fetched tensors by those of their list. Raises BaseModelError as locate_checked does.
+    The tensors come in the order of the files' paths, not that of `wanted`. folder: the model's folder, or a
+    TensorStore's; None raises BaseModelError. files: name and SHA-256 of each weights file, as the manifest lists them.
+    Before the first tensor is yielded, checks the hashes of the weights files that are needed and of the fetched
+    tensors. Raises BaseModelError as locate_checked does.
     """
     located = locate_checked(folder, files, wanted)
     for path in sorted({stored.path for stored in located.values()}):
@@ -143,10 +152,11 @@ def read_tensors(
 def locate_checked(
     folder: Path | None, files: Sequence[tuple[str, str]], wanted: Mapping[str, WantedTensor]
 ) -> dict[str, StoredTensor]:
-    """Returns key in `wanted` -> where the tensor is stored, after checking the hashes of all files that have any.
+    """Returns key in `wanted` -> where the tensor is stored, after checking the hashes of the tensors' bytes.
 
-    The arguments are those of read_tensors. Raises BaseModelError without a folder, as locate_tensors does, and for a
-    file or a fetched tensor with another hash. Blocks while it reads the files.
+    Hashes the whole weights files that have a wanted tensor (a file that this process has hashed is not read again),
+    and the fetched tensors; blocks meanwhile. The arguments are those of read_tensors. Raises BaseModelError without a
+    folder, for another hash, and as locate_tensors does.
     """
     folder = require_folder(folder)
     located = locate_tensors(folder, [name for name, _ in files], wanted)
@@ -161,10 +171,11 @@ def locate_checked(
 
 
 def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, WantedTensor]) -> dict[str, StoredTensor]:
-    """Returns where each wanted tensor is stored, by its key and in the order of `wanted`; hashes are not checked.
+    """Returns key in `wanted` -> where the tensor is stored, in the order of `wanted`; hashes are not checked.
 
-    files: names of weights files; absent ones are skipped. A tensor that was fetched into the folder is the fallback.
-    Raises BaseModelError for a missing tensor, a wrong shape, or a dtype that is not in READABLE.
+    Reads the headers of the weights files `files` in the folder; absent files are skipped. A tensor that none of them
+    has is looked for among the tensors fetched from peers into the folder. Raises BaseModelError for a missing tensor,
+    a wrong shape, a dtype that is not in READABLE, and a file whose header cannot be read.
     """
     present = [folder / name for name in files if (folder / name).is_file()]
     stored = read_fetched_tensors(folder) | {tensor.name: tensor for path in present for tensor in read_header(path)}
@@ -189,9 +200,10 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
 
 
 def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns by name the tensors that were fetched into a TensorStore's folder; {} for any other folder.
+    """Returns name -> place of the tensors that are complete in a TensorStore's folder; {} for any other folder.
 
-    Their values are not read. Raises BaseModelError for a list that is malformed.
+    Reads the folder's tensor list; the tensors' values are neither read nor checked. Raises BaseModelError if the list
+    is malformed.
     """
     store = TensorStore(folder)
     try:
@@ -200,16 +212,18 @@ def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise malformed_list_error(error) from error
     found = {}
     for number, listed in enumerate(tensors.tensors if tensors is not None else ()):
-        if (place := store.find(number, listed)) is not None:
-            found[listed.name] = StoredTensor(place.path, listed.name, listed.dtype, listed.shape, (place, listed))
+        if (location := store.find(number, listed)) is not None:
+            fetched = location, listed
+            found[listed.name] = StoredTensor(location.path, listed.name, listed.dtype, listed.shape, fetched)
     return found
 
 
 def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
-    """Returns the SHA-256, in hex, of the tensor list of the folder's weights files `names`, for `tensors_hash`.
+    """Returns the manifest's tensors_hash: the SHA-256, in hex, of the tensor list of the weights files `names`.
 
-    Returns "" if no valid list can be made (no tensor in it, or too many or too large): then peers cannot fetch them
-    from each other. Tensors that no list can have are left out. Reads all bytes of the files. Raises BaseModelError.
+    The list has name, shape and hashes of each tensor; with it peers can fetch tensors from each other. Returns "" if
+    no valid list can be made (no tensor, too many, or too large). Tensors that no list can have are left out. Reads all
+    bytes of the files. Raises BaseModelError for a file that cannot be read, or a tensor that two files have.
     """
     try:
         return list_tensors([folder / name for name in names]).digest
@@ -218,9 +232,9 @@ def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Returns the tensors that a safetensors file has, by its header; the values are not read.
+    """Returns name, dtype and shape of the tensors that a safetensors file has, by its header; reads no values.
 
-    Raises BaseModelError when the file cannot be read or the library refuses its header: one that is too long, or whose
+    Raises BaseModelError if the file cannot be read or the library refuses the header: if it is too long, or its
     tensors overlap, leave gaps or end beyond the file.
     """
     try:
@@ -232,29 +246,29 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def file_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file in hex. Raises BaseModelError when it cannot be read.
+    """Returns the SHA-256 of a file's content in hex. Raises BaseModelError if the file cannot be read.
 
-    A file that this process has hashed, and that has not changed since, is not read again.
+    A file that this process has hashed is not read again while its size, modification time and inode are unchanged.
     """
     try:
-        state = path.stat()
-        return _hash_content(path, state.st_size, state.st_mtime_ns, state.st_ino)
+        status = path.stat()
+        return _hash_content(path, status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
         raise BaseModelError(f"Cannot read {path} ({error.strerror or error}); {DOWNLOAD_AGAIN}.") from error
 
 
 @functools.lru_cache(maxsize=1024)
 def _hash_content(path: Path, size: int, changed_ns: int, inode: int) -> str:
-    """Returns the SHA-256 of a file in hex.
+    """Returns the SHA-256 of a file's content in hex, and caches the result for these arguments. Raises OSError.
 
-    The other arguments identify the file's version, so that a changed file is hashed again.
+    size, changed_ns, inode: not used but as the cache's key, so that a changed file is hashed again.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_hash(path: Path, digest: str) -> None:
-    """Raises BaseModelError unless the file's SHA-256 is `digest`."""
+    """Raises BaseModelError unless the file's SHA-256 is `digest` (hex). See file_hash, which caches."""
     if (found := file_hash(path)) != digest:
         raise BaseModelError(
             f"{path} has the SHA-256 {found[:16]}..., and the manifest says {digest[:16]}...; {DOWNLOAD_AGAIN}."
@@ -262,7 +276,7 @@ def _check_hash(path: Path, digest: str) -> None:
 
 
 def require_folder(folder: Path | None) -> Path:
-    """Returns `folder`. Raises BaseModelError, which says what to do, if it is None or no folder."""
+    """Returns `folder`. Raises BaseModelError, whose text says what to do, if it is None or is not a folder."""
     if folder is None:
         raise BaseModelError("this run begins with a base model; name the folder that has its files: --base-model DIR")
     if not folder.is_dir():
@@ -271,7 +285,10 @@ def require_folder(folder: Path | None) -> Path:
 
 
 def _explain_missing(folder: Path, tensor: str, absent: Sequence[str]) -> str:
-    """Returns the error sentence for a tensor that no file has. absent: names of the weights files that are missing."""
+    """Returns the error text for a tensor that no present file has. absent: names of the missing weights files.
+
+    If there are any, the text names the first of them, which need not be the one with the tensor.
+    """
     if not absent:
         return (
             f"No weights file in {folder} has the tensor {tensor}, which the manifest's config needs; whoever wrote "

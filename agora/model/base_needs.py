@@ -14,9 +14,10 @@ from agora.model.hf_stage import HfStage
 
 
 def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
-    """Returns the tensors of the base model that the stages of `layers` need, each once; allocates none of them.
+    """Returns names and shapes of the base model's tensors that a stage of `layers` needs, each once.
 
-    Importing transformers may take seconds. Raises TuningMissing without a package, ManifestError for a wrong config.
+    Builds the stage on the meta device, so nothing is allocated or read; importing transformers may take seconds.
+    Raises TuningMissing without a package, ManifestError for a wrong config.
     """
     with torch.device("meta"):
         stage = HfStage(model, layers)

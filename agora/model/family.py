@@ -23,30 +23,32 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agora.model.lora_merge import ReadTrained
-from agora.plan.cost_of_run import min_bytes
+from agora.plan.cost import MemoryNeed
+from agora.plan.cost_of_run import min_memory
 from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
 IGNORED: Final = -1
 """The target of a token that is not supervised."""
 RunLayer = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Called with a layer, the function that computes it, and its input; returns the output. It decides what autograd keeps
-for the backward: the layer's whole graph, or only its input (recomputation)."""
+"""Called with a layer, the function that computes the layer, and the layer's input; returns the output. It decides what
+autograd keeps for the backward: the layer's whole graph, or only the layer's input (recomputation)."""
 PIECES, PIECE_BITS = 8, 15
 """An initial value is the sum of PIECES uniform integers of PIECE_BITS bits."""
 CHUNK = 1 << 22  # values drawn at a time
 
 
 def keep_graph(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Returns compute(hidden), and lets autograd keep its whole graph: the default RunLayer."""
+    """The default RunLayer: returns compute(hidden), of which autograd keeps the whole graph. `layer` is not used."""
     return compute(hidden)
 
 
 class Stage(nn.Module, abc.ABC):
-    """Base class: consecutive layers of a model; the first stage has the embedding, the last the final norm and head.
+    """Base class of stages: consecutive layers of a model.
 
-    Parameters carry their full names in the model ("layers.7.attention.query.weight"), so that a cut changes no name.
-    A family makes its stages on the meta device: a constructor computes no values.
+    The first stage also has the embedding, the last one the final norm and the head. Parameters carry their full names
+    in the model ("layers.7.attention.query.weight"), however the model is cut into stages. A family makes its stages on
+    the meta device: a constructor computes no values.
     """
 
     def __init__(self, layer_range: range, *, is_first: bool, is_last: bool) -> None:
@@ -63,48 +65,52 @@ class Stage(nn.Module, abc.ABC):
         segments: Tensor | None = None,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Returns the boundary [b, s, k] that leaves the stage, from the boundary [b, s, k] that enters it.
+        """Returns the boundary [b, s, k] that leaves the stage, from the boundary `hidden` [b, s, k] that enters it.
 
-        hidden: for the first stage, the token ids [b, s]. The last stage returns logits [b, s, vocabulary]. tokens: the
-        microbatch's input ids [b, s], any integer type; a negative one, which marks an ignored target, is read as 0.
-        segments: int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own
-        sequence only, in which positions count from 0. None: each row is one sequence. Only families whose section
-        `can_learn_samples` take segments. run_layer: called for each decoder layer, with a function of the hidden state
-        alone, in which only that state and the layer's parameters have gradients.
+        k: columns of a boundary. For the first stage, hidden is the token ids [b, s]. The last stage returns logits
+        [b, s, vocabulary]. tokens: the microbatch's input ids [b, s], any integer type; an id below 0, which marks an
+        ignored target, is read as 0. segments: int [b, s], the number of each token's sequence inside its row,
+        ascending; a token attends to its own sequence only, in which positions count from 0. None: each row is one
+        sequence. Only families whose section `can_learn_samples` take segments. run_layer: called for each decoder
+        layer, with a function of the hidden state alone, in which only that state and the layer's parameters have
+        gradients.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Context manager: inside it, forwards of this stage compute the initial model, before any training.
+        """Context manager: inside it, forwards of this stage compute the model as it was before any training.
 
-        The base class raises LookupError; it is called only for models whose section `has_reference`.
+        The base class raises LookupError; called only for models whose manifest section says `has_reference`.
         """
         raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
     def allocate(self) -> None:
-        """Allocates parameters and buffers on the CPU, with undefined values."""
+        """Moves all parameters and buffers from the meta device to the CPU, in place, with undefined values."""
         self.to_empty(device="cpu")
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the buffers, if the family has any, from its sizes and the run's seed; they never change again."""
+        """Sets the stage's buffers, in place, from the family's sizes and the run's seed; then they are constant.
+
+        The base class has no buffers, and does nothing.
+        """
 
     def initial_std(self, name: str) -> float | None:
         """Returns the standard deviation of the named parameter's initial values; None if all of them are 1.
 
-        Only Family.fill_weights calls it. The base class raises LookupError: a family overrides either this method or
-        Family.fill_weights.
+        Only Family.fill_weights calls this method. The base class raises LookupError: a family overrides either this
+        method or Family.fill_weights.
         """
         raise LookupError(f"{type(self).__name__} does not say how {name} begins")
 
     @abc.abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the named parameter is a matrix that maps hidden vectors to hidden vectors.
+        """Returns whether the parameter of this full name is a matrix whose updates the optimizer muon orthogonalises.
 
-        Embeddings and heads are not: one of their sides is the vocabulary. The optimizer muon orthogonalises the
-        updates of hidden matrices.
+        That is a matrix that maps hidden vectors to hidden vectors; not an embedding or a head, one side of which is
+        the vocabulary.
         """
 
     def hidden_matrices(self) -> list[str]:
-        """Returns the full names of the stage's trained hidden matrices."""
+        """Returns the full names of the stage's trained hidden matrices (see is_hidden_matrix), in parameter order."""
         return [name for name, _ in self.trained_parameters() if self.is_hidden_matrix(name)]
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -113,38 +119,43 @@ class Stage(nn.Module, abc.ABC):
 
 
 class Family(abc.ABC):
-    """Base class: a model family with the sizes of one manifest. Builds, counts, exports and describes its stages."""
+    """Base class of model families, each with the sizes of one manifest's model section.
+
+    A Family builds the stages of that model, and says how they are counted, exported and described.
+    """
 
     def check_machine(self, base_model: Path | None) -> None:  # noqa: B027 - most families need nothing
-        """Raises LocalError if this machine lacks a package or a folder that stages need; imports may take seconds.
+        """Raises LocalError if this machine lacks a package or a folder that this family's stages need.
 
-        Called before a peer claims stages. base_model: as for build_stage. The base class checks nothing.
+        Called before a peer claims stages; may import packages, which takes seconds. base_model: as for build_stage.
+        The base class checks nothing.
         """
 
     @abc.abstractmethod
     def make_stage(self, layers: range) -> Stage:
-        """Returns the module of the stage with `layers`. The caller has set the meta device: no values are computed."""
+        """Constructs the stage of `layers`. The caller must have set the meta device: no memory is allocated."""
 
-    def memory_bytes(self, manifest: Manifest, span: Span) -> float:
-        """Returns an estimate of the least bytes of memory that training the stages of `span` takes.
+    def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
+        """Returns an estimate of the least memory that training the stages of `span` takes.
 
-        manifest: of a run with this family's model. The base class uses the formulas of decoders; a family of other
-        models overrides it.
+        manifest: of a run with this family's model. state_in_host: the optimizer's state is in host memory; else all
+        is on the device. The base class uses the formulas of decoders; a family of other models overrides it.
         """
-        return min_bytes(manifest, span)
+        return min_memory(manifest, span, state_in_host=state_in_host)
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns, for each trained tensor of `layers`, how it is exported to a Hugging Face folder.
+        """Returns, for each trained tensor of `layers`, its name, shape and conversion in an exported model.
 
-        seed: the run's seed, from which fixed tensors are derived.
+        The model is one of Hugging Face. Exports nothing itself. seed: the run's seed, from which fixed tensors are
+        derived.
         """
 
     @abc.abstractmethod
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files that a Hugging Face folder has besides the tensors: file name -> content.
+        """Returns the JSON files of an exported Hugging Face model or adapter: file name -> content. Writes nothing.
 
         dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, or None. turn_ends: the ids with which
         the run learnt to end an answer; generation should stop at them, too.
@@ -153,16 +164,17 @@ class Family(abc.ABC):
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
         """Returns the tensors of a whole Hugging Face model: those of the base model, merged with what was trained.
 
-        base_model: the folder with the base model's files. read_trained: returns a trained tensor by its name; it is
-        called when blocks are read. Raises LocalError unless the files are those of the run. The base class raises
-        LookupError; it is called only for models whose section `has_reference`.
+        The values are computed block by block when they are read. base_model: the folder with the base model's files.
+        read_trained: returns a trained tensor by its name; called when blocks are read. Raises LocalError unless the
+        files are those of the run. The base class raises LookupError; called only for models whose section
+        `has_reference`.
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files of a folder with merged_tensors: file name -> content.
+        """Returns the JSON files that belong to the model of merged_tensors: file name -> content. Writes nothing.
 
         base_model: as for merged_tensors. dtype, turn_ends: as for config_files. The base class raises LookupError.
         """
@@ -176,17 +188,19 @@ class Family(abc.ABC):
     def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> Stage:
         """Builds and returns the stage of `layers` with its initial weights on the CPU, the same on every peer.
 
-        Trained parameters are float32. base_model: the folder with the weights that the run begins with, for families
-        that begin with a trained model. Raises LocalError when this machine cannot make or read them.
+        Trained parameters are float32. seed: the run's seed. base_model: the folder with the weights that the run
+        begins with, for families that begin with a trained model. Raises LocalError when this machine cannot make or
+        read the weights.
         """
         stage = self._allocate_stage(layers, seed)
         self.fill_weights(stage, seed, base_model)
         return stage
 
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
-        """Sets all parameters of `stage` to their initial values; the base class draws them from the seed.
+        """Sets all parameters of `stage`, in place, to their initial values; the base class draws them from the seed.
 
-        Called under torch.no_grad. base_model: as for build_stage. Raises LocalError when it cannot.
+        Called under torch.no_grad. base_model: as for build_stage; the base class ignores it. An override raises
+        LocalError when this machine cannot make or read the values.
         """
         for name, parameter in stage.named_parameters():
             if (std := stage.initial_std(name)) is None:
@@ -200,19 +214,23 @@ class Family(abc.ABC):
     ) -> Stage:
         """Builds and returns the stage of `layers` on the CPU with these trained weights, float32 by full name.
 
-        base_model: the folder with the frozen weights, for families that have some. Raises LocalError when this machine
-        cannot make those or the buffers, KeyError for a missing tensor, RuntimeError for one of another shape.
+        `weights` is copied; tensors of other names in it are ignored. base_model: the folder with the frozen weights,
+        for families that have some. Raises LocalError when this machine cannot make the frozen weights or the buffers,
+        KeyError for a missing tensor, RuntimeError for a tensor of another shape than its parameter's.
         """
         stage = self._allocate_stage(layers, seed)
         self.fill_frozen(stage, base_model)
         for name, parameter in stage.trained_parameters():
+            if weights[name].shape != tuple(parameter.shape):  # copy_ would broadcast it
+                raise RuntimeError(f"{name} has the shape {weights[name].shape}, not {tuple(parameter.shape)}")
             parameter.copy_(torch.from_numpy(weights[name]))
         return stage
 
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:  # noqa: B027 - most families have none
-        """Sets the frozen parameters of `stage` to their values. The base class has none, and does nothing.
+        """Sets the frozen parameters of `stage`, in place, to their values; the base class has none and does nothing.
 
-        Called under torch.no_grad. base_model: as for build_stage. Raises LocalError.
+        Called under torch.no_grad. base_model: as for build_stage. An override raises LocalError when this machine
+        cannot make or read the values.
         """
 
     def _allocate_stage(self, layers: range, seed: int) -> Stage:
@@ -224,26 +242,29 @@ class Family(abc.ABC):
         return stage
 
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
-        """Returns full name -> shape of every trained parameter of the stage with `layers`, in the stage's order."""
+        """Returns full name -> shape of every trained parameter of the stage of `layers`, in the stage's order.
+
+        Makes the stage on the meta device for that, which needs the family's packages, but no memory or files.
+        """
         with torch.device("meta"):
             return {name: tuple(p.shape) for name, p in self.make_stage(layers).trained_parameters()}
 
     def hidden_matrices(self, layers: range) -> list[str]:
-        """Returns the full names of the trained hidden matrices of the stage that holds `layers`."""
+        """Returns Stage.hidden_matrices of the stage of `layers`, which it makes on the meta device."""
         with torch.device("meta"):
             return self.make_stage(layers).hidden_matrices()
 
     def parameter_count(self, layers: range) -> int:
-        """Returns how many trained parameters the stage that holds `layers` has."""
+        """Returns how many trained numbers the stage of `layers` has: the elements of all of its trained parameters."""
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())
 
 
 def initial_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     """Draws the named tensor's initial values, float32 [shape] on the CPU: nearly normal, mean 0, deviation `std`.
 
-    A value is the sum of eight 15-bit uniform integers, then multiplied once, so that every CPU gives the same bits
-    (torch's normal_ and trunc_normal_ do not); it is at most 4.9 std from 0. Each tensor has its own random generator,
-    seeded by `seed` and `name`, so a peer draws only the tensors that it holds.
+    Each tensor has its own random generator, seeded by `seed` and `name`, so a peer draws only the tensors that it
+    holds. A value is a scaled sum of eight 15-bit uniform integers, at most 4.9 std from 0, so that every CPU gives the
+    same bits (torch's normal_ and trunc_normal_ do not).
     """
     digest = hashlib.sha256(f"agora initial weights 1\0{seed}\0{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -261,7 +282,7 @@ def initial_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> 
 
 
 def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the sum (not the mean) of the supervised tokens' cross entropies, a float32 scalar.
+    """Returns the sum (not the mean) of the supervised tokens' cross entropies, a float32 scalar; 0 if there are none.
 
     logits: [b, s, vocabulary], any float dtype. targets: [b, s], any integer dtype, -1 for tokens that do not count.
     """

@@ -28,48 +28,49 @@ class DerivationError(LocalError):
 
 
 def derive_basis(seed: int, width: int, rank: int) -> NDArray[np.float32]:
-    """Returns the basis U, [width, rank]: orthonormal columns that spread evenly over all coordinates.
+    """Derives the subspace basis U, [width, rank], from the seed: orthonormal columns that spread over all coordinates.
 
     U has the first columns of a random orthogonal matrix, made in rounds: permute the rows, change signs, multiply
     blocks of rows (their size is the largest power of two that divides the width) by a Hadamard matrix. There are twice
-    as many rounds as are needed to mix every row with every other. Columns do not depend on the rank. If rank = width,
-    U is the identity.
+    as many rounds as are needed for every row to depend on every other. Columns do not depend on the rank. width: must
+    be even, unless rank = width; then U is the identity.
     """
     if rank == width:
         return np.eye(width, dtype=np.float32)
-    block, rounds = width & -width, 1
+    block = width & -width
+    rounds = 1
     while block**rounds < width:
         rounds += 1
     matrix = np.eye(width, rank, dtype=np.int64)
-    for drawn in random_words(f"basis {width}", seed, 2 * rounds * width).reshape(2 * rounds, width):
-        signs = 1 - 2 * (drawn & np.uint64(1)).astype(np.int64)
-        matrix = _hadamard_product(matrix[np.argsort(drawn, kind="stable")] * signs[:, None], block)
+    for words in random_words(f"basis {width}", seed, 2 * rounds * width).reshape(2 * rounds, width):
+        signs = 1 - 2 * (words & np.uint64(1)).astype(np.int64)
+        matrix = _hadamard_product(matrix[np.argsort(words, kind="stable")] * signs[:, None], block)
     columns: NDArray[np.float32] = (matrix / block**rounds).astype(np.float32)
     return columns
 
 
 def derive_embedding_signs(seed: int, vocabulary: int, width: int) -> NDArray[np.uint8]:
-    """Returns the fixed embedding's signs as bits, [vocabulary, ceil(width / 8)]: 1/32 of the float32 table.
+    """Derives the fixed embedding's signs from the seed as bits, [vocabulary, ceil(width / 8)]: 1/32 of float32 signs.
 
-    Bit i % 8 of byte i // 8 of a token's row is set where its coordinate i is positive. The row is the first `width`
-    bits of the token's own ceil(width / 64) little-endian random words.
+    Bit i % 8 of byte i // 8 in a token's row is set where coordinate i of the token is positive. The row is the first
+    `width` bits of the token's own ceil(width / 64) little-endian random words.
     """
     words_per_token = -(-width // 64)
-    drawn = random_words(f"fixed embedding {width}", seed, vocabulary * words_per_token)
-    return np.ascontiguousarray(drawn.view(np.uint8).reshape(vocabulary, 8 * words_per_token)[:, : -(-width // 8)])
+    words = random_words(f"fixed embedding {width}", seed, vocabulary * words_per_token)
+    return np.ascontiguousarray(words.view(np.uint8).reshape(vocabulary, 8 * words_per_token)[:, : -(-width // 8)])
 
 
 def derive_embedding(seed: int, vocabulary: int, width: int) -> NDArray[np.float32]:
-    """Returns the fixed embedding's signs as 1 and -1, float32 [vocabulary, width], without its scale."""
+    """Derives the fixed embedding's signs from the seed as 1 and -1, float32 [vocabulary, width], not scaled."""
     bits = np.unpackbits(derive_embedding_signs(seed, vocabulary, width), axis=1, count=width, bitorder="little")
     return np.where(bits, np.float32(1), np.float32(-1))
 
 
 @functools.cache
 def check_derivation() -> None:
-    """Derives small known tensors, and raises DerivationError if their digest is not KNOWN_DIGEST.
+    """Raises DerivationError if this machine derives other tensors than other peers: small ones with a known digest.
 
-    Called before a stage is built; the result is cached.
+    Called before the run's own tensors are derived. After a success, later calls do nothing.
     """
     tensors = derive_basis(7, 24, 5).astype("<f4"), derive_embedding_signs(7, 1000, 24)
     derived = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest()
@@ -81,7 +82,7 @@ def check_derivation() -> None:
 
 
 def _hadamard_product(matrix: NDArray[np.int64], block: int) -> NDArray[np.int64]:
-    """Returns the matrix, each block of `block` rows multiplied from the left by Sylvester's Hadamard matrix (1, -1).
+    """Returns `matrix` with each block of `block` rows multiplied from the left by Sylvester's Hadamard matrix (1, -1).
 
     block: a power of two that divides the number of rows.
     """

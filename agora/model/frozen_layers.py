@@ -27,30 +27,36 @@ FrozenAs = Literal["float32", "bf16", "nf4"]
 
 
 class FrozenLinear(nn.Module, abc.ABC):
-    """Base class of linear layers with a frozen matrix. Until load_matrix, the matrix has a shape and no memory.
+    """Base class of linear layers with a frozen matrix. Until load_matrix, the matrix has a shape but no memory.
 
-    is_transposed: whether files have the matrix as [inputs, outputs], as those of GPT-2 do.
+    is_transposed: whether files have the matrix as [inputs, outputs], as the files of GPT-2 do.
     """
 
     weight: Tensor
     is_transposed = False
 
     def load_matrix(self, values: Tensor) -> None:
-        """Sets the matrix from the float32 values of a file, in the file's shape; `values` itself is not kept."""
+        """Allocates the matrix on the CPU and sets it from float32 values in the file's shape, in this layer's format.
+
+        Transposes the values first if `is_transposed`. The tensor `values` itself is not kept.
+        """
         self._keep_matrix(values.T.contiguous() if self.is_transposed else values)
 
     def file_shape(self) -> tuple[int, ...]:
-        """Returns the shape that the matrix has in files. Only valid before load_matrix, which may pack the matrix."""
+        """Returns the shape that the matrix has in files. Valid only before load_matrix, which may pack the matrix."""
         shape = tuple(self.weight.shape)
         return shape[::-1] if self.is_transposed else shape
 
     @abc.abstractmethod
     def _keep_matrix(self, values: Tensor) -> None:
-        """Stores the matrix in this layer's format. values: float32 [outputs, inputs] on the CPU."""
+        """Converts `values` to this layer's format and stores them as the matrix.
+
+        values: float32 [outputs, inputs] on the CPU.
+        """
 
 
 class Bf16Linear(FrozenLinear, nn.Linear):
-    """A linear layer with a bf16 matrix and, if `has_bias`, a float32 bias; both are frozen."""
+    """A linear layer with a frozen bf16 matrix and, if `has_bias`, a float32 bias, which only `freeze` freezes."""
 
     def __init__(self, inputs: int, outputs: int, has_bias: bool) -> None:
         super().__init__(inputs, outputs, bias=has_bias)
@@ -77,21 +83,22 @@ class _UpcastProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns x W^T + bias."""
+        """Returns x W^T + bias, with W converted to the dtype of x; keeps a reference to W, and not x."""
         ctx.weight = weight
         return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient with respect to x; weight and bias have none."""
+        """Returns the gradient with respect to x, and None for weight and bias."""
         (gradient,) = gradients
         return gradient @ ctx.weight.to(gradient.dtype), None, None
 
 
 def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
-    """Freezes every parameter of a stage on the meta device, and replaces modules so that it is kept as `frozen_as`.
+    """Freezes every parameter of a stage on the meta device, and replaces modules so that it keeps them as `frozen_as`.
 
-    layers: the stage's decoder layers. Raises TuningMissing for nf4 without bitsandbytes.
+    In place: the linear layers in `layers`, the stage's decoder layers, become layers of that format, the head becomes
+    a Bf16Linear, embeddings become bf16; "float32" replaces nothing. Raises TuningMissing without a package.
     """
     if frozen_as != "float32":
         _replace_linears(layers, frozen_as)
@@ -103,22 +110,26 @@ def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the linear layers in `module` by their names in it: nn.Linear, and transformers' transposed Conv1D."""
+    """Returns the linear layers in `module` by their names in it: nn.Linear, and transformers' transposed Conv1D.
+
+    Raises TuningMissing without transformers.
+    """
     transposed = import_tuning("transformers.pytorch_utils").Conv1D
     return {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, transposed))}
 
 
 def _replace_linears(module: nn.Module, frozen_as: FrozenAs) -> None:
-    """Replaces the linear layers in `module`, except FrozenLinear ones, by frozen layers of the kind `frozen_as`."""
+    """Replaces the linear layers in `module`, in place, by frozen ones of the kind `frozen_as`; keeps FrozenLinear."""
     for name, linear in linear_layers(module).items():
         if not isinstance(linear, FrozenLinear):
             module.set_submodule(name, _frozen_like(linear, frozen_as))
 
 
 def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
-    """Returns a new frozen layer of the kind `frozen_as`, with the sizes of `linear` and without values."""
+    """Returns a new frozen layer with the sizes of `linear`, without values: Nf4Linear for "nf4", else Bf16Linear."""
     is_transposed = not isinstance(linear, nn.Linear)
-    matrix, bias = linear.get_parameter("weight"), getattr(linear, "bias", None)
+    matrix = linear.get_parameter("weight")
+    bias = getattr(linear, "bias", None)
     outputs, inputs = matrix.shape[::-1] if is_transposed else matrix.shape
     kind: Any = Bf16Linear
     if frozen_as == "nf4":
@@ -132,9 +143,9 @@ def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
 
 
 def allocate(stage: nn.Module) -> None:
-    """Allocates all parameters and buffers of a stage from the meta device on the CPU, except the frozen matrices.
+    """Moves a stage from the meta device to the CPU, in place, with undefined values, except the frozen matrices.
 
-    Frozen matrices are allocated one by one in load_matrix, so that they never take float32 memory all at once.
+    load_matrix allocates each frozen matrix, so that they never take float32 memory all at once.
     """
     for module in stage.modules():
         for name, tensor in list(module.named_parameters(recurse=False)):
@@ -146,9 +157,10 @@ def allocate(stage: nn.Module) -> None:
 
 
 def load_parameter(stage: nn.Module, name: str, values: Tensor, frozen_as: FrozenAs | None) -> None:
-    """Sets the named parameter of an allocated stage to the float32 values of a file, rounded as `frozen_as` says.
+    """Sets the parameter of this full name, in an allocated stage, to the float32 values of a file.
 
-    frozen_as: None if the parameter is trained.
+    The matrix of a FrozenLinear is converted to that layer's format. Other parameters keep their dtype; their values
+    are first rounded to bf16, unless frozen_as is "float32", or None: all parameters of the stage are trained.
     """
     owner, _, own_name = name.rpartition(".")
     module = stage.get_submodule(owner)

@@ -55,25 +55,29 @@ GPT2_LINEARS: Final = ("c_attn", "c_proj", "c_fc")
 
 @dataclass(frozen=True, slots=True)
 class HfArchitecture:
-    """One model type: the names of its classes and modules in transformers, and how it computes around its layers.
+    """One Hugging Face model type: names of its classes and modules in transformers, and what surrounds its layers.
 
     | field                          | meaning                                                                      |
     |--------------------------------|------------------------------------------------------------------------------|
-    | words                          | the name that people know                                                    |
+    | display_name                   | the name in texts for users                                                  |
     | module                         | the folder in transformers.models                                            |
     | prefix                         | how the names of its classes begin                                           |
     | keys                           | the keys of config.json that are passed to transformers                      |
+    | config_class                   | the whole name of its config class; "" for `prefix` and "Config"             |
+    | layer_class, norm_class        | names of classes without the prefix; norm_class is "" for torch's LayerNorm  |
     | root, embedding, positions,    | names of the whole model's parts, in transformers and in files; positions is |
     | layers, norm                   | "" without learnt positions                                                  |
     | epsilon                        | the key of the norms' epsilon                                                |
+    | has_rotary                     | whether layers need rotary positions                                         |
     | rotary_by_type                 | whether rotary positions differ between the types of layers                  |
     | windows                        | which layers attend only to the last `sliding_window` tokens                 |
     | scales_embedding               | whether embeddings are multiplied by the square root of the width            |
     | linears                        | how the names of a layer's linear layers end                                 |
     | is_transposed                  | whether linear layers have their matrix as [inputs, outputs]                 |
+    | dropout                        | the config's keys and values that switch dropout off                         |
     """
 
-    words: str
+    display_name: str
     module: str
     prefix: str
     keys: frozenset[str]
@@ -95,16 +99,17 @@ class HfArchitecture:
     dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
 
     def load_class(self, name: str) -> Any:
-        """Returns the class `name`, such as "DecoderLayer", of the model type's modeling module, without its prefix.
+        """Returns the class `prefix` + `name` of the model type's modeling module, such as LlamaDecoderLayer.
 
-        Raises TuningMissing as import_tuning does.
+        Imports that module. Raises TuningMissing as import_tuning does.
         """
         return getattr(self._import("modeling"), f"{self.prefix}{name}")
 
     def make_config(self, model: HfSection) -> Any:
-        """Returns transformers' own config object for the model. Raises TuningMissing, and what its checks raise.
+        """Makes transformers' own config object from those keys of the model's config.json that are in `keys`.
 
-        Attention is torch's fused one, except for models that cap the attention's logits: fused attention cannot.
+        Dropout is off. Attention is torch's fused one ("sdpa"), or "eager" for models that cap the attention's logits,
+        which fused attention cannot. Raises TuningMissing, and what the checks of transformers raise.
         """
         values = {key: value for key, value in parse_config(model.config).items() if key in self.keys}
         config_class = getattr(self._import("configuration"), self.config_class or f"{self.prefix}Config")
@@ -113,16 +118,20 @@ class HfArchitecture:
         return config
 
     def window_of(self, config: Any, layer: int) -> int | None:
-        """Returns how many tokens, itself included, a token attends to in this layer; None: all up to itself."""
+        """Returns the layer's attention window: how many of the last tokens, itself included, a token attends to.
+
+        None: a token attends to itself and all tokens before it. layer: its number in the whole model. Raises
+        ValueError as type_of does.
+        """
         if self.windows == "none" or (self.windows == "by type" and self.type_of(config, layer) != "sliding_attention"):
             return None
         window: int | None = config.sliding_window
         return window
 
     def type_of(self, config: Any, layer: int) -> str:
-        """Returns the attention type of a layer, "full_attention" or "sliding_attention".
+        """Returns the attention type of a layer by config.layer_types: "full_attention" or "sliding_attention".
 
-        Raises ValueError for another one.
+        config: what make_config returns. layer: its number in the whole model. Raises ValueError for another type.
         """
         kind = str(config.layer_types[layer])
         if kind not in ("full_attention", "sliding_attention"):
@@ -130,7 +139,10 @@ class HfArchitecture:
         return kind
 
     def _import(self, kind: str) -> Any:
-        """Imports and returns a module of the model type. kind: "modeling" or "configuration". Raises TuningMissing."""
+        """Imports and returns the model type's module in transformers. kind: "modeling" or "configuration".
+
+        Raises TuningMissing as import_tuning does.
+        """
         return import_tuning(f"transformers.models.{self.module}.{kind}_{self.module}")
 
 
@@ -183,5 +195,8 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
 
 
 def architecture_of(model: HfSection) -> HfArchitecture:
-    """Returns the architecture of a base model, by the model_type in its config; transformers is not imported."""
+    """Returns the architecture of a base model, by the model_type in its config; transformers is not imported.
+
+    Raises ValueError for a config that no run can train, which a manifest's own checks refuse before.
+    """
     return ARCHITECTURES[sizes_in(parse_config(model.config)).model_type]

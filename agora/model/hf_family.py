@@ -4,7 +4,7 @@ Either all parameters are trained, or only the LoRA matrices while the others ar
 counted, averaged and exported. A tied head is untied: the first and the last stage are on different peers, so the head
 begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA neither changes, so
 that a merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know: where
-files lie, peers.
+files are, peers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agora.model.adapter_files import (
     ADAPTER_CONFIG,
     adapter_config,
     adapter_tensor_name,
+    lora_scaling,
     matrices_by_weight,
-    product_scale,
 )
 from agora.model.base_model import (
     CONFIG,
@@ -47,7 +47,10 @@ END_IDS: Final = "eos_token_id"
 
 
 class HfFamily(Family):
-    """The hf family for the base model of one manifest: makes HfStages, fills them from files, exports them."""
+    """The model family `hf` for the base model of one manifest: makes HfStages, fills them from files, exports them.
+
+    See Family for the methods that it overrides.
+    """
 
     def __init__(self, model: HfSection) -> None:
         self._model = model
@@ -56,22 +59,24 @@ class HfFamily(Family):
     def check_machine(self, base_model: Path | None) -> None:
         """Raises TuningMissing without a package, BaseModelError without the folder, ManifestError for a wrong config.
 
-        The files in the folder are checked only when a stage is built.
+        Makes a stage of the first layer on the meta device for that. Does not look into the folder: its files are
+        checked when a stage is built.
         """
         require_folder(base_model)
         self.parameter_shapes(range(1))
 
     def make_stage(self, layers: range) -> Stage:
-        """Returns an HfStage of `layers`; the caller has set the meta device.
+        """Constructs the HfStage of `layers`; the caller must have set the meta device.
 
-        Raises TuningMissing without a package that it needs, ManifestError for a config or LoRA target that it refuses.
+        Raises TuningMissing without a package that the stage needs, ManifestError for a wrong config or LoRA target.
         """
         return HfStage(self._model, layers)
 
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
-        """Sets the parameters of `stage` from the base model's files, and the LoRA matrices from the seed.
+        """Sets the parameters of `stage` from the base model's files, and LoRA matrices, if any, from the seed.
 
-        Names, shapes and hashes of all are checked before the first value is copied. Raises BaseModelError.
+        Names, shapes and hashes of all tensors are checked before the first value is copied. Raises BaseModelError
+        without the folder, and for tensors that are missing, damaged or not those of the manifest.
         """
         self._read_files(stage, base_model)
         if self._has_lora:
@@ -79,7 +84,7 @@ class HfFamily(Family):
                 parameter.copy_(initial_lora_values(seed, name, parameter.shape))
 
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
-        """With LoRA, sets the frozen parameters from the base model's files; without LoRA nothing is frozen.
+        """Sets the frozen parameters of `stage` from the base model's files; does nothing in a run without LoRA.
 
         Raises BaseModelError as fill_weights does.
         """
@@ -87,23 +92,30 @@ class HfFamily(Family):
             self._read_files(stage, base_model)
 
     def _read_files(self, stage: Stage, base_model: Path | None) -> None:
-        """Sets the parameters of `stage` that come from files; one tensor at a time is in memory as float32."""
+        """Sets the parameters of `stage` that come from files, in place; one tensor at a time is in memory as float32.
+
+        Raises BaseModelError as read_tensors does.
+        """
         assert isinstance(stage, HfStage)
         for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
             stage.load(name, values)
             del values  # or it would stay in memory while the next one is read
 
     def check_folder(self, base_model: Path) -> None:
-        """Raises BaseModelError unless the folder's files have every tensor of the whole model. Hashes are not checked.
+        """Raises BaseModelError unless the folder's files have every tensor of the whole model, in shape and dtype.
 
-        Used to write a manifest. Raises TuningMissing, ManifestError.
+        Reads only the headers of the files: hashes are not checked. Used to write a manifest. Raises TuningMissing
+        without a package, ManifestError for a wrong config.
         """
         with torch.device("meta"):
             whole = HfStage(self._model, range(self._model.layers))
         locate_tensors(base_model, [name for name, _ in self._model.weights], wanted_tensors(whole))
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns each trained tensor of `layers` with its name in a Hugging Face model, or with LoRA in an adapter."""
+        """Returns name and shape under which each trained tensor of `layers` is exported; values are not converted.
+
+        A LoRA matrix gets its name in a peft adapter's file, any other tensor keeps its name. The seed is not used.
+        """
         shapes = self.parameter_shapes(layers)
         named = {name: adapter_tensor_name(name) if self._has_lora else name for name in shapes}
         return [ExportedTensor(name, named[name], shape) for name, shape in shapes.items()]
@@ -111,22 +123,22 @@ class HfFamily(Family):
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns file name -> content: with LoRA adapter_config.json, otherwise the base model's config.json with the
-        export's dtype and an untied head.
+        """Returns file name -> content: with LoRA only adapter_config.json, otherwise the base model's config.json.
 
-        end_of_text is not used: the base model's config says which ids end a text. With turn_ends a whole model also
-        gets a generation_config.json.
+        The config.json gets the export's dtype and an untied head. With turn_ends, a generation_config.json is added
+        that has these ids and the base model's end ids. end_of_text is not used: the base model's config says which ids
+        end a text.
         """
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}
         return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}, **self._generation({}, turn_ends)}
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
-        """Returns the tensors of the base model, with LoRA's products added to those that have LoRA.
+        """Returns the tensors of the base model; to those with LoRA, the product of the LoRA matrices will be added.
 
-        A tied head is not a tensor of its own. The base weights are those of the files, in full precision, whatever
-        dtype the stages kept them in. Raises BaseModelError unless all of the base model's files are in the folder,
-        with the manifest's hashes.
+        Checks all hashes now; values are read and added only when the blocks are read. A tied head is not a tensor of
+        its own. The base weights are read from the files, whatever dtype the stages kept them in. Raises BaseModelError
+        unless the folder has every tensor of the base model, with the right hash.
         """
         whole_section = self._model.model_copy(update={"trained": "all"})
         with torch.device("meta"):
@@ -138,26 +150,27 @@ class HfFamily(Family):
         return [merged_tensor(name, place, products.get(name)) for name, place in stored.items()]
 
     def _product(self, name_a: str, name_b: str, read_trained: ReadTrained) -> LoraProduct:
-        """Returns the LoraProduct of the matrices A and B with these names in the run."""
+        """Returns the LoraProduct of the matrices with these names in the run; reads them only when it is computed."""
         is_transposed = architecture_of(self._model).is_transposed
         reads = partial(read_trained, name_a), partial(read_trained, name_b)
-        return LoraProduct(*reads, product_scale(self._model), is_transposed)
+        return LoraProduct(*reads, lora_scaling(self._model), is_transposed)
 
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the base model's config.json with the export's dtype, and its generation_config.json if there is one.
+        """Returns file name -> content: the base model's config.json with the export's dtype, generation_config.json.
 
-        With turn_ends, these ids are added to those at which generation stops. Raises BaseModelError for a malformed
-        generation_config.json.
+        The generation_config.json is the base model's, with turn_ends put before the ids at which generation stops.
+        Without turn_ends it is left out if the base model has none. Raises BaseModelError if it is malformed.
         """
         generation = read_generation_config(base_model)
         return {CONFIG: self._base_config(dtype), **self._generation(generation, turn_ends)}
 
     def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
-        """Returns {"generation_config.json": `values`} with `turn_ends` put before its end ids; {} if that is empty.
+        """Returns {"generation_config.json": a copy of `values` with `turn_ends` put before its eos_token_id}.
 
-        If `values` has no end ids (eos_token_id), those of config.json are used.
+        If `values` has no eos_token_id, the one of config.json follows `turn_ends`. Each id stands there once. Without
+        turn_ends the content is `values`; returns {} if that is empty.
         """
         if turn_ends:
             known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))
@@ -166,8 +179,9 @@ class HfFamily(Family):
         return {GENERATION: values} if values else {}
 
     def _base_config(self, dtype: str) -> dict[str, Any]:
-        """Returns the content of the base model's config.json with the export's dtype, under both of its keys:
-        "dtype" (transformers 5) and "torch_dtype" (transformers 4).
+        """Returns the content of the base model's config.json, with the export's dtype in place of its own.
+
+        The dtype is written under both keys: "dtype" (transformers 5) and "torch_dtype" (transformers 4).
         """
         return {**parse_config(self._model.config), "dtype": dtype, "torch_dtype": dtype}
 
@@ -175,7 +189,7 @@ class HfFamily(Family):
         """Returns the ModelDescription for the model card: the decoder's kind and sizes, and the adapter's if any."""
         model = self._model
         return ModelDescription(
-            kind=f"A {architecture_of(model).words} decoder",
+            kind=f"A {architecture_of(model).display_name} decoder",
             shape=f"width {model.width}, {model.layers} layers, vocabulary {model.vocabulary}",
             is_pretrained=True,
             adapter=self._adapter_words() if self._has_lora else "",
@@ -183,7 +197,7 @@ class HfFamily(Family):
         )
 
     def _adapter_words(self) -> str:
-        """Returns LoRA's settings and targets in words.
+        """Returns rank, scale, dropout and targets of LoRA in words, for the model card.
 
         Raises ManifestError for targets that the model does not have.
         """
@@ -194,5 +208,8 @@ class HfFamily(Family):
 
 
 def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
-    """Returns parameter name -> the tensor that it needs from files, for each parameter that comes from files."""
+    """Returns parameter name -> the base model's tensor that fills it, for each parameter that comes from files.
+
+    LoRA matrices do not.
+    """
     return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}

@@ -32,7 +32,10 @@ INSIDE_LORA: Final = ".base_layer."
 
 
 class HfStage(Stage):
-    """A stage of the family hf. Made on the meta device, it has no values until HfFamily fills it from files."""
+    """A stage of the family `hf`: transformers' decoder layers. It has no values until HfFamily fills it from files.
+
+    With LoRA, only the LoRA matrices are trained, and all other parameters are frozen.
+    """
 
     def __init__(self, model: HfSection, layer_range: range) -> None:
         """Makes the modules of `layer_range`, and with LoRA freezes them and adds its matrices.
@@ -61,7 +64,11 @@ class HfStage(Stage):
             self._add_lora(model, self._frozen_as)
 
     def _add_lora(self, model: HfSection, frozen_as: FrozenAs) -> None:
-        """Freezes all parameters, kept as `frozen_as`, and wraps the layers' target linear layers with LoRA."""
+        """Freezes all parameters, kept as `frozen_as`, then wraps the target linear layers of the decoder with LoRA.
+
+        model: says the targets, rank, scale and dropout. Raises ManifestError for an unknown target, TuningMissing
+        without peft or bitsandbytes.
+        """
         names = self._architecture
         targets = lora_targets(model, names.linears)
         layers = self.get_submodule(f"{names.root}.{names.layers}")
@@ -69,8 +76,13 @@ class HfStage(Stage):
         inject_lora(layers, model, targets, is_transposed=names.is_transposed and frozen_as == "float32")
 
     def _make_body(self) -> nn.Module:
-        """Returns the module under the model's root with this stage's parts: embeddings, layers, final norm."""
-        body, names, config = nn.Module(), self._architecture, self._config
+        """Makes the module under the model's root: embeddings in the first stage, layers, the norm in the last stage.
+
+        The embeddings are those of tokens and, if the model type learns them, of positions.
+        """
+        names = self._architecture
+        config = self._config
+        body = nn.Module()
         if self.is_first:
             padding = config.pad_token_id if names.has_rotary else None  # as in transformers, its row is not trained
             body.add_module(names.embedding, _embedding(config.vocab_size, config.hidden_size, padding))
@@ -86,7 +98,7 @@ class HfStage(Stage):
         return body
 
     def _make_rotary(self) -> nn.Module | None:
-        """Returns transformers' module for rotary positions, with its frequencies; None without rotary positions."""
+        """Makes transformers' module for rotary positions, with its frequencies; None if the model type has no such."""
         if not self._architecture.has_rotary:
             return None
         rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
@@ -111,11 +123,14 @@ class HfStage(Stage):
             options: dict[str, Any] = {"attention_mask": masks[self._windows[index]]}
             if rotations:
                 options["position_embeddings"] = rotations[self._rotation_of(index)]
-            hidden = run_layer(layer, partial(_hidden_after, layer, options), hidden)
+            hidden = run_layer(layer, partial(_apply_layer, layer, options), hidden)
         return self._logits(body, hidden) if self.is_last else hidden
 
     def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Returns the residual stream, float32 [b, s, d], of token ids [b, s]; a negative id is read as 0."""
+        """Returns the embeddings, float32 [b, s, d], of token ids [b, s]; a negative id is read as 0.
+
+        If the model type says so, they are scaled, and learnt position embeddings are added. body: see _make_body.
+        """
         names = self._architecture
         hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long()).float()
         if names.scales_embedding:
@@ -125,7 +140,7 @@ class HfStage(Stage):
         return hidden
 
     def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
-        """Returns the logits [b, s, vocabulary] of the residual stream that leaves the last layer."""
+        """Returns the logits [b, s, vocabulary] of the last layer's output: final norm, head, the config's soft cap."""
         normed = body.get_submodule(self._architecture.norm)(hidden)
         logits: Tensor = self.get_submodule(HEAD)(normed)
         cap = getattr(self._config, "final_logit_softcapping", None)
@@ -134,8 +149,9 @@ class HfStage(Stage):
     def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
         """Returns the attention mask of layers with this window, [b or 1, 1, s, s]; None: plain causal attention.
 
-        For fused attention it is bool, see attended_pairs; for eager attention it is a float that is added to the
-        scores.
+        For fused attention the mask is bool, see attended_pairs; it is None if each row is one sequence and fits into
+        the window. For eager attention it is never None, and a float to add to the scores. hidden: for sizes, dtype and
+        device.
         """
         if self._config._attn_implementation == "eager":
             return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
@@ -144,7 +160,7 @@ class HfStage(Stage):
         return attended_pairs(hidden, window, segments)
 
     def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Returns type of layer (see _rotation_of) -> cosines and sines of the positions; {} without rotary ones."""
+        """Returns attention type (see _rotation_of) -> cosines and sines of `positions`; {} if the model has none."""
         if self._rotary is None:
             return {}
         types = sorted({self._rotation_of(index) for index in self.layer_range})
@@ -152,37 +168,44 @@ class HfStage(Stage):
         return {kind: self._rotary(hidden, positions, **options[kind]) for kind in types}
 
     def _rotation_of(self, layer: int) -> str:
-        """Returns which rotations a layer uses: the name of its attention type, or "" if all layers use the same."""
+        """Returns the key in _rotations for a layer: its attention type, or "" if all layers use the same rotations."""
         return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Context manager: inside it, forwards leave LoRA out. Raises LookupError if all parameters are trained."""
+        """Context manager: inside it, forwards of this stage skip LoRA. Raises LookupError in a run without LoRA."""
         return super().without_adapters() if self._frozen_as is None else adapters_off(self)
 
     def allocate(self) -> None:
-        """Allocates all parameters and buffers on the CPU, except the frozen matrices, which `load` allocates."""
+        """Moves all parameters and buffers to the CPU, in place, with undefined values, except the frozen matrices.
+
+        `load` allocates those.
+        """
         allocate(self)
 
     def load(self, name: str, values: Tensor) -> None:
         """Copies a file's values, float32 in the file's shape, into the parameter `name`. Call `allocate` before.
 
-        Frozen ones are rounded to bf16 or quantised, and frozen matrices are allocated here.
+        Rounds or quantises the values of frozen parameters as `frozen_as` says, see load_parameter; allocates a frozen
+        matrix.
         """
         load_parameter(self, name, values, self._frozen_as)
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the rotary frequencies from the config; the seed is not used."""
+        """Makes the rotary module again on the CPU, with the frequencies of the config; the seed is not used.
+
+        Does nothing for a model type without rotary positions.
+        """
         self._rotary = self._make_rotary()
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the named parameter is a matrix inside a decoder layer."""
+        """Returns whether the parameter of this full name is a matrix (two dimensions) inside a decoder layer."""
         root, layers = self._architecture.root, self._architecture.layers
         return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
 
     def file_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns parameter name -> its shape in files, for the parameters that come from files. Call it before `load`.
+        """Returns parameter name -> shape in files, for the parameters that come from files. Valid only before `load`.
 
-        With LoRA these are the frozen parameters, otherwise all.
+        In a run with LoRA these are the frozen parameters, otherwise all parameters.
         """
         shapes = {
             n: tuple(p.shape) for n, p in self.named_parameters() if self._frozen_as is None or not p.requires_grad
@@ -193,23 +216,31 @@ class HfStage(Stage):
         return shapes
 
     def file_names(self, name: str) -> tuple[str, ...]:
-        """Returns the names that the named parameter's values may have in files, the likeliest first.
+        """Returns the names that parameter `name` may have in files, the likeliest first: with the root, and without.
 
-        For a tied head it is the embedding's name. Some files, such as GPT-2's, leave out the root of the names.
+        Some files, such as GPT-2's, leave out the root of the names. The weight of a tied head has the embedding's
+        names.
         """
-        names, name = self._architecture, name.replace(INSIDE_LORA, ".")
+        names = self._architecture
+        name = name.replace(INSIDE_LORA, ".")
         if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:
             name = f"{names.root}.{names.embedding}.weight"
         return name, name.removeprefix(f"{names.root}.")
 
 
-def _hidden_after(layer: nn.Module, options: dict[str, Any], hidden: Tensor) -> Tensor:
-    """Returns the hidden state [b, s, d] after a decoder layer. options: the layer's other arguments."""
+def _apply_layer(layer: nn.Module, options: dict[str, Any], hidden: Tensor) -> Tensor:
+    """Runs a decoder layer on `hidden`, [b, s, d], and returns its output hidden state [b, s, d].
+
+    options: the layer's keyword arguments.
+    """
     output: Any = layer(hidden, **options)
     after: Tensor = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
     return after
 
 
 def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
-    """Returns an embedding without values: drawing them on the meta device would import much of torch."""
+    """Makes an embedding [rows, width] with undefined values. padding: the index of a row that gets no gradient.
+
+    No values are drawn, because drawing on the meta device would import much of torch.
+    """
     return nn.Embedding(rows, width, padding, _weight=torch.empty(rows, width))

@@ -24,9 +24,10 @@ ADAPTER: Final = "default"
 
 
 def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:
-    """Returns the last parts of the names of the linear layers that get LoRA: the manifest's, or all of `linears`.
+    """Returns which linear layers get LoRA, by the last part of their names: lora_targets, or all if it is empty.
 
-    linears: those that a decoder layer has. Raises ManifestError for a target that is not among them.
+    linears: the last parts of the names of all linear layers in a decoder layer. Raises ManifestError for a target that
+    is not among them.
     """
     for name in model.lora_targets:
         if name not in linears:
@@ -38,9 +39,11 @@ def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:
 
 
 def inject_lora(layers: nn.Module, model: HfSection, targets: Sequence[str], *, is_transposed: bool) -> None:
-    """Wraps the linear layers in `layers` whose names end in one of `targets` with LoRA, in place; freezes the rest.
+    """Wraps the linear layers in `layers` whose names end in one of `targets` with peft's LoRA layers, in place.
 
-    is_transposed: whether the layers' matrices are [inputs, outputs]. Raises TuningMissing without peft.
+    Freezes all other parameters in `layers`. The LoRA matrices have no useful values until they are set. model: has
+    rank, scale and dropout. is_transposed: whether the layers' matrices are [inputs, outputs]. Raises TuningMissing
+    without peft.
     """
     peft = import_tuning("peft")
     config = peft.LoraConfig(
@@ -60,7 +63,8 @@ def inject_lora(layers: nn.Module, model: HfSection, targets: Sequence[str], *, 
 def initial_lora_values(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     """Returns the initial values of a named LoRA matrix, float32 [shape]: zeros for B, so that the product is zero.
 
-    A is drawn from the seed, with the standard deviation of peft's initial values (uniform within +-1 / sqrt(inputs)).
+    A is drawn from the seed, nearly normal, with the standard deviation of peft's own initial values, 1 / sqrt(3 *
+    inputs).
     """
     if ".lora_B." in name:
         return torch.zeros(shape)
@@ -69,10 +73,10 @@ def initial_lora_values(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def adapters_off(stage: nn.Module) -> Iterator[None]:
-    """Context manager: inside it, forwards of `stage` leave LoRA out; other stages are not affected.
+    """Context manager: inside it, forwards of `stage` leave LoRA out; at its end each layer's former state returns.
 
-    peft's own switch is not used: it also changes which parameters require gradients, on which graphs that wait for
-    their backward rely.
+    peft's own switch is not used: it also changes which parameters require gradients, and graphs that wait for their
+    backward rely on that.
     """
     adapted = import_tuning("peft.tuners.lora").LoraLayer
     layers = [(module, module.disable_adapters) for module in stage.modules() if isinstance(module, adapted)]

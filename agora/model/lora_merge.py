@@ -32,7 +32,8 @@ ReadTrained = Callable[[str], NDArray[np.float32]]
 class LoraProduct:
     """What LoRA adds to a matrix W [outputs, inputs] of a file: scale * B A, with A [r, inputs] and B [outputs, r].
 
-    It is not computed yet. read_a, read_b: return A and B. is_transposed: whether the file has W as [inputs, outputs].
+    The product is not computed yet. read_a, read_b: read and return A and B. is_transposed: whether the file has W as
+    [inputs, outputs].
     """
 
     read_a: Callable[[], NDArray[np.float32]]
@@ -41,19 +42,29 @@ class LoraProduct:
     is_transposed: bool
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Reads A and B; returns two matrices, [rows, r] and [r, columns], whose product is added to the file's W."""
-        a, b = torch.from_numpy(self.read_a()), torch.from_numpy(self.read_b())
-        rows, columns = (a.T, b.T) if self.is_transposed else (b, a)
-        return self.scale * rows, columns
+        """Reads A and B; returns two matrices, [rows, r] and [r, columns], whose product is added to the file's W.
+
+        They are (scale * B, A), or for a transposed file (scale * A^T, B^T).
+        """
+        a = torch.from_numpy(self.read_a())
+        b = torch.from_numpy(self.read_b())
+        left, right = (a.T, b.T) if self.is_transposed else (b, a)
+        return self.scale * left, right
 
 
 def merged_tensor(name: str, stored: StoredTensor, product: LoraProduct | None) -> TensorBlocks:
-    """Returns the tensor `name` of the merged model, to be read in blocks: the base model's plus `product`, if any."""
+    """Returns the tensor `name` of the merged model: the base model's tensor, plus `product` if there is one.
+
+    Nothing is read yet: the file and the LoRA matrices are read when the result's blocks are.
+    """
     return TensorBlocks(name, stored.shape, partial(_merged_blocks, stored, product), f"{stored.path}: {stored.name}")
 
 
 def _merged_blocks(stored: StoredTensor, product: LoraProduct | None) -> Iterator[NDArray[np.float32]]:
-    """Yields the merged tensor in blocks of whole rows, float32 [rows, ...], in order."""
+    """Reads a base model's tensor and yields it, plus `product` if given, in blocks of whole rows, float32 [rows, ...].
+
+    The blocks come in order, each of at most BLOCK_VALUES values or one row.
+    """
     row_values = math.prod(stored.shape[1:])
     rows = max(1, BLOCK_VALUES // max(1, row_values))
     factors = product.factors() if product is not None else None

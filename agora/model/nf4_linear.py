@@ -15,14 +15,14 @@ from torch import Tensor
 from agora.model.frozen_layers import FrozenLinear
 
 BLOCK = 64
-"""Values that share a scale of one byte; agora.plan.cost_of_run counts the bytes."""
+"""Values that share a scale of one byte; equals NF4_BLOCK of agora.plan.cost_of_run, which counts the bytes."""
 
 
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
     """A linear layer with a frozen NF4 matrix (double quantisation) and, if `has_bias`, a float32 bias.
 
-    It computes in the dtype of autocast, or in float32 if that is off; the matrix is dequantised to that dtype for each
-    product.
+    The layer computes in the dtype of autocast, or in float32 if autocast is off; the matrix is dequantised to that
+    dtype for each product.
     """
 
     weight: Any
@@ -36,18 +36,19 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         self.support_avx512bf16_for_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or in float32 if that is off.
+        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or in float32 if autocast is off.
 
-        The backward uses the dtype of the latest forward.
+        Stores that dtype in the layer: the backward of an earlier forward uses the dtype of the latest forward.
         """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        self.compute_dtype, self.compute_type_is_set = dtype, True
+        self.compute_dtype = dtype
+        self.compute_type_is_set = True
         self.weight.quant_state.dtype = dtype  # of the matrix that the backward makes
         product: Tensor = super().forward(x.to(dtype))
         return product
 
     def _keep_matrix(self, values: Tensor) -> None:
-        """Stores the values, quantised to NF4."""
+        """Quantises the values to NF4, in blocks of BLOCK, and stores them as the matrix."""
         packed = Params4bit(values, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
         self.weight = packed.to("cpu")  # Params4bit quantises in `to`

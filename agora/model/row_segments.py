@@ -12,8 +12,8 @@ from torch import Tensor
 def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
     """Returns the position, from 0, of each token in its sequence, int64 [b, s]; [1, s] if each row is one sequence.
 
-    hidden: [b, s, d] or [b, s], for its length and device. segments: int [b, s], the number of each token's sequence,
-    ascending in each row; None: each row is one sequence.
+    hidden: [b, s, d] or [b, s], used only for s and the device. segments: int [b, s], the number of each token's
+    sequence, ascending in each row; None: each row is one sequence.
     """
     places = torch.arange(hidden.shape[1], device=hidden.device)[None]
     if segments is None:
@@ -24,10 +24,10 @@ def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
 
 
 def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
-    """Returns the attention mask: True where a token (row) attends to a token (column), bool [b or 1, 1, s, s].
+    """Returns the causal attention mask, bool [b or 1, 1, s, s]: True where a token (row) attends to a token (column).
 
-    A token attends to the last `window` tokens of its own sequence, itself included; None: to all up to itself. hidden,
-    segments: as for token_positions.
+    A token attends to the last `window` tokens of its own sequence, itself included; window None: to itself and all
+    tokens before it. hidden, segments: as for token_positions.
     """
     length = hidden.shape[1]
     places = torch.arange(length, device=hidden.device)
@@ -37,5 +37,5 @@ def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) 
 
 
 def as_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts a bool mask to one that is added to attention scores: 0 where `allowed`, the lowest number elsewhere."""
+    """Converts a bool mask to one of `dtype` to add to attention scores: 0 where allowed, else the dtype's minimum."""
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)

@@ -41,25 +41,31 @@ LLAMA_LAYER_NAMES: Final = {
 
 
 class SubspaceFamily(Family):
-    """The subspace family for the sizes of one manifest: makes SubspaceStages, exports them as a LlamaForCausalLM."""
+    """The model family `subspace` for the sizes of one manifest: makes SubspaceStages, exports a LlamaForCausalLM.
+
+    See Family for the methods that it overrides.
+    """
 
     def __init__(self, model: SubspaceSection) -> None:
         self._model = model
 
     def make_stage(self, layers: range) -> Stage:
-        """Returns a SubspaceStage of `layers`; the caller has set the meta device."""
+        """Constructs the SubspaceStage of `layers`; the caller must have set the meta device."""
         return SubspaceStage(self._model, layers)
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns, for each tensor of `layers`, how it becomes one of LlamaForCausalLM: name, shape and conversion."""
+        """Returns, for each tensor of `layers`, its name and shape in LlamaForCausalLM and how to convert its values.
+
+        seed: the run's seed, from which U and the fixed embedding are derived when a tensor is converted.
+        """
         return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns file name -> content: a Llama's config.json, and generation_config.json, which says how to sample.
+        """Returns file name -> content: a Llama's config.json, and a generation_config.json with settings for sampling.
 
-        turn_ends is not used: this family learns text only.
+        Generation ends at `end_of_text`. turn_ends is not used: this family learns text only.
         """
         sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
@@ -77,8 +83,12 @@ class SubspaceFamily(Family):
         )
 
     def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
-        """Returns how the parameter `name` of this shape is exported: name and shape in a Llama, and the conversion."""
-        model, llama = self._model, llama_name(name)
+        """Returns how the parameter `name` is exported: its name and shape in a Llama, and how to convert its values.
+
+        A fixed embedding is added to the learnt one; outputs into the subspace are multiplied by U; others are copied.
+        """
+        model = self._model
+        llama = llama_name(name)
         if name == EMBEDDING and model.is_embedding_fixed:
             full = (shape[0], model.width)
             return ExportedTensor(name, llama, full, shape, lambda rows: self._expand_embedding(rows, seed))
@@ -88,7 +98,7 @@ class SubspaceFamily(Family):
         return ExportedTensor(name, llama, shape)
 
     def _expand_embedding(self, learnt: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
-        """Returns the whole embedding [V, d] = learnt U^T + T, from the learnt rows [V, k] and the fixed table T."""
+        """Returns the whole embedding [V, d] = learnt U^T + T from the learnt rows [V, k] and the seed of U and T."""
         model = self._model
         table = fixed_tensors.derive_embedding(seed, model.vocabulary, model.width)
         table *= np.float32(FIXED_SCALE)
@@ -96,7 +106,7 @@ class SubspaceFamily(Family):
         return table
 
     def _basis(self, seed: int) -> NDArray[np.float32]:
-        """Returns the run's basis U, float32 [d, k]; the last one derived is cached."""
+        """Derives the run's basis U, float32 [d, k], from the seed; the process caches the last one."""
         return _cached_basis(seed, self._model.width, self._model.subspace)
 
 
@@ -112,7 +122,11 @@ def llama_name(name: str) -> str:
 
 
 def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """Returns the content of config.json for transformers 4 and 5 (version 4 reads rope_theta and torch_dtype)."""
+    """Returns the content of a LlamaForCausalLM's config.json with this model's sizes, for transformers 4 and 5.
+
+    dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, or None. Version 4 reads rope_theta and
+    torch_dtype, version 5 rope_parameters and dtype.
+    """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -23,9 +23,11 @@ from agora.model import fixed_tensors
 from agora.model.family import RunLayer, Stage, keep_graph
 
 WEIGHT_STD = 0.02
+"""Standard deviation of initial weights in layers; those of STREAM_PROJECTIONS are smaller, see initial_std."""
 EMBEDDING_STD = 0.05
-"""Chosen by measurement, as the head's 1 / sqrt(width): docs/notes/subspace.md."""
+"""Standard deviation of the initial embedding, chosen by measurement: docs/notes/subspace.md."""
 FIXED_SCALE = 0.0625
+"""Magnitude of every value of the fixed embedding T."""
 
 STREAM_PROJECTIONS = ("attention.output.weight", "feed_forward.down.weight")
 """How the names of the parameters end whose outputs are added to the residual stream."""
@@ -54,7 +56,10 @@ def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with `outputs` output channels; a key/value head serves heads / key_value_heads heads."""
+    """Causal grouped-query self-attention with rotary positions: x [b, s, d] becomes [b, s, outputs].
+
+    Each key/value head serves heads / key_value_heads query heads.
+    """
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -91,13 +96,16 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(model.feed_forward, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [b, s, outputs] for x [b, s, d]."""
+        """Returns down(silu(gate x) * up x), [b, s, outputs], for x [b, s, d]."""
         output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return output
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention, then feed-forward, each after a norm. outputs: width of the residual stream."""
+    """One pre-norm decoder layer: attention, then feed-forward, each with a residual connection.
+
+    outputs: width of the residual stream.
+    """
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -107,18 +115,19 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(model, outputs)
 
     def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
-        """Returns the residual stream after the layer, of the same shape as `hidden`. table: see rotary_table.
+        """Returns the residual stream after the layer, of the same shape as `hidden`, the one before: [b, s, outputs].
 
-        expand: converts the residual stream to each sublayer's input.
+        table: what rotary_table returns. expand: converts the residual stream to the input of each sublayer's norm.
         """
         hidden = hidden + self.attention(self.attention_norm(expand(hidden)), table)
         return hidden + self.feed_forward(self.feed_forward_norm(expand(hidden)))  # type: ignore[no-any-return]
 
 
 class Subspace(nn.Module):
-    """Computes x = U c + T[token] from the coordinates c. U and T's signs are buffers that are not saved.
+    """Expands the residual stream: x = U c + T[token], from coordinates c, the basis U and the fixed embedding T.
 
-    basis: U, or None if it is the identity. signs: T's signs as bits. bits: 0 to 7, to unpack them.
+    U and the signs of T are buffers that are not saved, and have no values before fill_buffers. basis: U, or None if U
+    is the identity. signs: the signs of T as bits. bits: 0 to 7, to unpack `signs`.
     """
 
     signs: Tensor
@@ -135,10 +144,9 @@ class Subspace(nn.Module):
         self.register_buffer("bits", torch.empty(8, dtype=torch.uint8), persistent=False)
 
     def fill_buffers(self, seed: int) -> None:
-        """Derives the signs of T, and U if there is a basis, from the seed.
+        """Derives the signs of T, and U if it is not the identity, from the seed, and writes them into the buffers.
 
-        First derives a fixed sample and compares its digest with KNOWN_DIGEST: raises DerivationError if this machine
-        derives other values than the other peers.
+        Raises DerivationError if this machine derives other values than the other peers (see check_derivation).
         """
         fixed_tensors.check_derivation()
         torch.arange(8, dtype=torch.uint8, out=self.bits)
@@ -147,13 +155,16 @@ class Subspace(nn.Module):
             self.basis.copy_(torch.from_numpy(fixed_tensors.derive_basis(seed, self.width, self.rank)))
 
     def expand_for(self, tokens: Tensor) -> Expand:
-        """Returns the function that turns c [b, s, k] into x = U c + T[tokens] for tokens [b, s]; id -1 reads row 0."""
+        """Returns the function that turns c [b, s, k] into x = U c + T[tokens], [b, s, d], for these token ids [b, s].
+
+        T[tokens] is computed once, here. A negative id is read as 0.
+        """
         packed = self.signs[tokens.clamp(min=0).long()]
         signs = (packed.unsqueeze(-1) >> self.bits & 1).flatten(-2)[..., : self.width]
         rows = torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
         def expand(coordinates: Tensor) -> Tensor:
-            """Returns x = U c + T[token], [b, s, d], for the coordinates c [b, s, k]; called before each sublayer."""
+            """Returns x = U c + T[tokens], [b, s, d], for the coordinates c [b, s, k] of the tokens of expand_for."""
             inside = coordinates if self.basis is None else F.linear(coordinates, self.basis)
             return inside + rows
 
@@ -161,7 +172,10 @@ class Subspace(nn.Module):
 
 
 class SubspaceStage(Stage):
-    """A stage of the subspace family. Made on the meta device, it has no values until Family.build_stage fills it."""
+    """A stage of the family `subspace`: Llama layers whose residual stream has k numbers a token (see the module).
+
+    Made on the meta device, it has no values until Family.build_stage or load_stage fills it.
+    """
 
     table: Tensor
 
@@ -191,7 +205,9 @@ class SubspaceStage(Stage):
     ) -> Tensor:
         """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward.
 
-        Raises ValueError if a stage after the first gets no `tokens`, which the subspace needs.
+        Before the model's last layer, the residual stream is expanded to the whole width, once. segments are not used:
+        each row is one sequence. Raises ValueError if the embedding is fixed and a stage after the first gets no
+        `tokens`.
         """
         expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens
@@ -203,16 +219,17 @@ class SubspaceStage(Stage):
             hidden = self.embedding(hidden.clamp(min=0))
         for name, layer in self.layers.items():
             if name == self._free_layer:
-                hidden, expand = expand(hidden), EXPAND_NOTHING
+                hidden = expand(hidden)
+                expand = EXPAND_NOTHING
             hidden = run_layer(layer, partial(layer, table=self.table, expand=expand), hidden)
         if self.is_last:
             hidden = self.head(self.norm(hidden))
         return hidden
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the rotary table, and if the embedding is fixed U and T's signs.
+        """Computes the rotary table into its buffer; if the embedding is fixed, also derives U and T from the seed.
 
-        Raises DerivationError for these.
+        Raises DerivationError if this machine would derive other values than the other peers.
         """
         model = self._model
         self.table.copy_(rotary_table(model.context, model.width // model.heads, model.rope_theta))
@@ -220,7 +237,11 @@ class SubspaceStage(Stage):
             self.space.fill_buffers(seed)
 
     def initial_std(self, name: str) -> float | None:
-        """Returns the standard deviation of the named parameter's initial values; None for norms, which begin as 1."""
+        """Returns the standard deviation of the named parameter's initial values; None for norms, which begin as 1.
+
+        It is EMBEDDING_STD for the embedding, 1 / sqrt(width) for the head, WEIGHT_STD / sqrt(2 * (layer + 1)) for
+        projections into the residual stream (layers counted from 0), and WEIGHT_STD for all other matrices.
+        """
         if "norm." in name:
             return None
         if name == "embedding.weight":
@@ -232,10 +253,10 @@ class SubspaceStage(Stage):
         return WEIGHT_STD
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the parameter is inside a layer and not of a norm; all such parameters are matrices."""
+        """Returns whether the parameter is inside a decoder layer and not of a norm; all such ones are matrices."""
         return name.startswith("layers.") and "norm." not in name
 
 
 def stream_width(model: SubspaceSection, layer: int) -> int:
-    """Returns the width of the residual stream in a layer: d (model.width) in the last layer, k (subspace) before."""
+    """Returns the width of a layer's residual stream: model.width in the model's last layer, else model.subspace."""
     return model.width if layer == model.layers - 1 else model.subspace

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from agora_protocol.errors import LocalError
+from packaging.version import Version
 
 TUNING_EXTRA: Final = "pip install 'agora-swarm[tuning]'"
 
@@ -24,7 +25,7 @@ class TuningMissing(LocalError):
 
 @dataclass(frozen=True, slots=True)
 class TuningPackage:
-    """A package of the extra `tuning`. oldest: the first version that works. purpose: what a run does that needs it."""
+    """A package of the extra `tuning`. oldest: the first version that works. purpose: what a run that needs it does."""
 
     oldest: str
     purpose: str
@@ -38,10 +39,11 @@ PACKAGES: Final = {
 
 
 def import_tuning(module: str) -> Any:
-    """Imports and returns a module of one of PACKAGES. Raises TuningMissing if it is missing, broken or too old.
+    """Imports and returns `module`, which is one of PACKAGES or a submodule, after checking the package's version.
 
-    Sets the log level of bitsandbytes to ERROR: at its import, also by peft, it warns of a missing kernel for inference
-    that is not used here.
+    Raises TuningMissing if the package is missing, broken or too old, KeyError if it is none of PACKAGES. Sets the log
+    level of bitsandbytes to ERROR: at its import, also by peft, it warns of a missing kernel for inference that is not
+    used here.
     """
     name = module.split(".")[0]
     package = PACKAGES[name]
@@ -60,5 +62,5 @@ def import_tuning(module: str) -> Any:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the first two numbers of a version: (0, 21) of "0.21.2", (5,) of "5"."""
-    return tuple(int(number) for number in version.split(".")[:2])
+    """Returns the first two numbers of a version: (0, 21) of "0.21.2rc1", (5,) of "5"."""
+    return Version(version).release[:2]

@@ -14,11 +14,14 @@ from agora_protocol.errors import InputError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 
-MAX_PEERS: Final = 16_384  # peers whose addresses are remembered, at most
+MAX_PEERS: Final = 16_384  # maximum number of peers whose addresses are remembered
 
 
 def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
-    """Returns the multiaddrs grouped by the peer whose id ends them. Raises InputError for the first malformed one."""
+    """Returns each peer's multiaddrs, in the order given: those that end in /p2p/ and the peer's id.
+
+    Raises InputError for the first malformed one.
+    """
     by_peer: dict[PeerId, list[str]] = defaultdict(list)
     for address in addresses:
         if problem := address_problem(address):
@@ -28,13 +31,16 @@ def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
 
 
 class AddressBook:
-    """Remembers each peer's last announced addresses; beyond MAX_PEERS peers, forgets the oldest one."""
+    """The last announced addresses of up to MAX_PEERS peers; beyond, the peer updated longest ago is forgotten."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the addresses of `peer` by the valid ones given, at most MAX_ADDRESSES, if there are any."""
+        """Replaces the addresses of `peer` with the first MAX_ADDRESSES given that are well-formed and end in its id.
+
+        Keeps the known addresses if none of those given is.
+        """
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])
@@ -43,5 +49,5 @@ class AddressBook:
                 self._known.popitem(last=False)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """Returns the peer's multiaddrs with /p2p/PEER; empty when none are known."""
+        """Returns the peer's remembered multiaddrs, each ending in /p2p/ and its id; empty if none are known."""
         return self._known.get(peer, ())

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from agora_protocol.errors import Busy, ProtocolError
-from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_STATUS_BYTES, PART_ELEMENTS, STATE_CHUNK_BYTES
+from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PART_ELEMENTS, MAX_STATUS_BYTES, STATE_CHUNK_BYTES
 from agora_protocol.message_base import Message
 from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, GetState, GetStatus, Recall
 
-from agora.net.fair_share import Holder, Places, WorkBuckets
+from agora.fair_share import Holder, RateLimiter, SharedCapacity
 
 INDEX_BYTES: Final = 1_048_576
 """Maximum number of bytes of an index of a state or of a base model."""
@@ -30,38 +30,43 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetPiece: STATE_CHUNK_BYTES,
     GetState: INDEX_BYTES,
     GetBase: INDEX_BYTES,
-    Recall: 4 * PART_ELEMENTS,
+    Recall: 4 * MAX_PART_ELEMENTS,
     GetStatus: MAX_STATUS_BYTES,
     GetManifest: MAX_MANIFEST_BYTES,
 }
 MAX_FRACTION_EACH: Final = 0.5
-"""The fraction of all bytes for answers that one peer's unread answers may hold."""
+"""The largest fraction of all bytes for answers that one peer's unread answers may hold."""
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
 """Rationed requests of one peer: this many a second, and this many at once after a pause."""
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
-"""The same for all peers of one network together."""
+"""Rationed requests of all peers of one network together: a second, and at once after a pause."""
 REFUSAL_BURST: Final = 200.0
-"""A peer that goes on after this many refusals breaks the protocol: refusing costs something too."""
+"""Refusals at once after which a peer that goes on asking breaks the protocol: refusing costs something too."""
 RATIONED: Final = (GetStatus, GetManifest)
 RETRY_MS: Final = 1000
 """Milliseconds after which a peer that was refused as Busy may ask again."""
 
 
-class AnswerShare:
-    """Reserves the bytes of answers for all connections of this peer; `places` counts them."""
+class AnswerBudget:
+    """Bounds what answers cost this peer: the bytes of all unwritten ones, and requests for its status or manifest.
+
+    One object serves all connections. `capacity` counts the reserved bytes of each holder (a peer and its network).
+    """
 
     def __init__(self, limit: int) -> None:
         """limit: bytes of all reserved answers that are not written yet."""
-        self.places = Places(limit, MAX_FRACTION_EACH)
-        self._by_peer = WorkBuckets(STATUS_PER_S, STATUS_BURST)
-        self._refusals = WorkBuckets(STATUS_PER_S, REFUSAL_BURST)
-        self._by_prefix = WorkBuckets(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
+        self.capacity = SharedCapacity(limit, MAX_FRACTION_EACH)
+        self._by_peer = RateLimiter(STATUS_PER_S, STATUS_BURST)
+        self._refusals = RateLimiter(STATUS_PER_S, REFUSAL_BURST)
+        self._by_prefix = RateLimiter(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
 
     def reserve(self, holder: Holder, request: Message | None, now: float) -> int:
-        """Reserves the bytes of the answer to a request, and returns them, for `release`; 0 when none are needed.
+        """Reserves the largest size that the answer to `request` can have; returns it in bytes, for `release`.
 
-        request: None reserves nothing. Raises Busy when the holder has its part of the bytes, or asks for the status or
-        the manifest too often; ProtocolError when it goes on asking although it was refused REFUSAL_BURST times.
+        Returns 0, and reserves nothing, for None and for a type that ANSWER_BYTES lacks. Raises Busy when too few bytes
+        are left for this holder, or when the holder's peer or network exceeds its rate of GetStatus and GetManifest
+        together. Raises ProtocolError when the peer exceeds its own rate and was refused for that REFUSAL_BURST times
+        already (every second, STATUS_PER_S of these refusals are forgotten).
         """
         if isinstance(request, RATIONED):
             is_within = self._by_peer.take(holder.peer, now)
@@ -70,11 +75,11 @@ class AnswerShare:
             if not is_within or (holder.prefix and not self._by_prefix.take(holder.prefix, now)):
                 raise Busy("you ask for this too often", RETRY_MS)
         size = ANSWER_BYTES.get(type(request), 0) if request is not None else 0
-        if size and not self.places.enter(holder, size):
+        if size and not self.capacity.acquire(holder, size):
             raise Busy("answers that you or others have not read yet take all room", RETRY_MS)
         return size
 
     def release(self, holder: Holder, size: int) -> None:
-        """Gives back the bytes that `reserve` returned; 0 does nothing."""
+        """Releases bytes that `reserve` returned for `holder`: their answer is written or dropped. 0 does nothing."""
         if size:
-            self.places.leave(holder, size)
+            self.capacity.release(holder, size)

@@ -30,8 +30,8 @@ from agora_protocol.packing import pack
 from google.protobuf.message import DecodeError
 
 from agora.clock import loop_time
+from agora.fair_share import RateLimiter
 from agora.net.dht_guard import SAY_HELLO, DhtGuard, greet_member
-from agora.net.fair_share import WorkBuckets
 from agora.net.hive import DHTID, DHTRecord, P2PContext, P2PHandlerError, PeerID, dht_pb2
 from agora.net.stored_records import SignedRecords
 
@@ -43,7 +43,7 @@ MAX_NODES: Final = 20
 MAX_PEER_ID_BYTES: Final = 64
 """Bytes of a peer id in a reply; an Ed25519 key's has 38."""
 MAX_NAMED: Final = 4096
-"""Nodes of which it is remembered who named them last, at most."""
+"""Maximum number of nodes of which it is remembered who named them last."""
 SHARDS_PER_STAGE: Final = 3
 """A peer publishes a record under at most this many keys for each stage."""
 MIN_KEYS: Final = 64
@@ -58,7 +58,7 @@ RECORD_PRICE: Final = 4.0
 SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
 """New signatures in one peer's replies that are verified: this many a second, and this many at once after a pause."""
 VERIFIED_AT_ONCE: Final = 16
-"""Signatures that are verified before other tasks on the event loop have their turn."""
+"""Number of signatures after which other tasks on the event loop have their turn."""
 RPC_S: Final = 2.0
 """Seconds in which a node must answer a call once HELLO was exchanged."""
 RETRY_MS: Final = 2000
@@ -69,7 +69,7 @@ _PACKED_NONE: Final = pack(None)
 
 
 class ReplyEntry(NamedTuple):
-    """One record in a reply: its subkey, its packed bytes, its expiry in unix seconds."""
+    """One record in a reply: its subkey (the peer's id), its packed bytes, its expiry in unix seconds. Not verified."""
 
     subkey: object
     packed: bytes
@@ -77,16 +77,16 @@ class ReplyEntry(NamedTuple):
 
 
 def node_id_of(peer: Any) -> Any:
-    """Returns the DHT node id of a peer (hivemind's PeerID): the SHA-1 of its id, so that nobody can choose one."""
+    """Returns the DHT node id of a peer (hivemind's PeerID): the SHA-1 of its id, so nobody chooses one freely."""
     return DHTID.generate(peer.to_bytes())
 
 
 class BoundedP2P:
-    """Takes the place of hivemind's P2P in its DHTNode: registers handlers and makes calls by p2pd, within bounds.
+    """Stands between hivemind's DHTNode and p2pd, in place of hivemind's P2P; bounds requests, calls and replies.
 
     Counts in `validator.refused` what was refused, by reason. These functions may be set: `is_member`, whether a caller
-    may enter the routing table; `report_violation`, which is told of what no honest peer sends; `stored_bytes`, the
-    bytes of the values that this node stores under a key.
+    may enter the routing table; `report_violation`, called with a peer and the ProtocolError of what it sent;
+    `stored_bytes`, the number of bytes of the values that this node stores under a key.
     """
 
     def __init__(self, p2p: Any, validator: SignedRecords, stages: int, guard: DhtGuard) -> None:
@@ -96,8 +96,8 @@ class BoundedP2P:
         self._validator = validator
         self.max_keys = max(MIN_KEYS, stages)
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
-        self._work = WorkBuckets(rate, rate * BURST_S)
-        self._signatures = WorkBuckets(SIGNATURES_PER_S, SIGNATURES_BURST)
+        self._work = RateLimiter(rate, rate * BURST_S)
+        self._signatures = RateLimiter(SIGNATURES_PER_S, SIGNATURES_BURST)
         self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the last one that named it
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
@@ -109,7 +109,7 @@ class BoundedP2P:
         return self._p2p.peer_id
 
     async def remove_protobuf_handler(self, name: str, **_: Any) -> None:
-        """Stops answering other nodes' calls of `name`."""
+        """Has p2pd refuse other nodes' calls of `name` from now on."""
         await self._p2p.remove_protobuf_handler(name)
 
     # --- what others ask
@@ -117,16 +117,21 @@ class BoundedP2P:
     async def add_protobuf_handler(
         self, name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_protobuf_type: Any, **_: Any
     ) -> None:
-        """From now on, answers members' calls of `name` by `handler`; refuses others, and those beyond the bounds."""
+        """Has p2pd pass members' calls of `name` within the bounds to `handler` from now on, and refuse other calls.
+
+        `handler` receives a store with the caller's own valid records only, and no node id that is not the caller's.
+        """
         kind = name.rpartition(".")[2]
 
         async def answer(raw: bytes, remote: Any) -> bytes:
-            """Returns the response to one request; the text of an error that it raises is sent to the caller.
+            """Checks and charges one request, has `handler` answer it, and returns the packed response.
 
-            Raises NotAdmitted for a node that has not said HELLO. A malformed request is counted and reported.
+            A store's response says False for the records that were removed from the request. p2pd sends the caller the
+            text of any error raised here. Raises NotAdmitted for a caller that has not exchanged HELLO; ProtocolError,
+            after it is counted and reported, for a malformed or oversized request; Busy as `_parse_and_charge` does.
             """
             peer = PeerId(str(remote))
-            if not self._guard.is_greeted(peer):
+            if not self._guard.is_admitted_member(peer):
                 raise NotAdmitted(SAY_HELLO)
             try:
                 request = self._parse_and_charge(kind, raw, peer, input_protobuf_type)
@@ -134,7 +139,7 @@ class BoundedP2P:
                 self._validator.refused[error.code] += 1
                 self.report_violation(peer, error)
                 raise
-            self._bind_node_id(request, remote, peer)
+            self._clear_foreign_node_id(request, remote, peer)
             verdicts = await self._keep_own_records(request, peer) if kind == "rpc_store" else []
             response = await handler(request, P2PContext(name, self.peer_id, remote))
             if verdicts:
@@ -147,9 +152,11 @@ class BoundedP2P:
         await self._p2p._client.add_unary_handler(name, answer)
 
     def _parse_and_charge(self, kind: str, raw: bytes, peer: PeerId, message_type: Any) -> Any:
-        """Parses a request and charges its caller's bucket for its bytes, keys and records; returns the request.
+        """Parses and checks a request, charges the caller for its bytes, keys and records, and returns it parsed.
 
-        Raises ProtocolError for one that no honest peer makes, Busy when the bucket is too low.
+        The bytes are charged before parsing, but not those of a request above MAX_REQUEST_BYTES. A find is also charged
+        for its answer's bytes. Raises ProtocolError for a malformed or oversized request, Busy when the bucket is too
+        low or a find's answer would be too large.
         """
         if len(raw) > MAX_REQUEST_BYTES:
             raise ProtocolError("too-large", f"A DHT request of {len(raw)} bytes; {MAX_REQUEST_BYTES} are the most.")
@@ -165,7 +172,11 @@ class BoundedP2P:
         return request
 
     def _check_find(self, request: Any, peer: PeerId) -> None:
-        """Charges for a find's keys. Raises ProtocolError for too many, Busy when the answer would be too large."""
+        """Charges 1 token for each key of a find, then 1 for every 16 KiB that this node stores under those keys.
+
+        Raises ProtocolError for more than `max_keys` keys or one that is not a hash; Busy as `_charge` does, or after
+        the first charge if the stored values exceed MAX_ANSWER_BYTES.
+        """
         if len(request.keys) > self.max_keys or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
             raise ProtocolError("too-large", f"A find of {len(request.keys)} keys; {self.max_keys} are the most.")
         self._charge(peer, float(len(request.keys)))
@@ -175,38 +186,53 @@ class BoundedP2P:
         self._charge(peer, nbytes / 16_384)
 
     def _check_store(self, request: Any, peer: PeerId) -> None:
-        """Charges for a store's records. Raises ProtocolError for too many of them, or lists of unequal length."""
-        count, most = len(request.keys), self.max_keys * SHARDS_PER_STAGE
+        """Charges RECORD_PRICE tokens for each record of a store; raises Busy as `_charge` does.
+
+        Raises ProtocolError, without a charge, for more than max_keys * SHARDS_PER_STAGE records, lists of unequal
+        length, or a key that is not a hash.
+        """
+        count = len(request.keys)
+        max_records = self.max_keys * SHARDS_PER_STAGE
         lists = request.subkeys, request.values, request.expiration_time, request.in_cache
-        if count > most or any(len(others) != count for others in lists):
+        if count > max_records or any(len(values) != count for values in lists):
             raise ProtocolError("too-large", f"A store of {count} records, or one whose lists are not as long.")
         if any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
             raise ProtocolError("bad-record", "A key of a store is not a hash.")
         self._charge(peer, RECORD_PRICE * count)
 
     def _charge(self, peer: PeerId, price: float) -> None:
-        """Takes `price` tokens out of the peer's bucket. Raises Busy, and counts it, when the bucket holds fewer."""
+        """Takes `price` tokens out of the peer's token bucket.
+
+        If it holds fewer, takes none, counts this and raises Busy.
+        """
         if not self._work.take(peer, loop_time(), price):
             self._validator.refused["busy"] += 1
-            raise Busy("you ask this node of the DHT for more than its part for each peer", RETRY_MS)
+            raise Busy("you ask this node of the DHT for more than your share of its capacity", RETRY_MS)
 
-    def _bind_node_id(self, request: Any, remote: Any, peer: PeerId) -> None:
-        """Clears the request's node id unless it is the sender's own and the sender may enter the routing table."""
+    def _clear_foreign_node_id(self, request: Any, remote: Any, peer: PeerId) -> None:
+        """Clears the request's `peer` if its node id is not that of the caller's id, or the caller is not `is_member`.
+
+        So the caller stays out of the routing table, to which hivemind's node adds every caller with a node id. A
+        request without a node id stays as it is. remote, peer: the caller, in hivemind's type and in this project's.
+        """
         if request.peer.node_id and (request.peer.node_id != node_id_of(remote).to_bytes() or not self.is_member(peer)):
             request.ClearField("peer")
 
     async def _keep_own_records(self, request: Any, peer: PeerId) -> list[bool]:
-        """Removes from a store all records but the caller's own valid ones; returns for each whether it stays.
+        """Removes from a store all records but the caller's own valid ones; returns for each record whether it stays.
 
-        Valid records of others are counted as refused, with the code wrong-key.
+        A record is the caller's own if its subkey is the caller's id and it is not marked as cached. A valid record
+        that is not is counted as refused, with the code wrong-key. Lets other tasks run after every VERIFIED_AT_ONCE
+        signatures.
         """
-        subkey, verdicts = pack(str(peer)), list[bool]()
+        own_subkey = pack(str(peer))
+        verdicts = list[bool]()
         entries = list(
             zip(request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache, strict=True)
         )
-        for number, (key, tag, value, expires_unix, in_cache) in enumerate(entries):
-            is_valid = self._validator.validate(DHTRecord(key, tag or _PACKED_NONE, value, expires_unix))
-            is_own = tag == subkey and not in_cache
+        for number, (key, subkey, value, expires_unix, in_cache) in enumerate(entries):
+            is_valid = self._validator.validate(DHTRecord(key, subkey or _PACKED_NONE, value, expires_unix))
+            is_own = subkey == own_subkey and not in_cache
             if is_valid and not is_own:
                 self._validator.refused["wrong-key"] += 1
             verdicts.append(is_valid and is_own)
@@ -215,9 +241,9 @@ class BoundedP2P:
         kept = [entry for entry, is_kept in zip(entries, verdicts, strict=True) if is_kept]
         for name in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
             request.ClearField(name)
-        for key, tag, value, expires_unix, in_cache in kept:
+        for key, subkey, value, expires_unix, in_cache in kept:
             request.keys.append(key)
-            request.subkeys.append(tag)
+            request.subkeys.append(subkey)
             request.values.append(value)
             request.expiration_time.append(expires_unix)
             request.in_cache.append(in_cache)
@@ -226,10 +252,11 @@ class BoundedP2P:
     # --- what others reply
 
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
-        """Calls another node after HELLO, and returns its reply without what exceeds the bounds or is not valid.
+        """Calls another node after HELLO; returns its reply, without a foreign node id or a find's invalid contents.
 
-        Raises NotAdmitted for one that is not a member of the run, ProtocolError for a reply that no honest node sends,
-        and reports it, TimeoutError when none comes in RPC_S, or hivemind's errors when the call fails.
+        Raises NotAdmitted for a node that is not a member of the run; ProtocolError, after it is counted and reported,
+        for a find's reply that is malformed or exceeds a bound; DecodeError for a reply that is no such message;
+        TimeoutError when none comes in RPC_S; or hivemind's errors when the call fails.
         """
         raw = await self._call_greeted(peer_id, name, input.SerializeToString())
         response = output_protobuf_type.FromString(raw)
@@ -245,9 +272,10 @@ class BoundedP2P:
         return response
 
     async def _call_greeted(self, peer_id: Any, name: str, request: bytes) -> bytes:
-        """Exchanges HELLOs with a node, calls it, and returns its reply.
+        """Exchanges HELLOs with a node if there is no connection, calls the node, and returns its reply.
 
-        One that answers SAY_HELLO does not know this peer's connection any more: HELLO is exchanged again, once.
+        If it answers SAY_HELLO, it does not know this connection any more: HELLO is exchanged on a new one, and the
+        call made once more. Raises NotAdmitted as `greet_member` does, and as `_call_once` does.
         """
         peer = PeerId(str(peer_id))
         await greet_member(self._guard, peer, named_by=self._named_by.get(peer))
@@ -256,7 +284,7 @@ class BoundedP2P:
         except P2PHandlerError as error:
             if SAY_HELLO not in str(error):
                 raise
-            await greet_member(self._guard, peer, anew=True)
+            await greet_member(self._guard, peer, reconnect=True)
             return await self._call_once(peer_id, name, request)
 
     async def _call_once(self, peer_id: Any, name: str, request: bytes) -> bytes:
@@ -265,22 +293,23 @@ class BoundedP2P:
             return bytes(await self._p2p._client.call_unary_handler(peer_id, name, request))
 
     async def _screen(self, response: Any, keys: Any, peer: PeerId) -> None:
-        """Removes from a find's reply what is not valid.
+        """Removes invalid nodes and records from a find's reply; remembers that its sender named the nodes left.
 
-        Raises ProtocolError if it exceeds a bound of the table above.
+        A result that is not a dictionary of records becomes NOT_FOUND. keys: what was asked for, one result each. peer:
+        the sender. Raises ProtocolError if the reply is malformed or exceeds a bound of this module's table.
         """
         if len(response.results) != len(keys):
             raise ProtocolError("bad-message", f"{len(response.results)} results for {len(keys)} keys.")
         for key, result in zip(keys, response.results, strict=True):
             _screen_nodes(result, node_id_of(self.peer_id).to_bytes())
-            self._note_named(result, peer)
+            self._record_named(result, peer)
             if result.type == dht_pb2.FOUND_DICTIONARY:
                 await self._screen_records(key, result, peer)
             elif result.type != dht_pb2.NOT_FOUND:
                 result.type = dht_pb2.NOT_FOUND  # every record has a subkey
 
-    def _note_named(self, result: Any, by: PeerId) -> None:
-        """Remembers that `by` has named the nodes of a result: it is asked where they can be dialled."""
+    def _record_named(self, result: Any, by: PeerId) -> None:
+        """Remembers `by` as the last peer to name each node of a result; beyond MAX_NAMED nodes, forgets the oldest."""
         for raw in result.nearest_peer_ids:
             named = PeerId(str(PeerID(bytes(raw))))
             self._named_by[named] = by
@@ -289,11 +318,13 @@ class BoundedP2P:
             self._named_by.popitem(last=False)
 
     async def _screen_records(self, key: bytes, result: Any, peer: PeerId) -> None:
-        """Removes from a result the records that are not valid, and new ones whose signatures exceed the budget.
+        """Removes invalid records from `peer`'s result, and unverified ones beyond that peer's signature budget.
 
-        A result without any left becomes NOT_FOUND.
+        A record whose signature is known to be valid costs nothing. A result with no record left becomes NOT_FOUND.
+        Lets other tasks run after every VERIFIED_AT_ONCE records. Raises as `read_dictionary` does.
         """
-        entries, kept = read_dictionary(result.value), list[ReplyEntry]()
+        entries = read_dictionary(result.value)
+        kept = list[ReplyEntry]()
         for number, entry in enumerate(entries):
             record = DHTRecord(key, pack(entry.subkey), entry.packed, entry.expires_unix)
             is_affordable = self._validator.is_known(record) or self._signatures.take(peer, loop_time())
@@ -308,27 +339,28 @@ class BoundedP2P:
 
 
 def _screen_nodes(result: Any, own_id: bytes) -> None:
-    """Removes from a result this node (`own_id`), nodes whose id is not their peer id's hash, and overlong peer ids.
+    """Removes nodes from a result: this node (`own_id`), those with an overlong peer id, or an id that is not its hash.
 
-    hivemind's search takes for granted that nobody names this node. Raises ProtocolError for more than MAX_NODES.
+    hivemind's search takes for granted that nobody names this node. Raises ProtocolError for more than MAX_NODES, or
+    unless each node id has a peer id.
     """
     count = len(result.nearest_node_ids)
     if count > MAX_NODES or len(result.nearest_peer_ids) != count:
         raise ProtocolError("too-large", f"{count} nodes for one key; {MAX_NODES} are the most.")
     pairs = zip(result.nearest_node_ids, result.nearest_peer_ids, strict=True)
     short = [(node, bytes(peer)) for node, peer in pairs if node != own_id and len(peer) <= MAX_PEER_ID_BYTES]
-    true = [(node, peer) for node, peer in short if node == DHTID.generate(peer).to_bytes()]
-    if len(true) < count:
+    genuine = [(node, peer) for node, peer in short if node == DHTID.generate(peer).to_bytes()]
+    if len(genuine) < count:
         del result.nearest_node_ids[:], result.nearest_peer_ids[:]
-        for node, peer in true:
+        for node, peer in genuine:
             result.nearest_node_ids.append(node)
             result.nearest_peer_ids.append(peer)
 
 
 def read_dictionary(value: bytes) -> list[ReplyEntry]:
-    """Returns the records of one key as hivemind packs them. Raises ProtocolError for other bytes, or too many records.
+    """Returns the records under one key in a find's result, as hivemind packs them; none is verified or unpacked.
 
-    Nothing of their contents is read.
+    Raises ProtocolError for malformed bytes, an oversized record, or more than MAX_KEY_RECORDS.
     """
     try:
         outer = msgpack.unpackb(value, ext_hook=msgpack.ExtType, max_array_len=0, max_map_len=0)

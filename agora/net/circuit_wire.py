@@ -1,7 +1,7 @@
 """The bytes of libp2p's circuit relay, version 2, and of multiaddrs with a relay in them. Pure.
 
 Knows: https://github.com/libp2p/specs, relay/circuit-v2.md, as far as this peer uses it. Must not know: streams, peers'
-roles. hivemind's own Multiaddr reads no address that goes through a relay, so those are converted here.
+roles. hivemind's own Multiaddr cannot read an address that goes through a relay, so those are converted here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIXED_BYTES: Final = {"ip4": 4, "ip6": 16, "tcp": 2, CIRCUIT: 0}
 
 
 class HopType(IntEnum):
-    """The types of messages on a hop stream."""
+    """The types of messages on a hop stream, on which a peer asks a relay for a reservation or a circuit."""
 
     RESERVE = 0
     CONNECT = 1
@@ -35,7 +35,7 @@ class HopType(IntEnum):
 
 
 class StopType(IntEnum):
-    """The types of messages on a stop stream."""
+    """The types of messages on a stop stream, on which a relay offers a peer a circuit that another peer asked for."""
 
     CONNECT = 0
     STATUS = 1
@@ -55,7 +55,10 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CircuitMessage:
-    """A message of a hop or a stop stream. kind: HopType or StopType. peer: an id's text, "" where none is given."""
+    """A message of a hop or a stop stream. kind: HopType or StopType. peer: an id's text, "" if none is named.
+
+    status: a Status, 0 if the message has none. Other fields of the protocol are not kept.
+    """
 
     kind: int
     peer: str = ""
@@ -63,32 +66,36 @@ class CircuitMessage:
 
 
 def encode_hop(message: CircuitMessage, expires_unix: int = 0) -> bytes:
-    """Returns a hop message with its length before it. expires_unix: of the reservation that it grants, 0 for none."""
+    """Returns a hop message as bytes, with its length before it.
+
+    expires_unix: when the reservation that a relay grants by this message ends; 0 for a message without a reservation.
+    """
     reservation = _field(3, _field(1, expires_unix)) if expires_unix else b""
-    return _with_length(_field(1, message.kind) + _peer_field(message.peer) + reservation + _status(5, message.status))
+    return with_length(_field(1, message.kind) + _peer_field(message.peer) + reservation + _status(5, message.status))
 
 
 def encode_stop(message: CircuitMessage) -> bytes:
-    """Returns a stop message with its length before it."""
-    return _with_length(_field(1, message.kind) + _peer_field(message.peer) + _status(4, message.status))
+    """Returns a stop message as bytes, with its length before it."""
+    return with_length(_field(1, message.kind) + _peer_field(message.peer) + _status(4, message.status))
 
 
 def decode_hop(body: bytes) -> CircuitMessage:
-    """Returns the hop message in `body`, which does not include its length. Raises ValueError for any other bytes."""
+    """Parses the hop message in `body`, which does not include its length. Raises ValueError for any other bytes."""
     return _decode(body, 5)
 
 
 def decode_stop(body: bytes) -> CircuitMessage:
-    """Returns the stop message in `body`, which does not include its length. Raises ValueError for any other bytes."""
+    """Parses the stop message in `body`, which does not include its length. Raises ValueError for any other bytes."""
     return _decode(body, 4)
 
 
 def encode_multiaddr(text: str) -> bytes:
     """Returns the binary form of a multiaddr; what stands before its first "/" is ignored.
 
-    Raises ValueError for a part that is not in _CODES, or malformed.
+    Raises ValueError for a protocol that is not in _CODES (IP, TCP, DNS, p2p, p2p-circuit), or a malformed value.
     """
-    words, encoded = iter(text.split("/")[1:]), b""
+    words = iter(text.split("/")[1:])
+    encoded = b""
     for name in words:
         if name not in _CODES:
             raise ValueError(f"/{name} is not converted here")
@@ -98,9 +105,13 @@ def encode_multiaddr(text: str) -> bytes:
     return encoded
 
 
-def address_text(raw: bytes) -> str:
-    """Returns the text of a multiaddr from p2pd. Raises ValueError for a part that is not in _CODES, or cut short."""
-    rest, text = raw, ""
+def decode_multiaddr(raw: bytes) -> str:
+    """Returns the text of a binary multiaddr; "" for no bytes.
+
+    Raises ValueError for a protocol that is not in _CODES, or malformed bytes.
+    """
+    rest = raw
+    text = ""
     while rest:
         code, rest = read_varint(rest)
         if code not in _NAMES:
@@ -123,7 +134,10 @@ def varint(number: int) -> bytes:
 
 
 def read_varint(data: bytes) -> tuple[int, bytes]:
-    """Returns the number that `data` begins with, and what follows it. Raises ValueError for one above 64 bits."""
+    """Returns the variable-length integer with which `data` begins, and the bytes after it.
+
+    Raises ValueError if it does not end within 10 bytes.
+    """
     number = 0
     for index, byte in enumerate(data[:10]):
         number |= (byte & 0x7F) << (7 * index)
@@ -133,9 +147,9 @@ def read_varint(data: bytes) -> tuple[int, bytes]:
 
 
 def _value_bytes(name: str, value: str) -> bytes:
-    """Returns the bytes of one part's value, with its length before it where that varies.
+    """Returns as bytes the value of the protocol `name` in a multiaddr, after its length if that is not fixed.
 
-    Raises ValueError if malformed.
+    Raises ValueError if the value is malformed.
     """
     if name in ("ip4", "ip6"):
         packed = ipaddress.ip_address(value).packed
@@ -149,11 +163,11 @@ def _value_bytes(name: str, value: str) -> bytes:
     if not value:
         raise ValueError(f"/{name} has no value")
     raw = PeerID.from_base58(value).to_bytes() if name == "p2p" else value.encode()
-    return _with_length(raw)
+    return with_length(raw)
 
 
 def _value_text(name: str, value: bytes) -> str:
-    """Returns the text of the value that the part `name` of a multiaddr has as bytes."""
+    """Returns as text the value of the protocol `name` in a binary multiaddr. Raises ValueError if it is malformed."""
     if name in ("ip4", "ip6"):
         return str(ipaddress.ip_address(value))
     if name == "tcp":
@@ -161,32 +175,33 @@ def _value_text(name: str, value: bytes) -> str:
     return str(PeerID(value)) if name == "p2p" else value.decode("ascii")
 
 
-def _with_length(body: bytes) -> bytes:
-    """Returns `body` with its length before it."""
+def with_length(body: bytes) -> bytes:
+    """Returns `body` with its length before it, as a varint."""
     return varint(len(body)) + body
 
 
 def _field(number: int, value: int | bytes) -> bytes:
-    """Returns one field of a protobuf message: a number, or bytes."""
+    """Returns field `number` of a protobuf message as bytes: a varint for an integer, else bytes with their length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + _with_length(value)
+    return varint(number << 3 | 2) + with_length(value)
 
 
 def _peer_field(peer: str) -> bytes:
-    """Returns field 2, which names a peer; nothing for ""."""
+    """Returns field 2 of a message, which names `peer` by its binary id; no bytes for ""."""
     return _field(2, _field(1, PeerID.from_base58(peer).to_bytes())) if peer else b""
 
 
 def _status(number: int, status: int) -> bytes:
-    """Returns the status as field `number`; nothing for 0."""
+    """Returns the status as field `number` of a message; no bytes for 0."""
     return _field(number, status) if status else b""
 
 
 def _decode(body: bytes, status_field: int) -> CircuitMessage:
-    """Returns the message whose status is in field `status_field`; ignores unknown fields.
+    """Parses a circuit message whose status is in field `status_field`; ignores unknown fields.
 
-    Its peer is "" and its status 0 if the field is missing. Raises ValueError without a type, and for malformed bytes.
+    In the result, `peer` is "" if no peer is named or its id has more than 64 bytes, and `status` 0 if there is none.
+    Raises ValueError for a message without a type, and for malformed bytes.
     """
     kind, peer, status = -1, "", 0
     for number, value in _fields(body):
@@ -203,7 +218,10 @@ def _decode(body: bytes, status_field: int) -> CircuitMessage:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields number and value of each field of a protobuf message. Raises ValueError for what it cannot read."""
+    """Yields number and value of each field of a protobuf message, in order: varints as integers, the rest as bytes.
+
+    Raises ValueError when it meets malformed bytes, or a field that is neither a varint nor bytes with their length.
+    """
     value: int | bytes
     while body:
         key, body = read_varint(body)

@@ -17,64 +17,56 @@ from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES
 from agora_protocol.message_base import Message
-from agora_protocol.messages import (
-    ANSWER_OF,
-    GetManifest,
-    GetStatus,
-    Hello,
-    Ping,
-    Pong,
-    Refusal,
-    ShareRevocations,
-)
+from agora_protocol.messages import ANSWER_OF, GetManifest, GetStatus, Hello, Ping, Pong, Refusal, ShareRevocations
 from agora_protocol.tensors import WireTensor
 from agora_protocol.tickets import MEMBER
 
 from agora.calls import OnProgress, Reply
 from agora.clock import boot_time, loop_time
+from agora.fair_share import Holder
 from agora.moving_average import MovingAverage
-from agora.net.fair_share import Holder
 from agora.net.gate import Gate
 from agora.net.incoming import CallServices, IncomingCalls
 from agora.net.liveness import LivenessCheck, Verdict
 from agora.net.network_errors import ConnectionBroken
 from agora.net.progress_watch import TransferWatch
-from agora.net.streams import Frame, FrameStream, Intake
+from agora.net.streams import Frame, FrameStream, PayloadAction
 
-READERS_MAY: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of a reader
+READER_REQUESTS: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of a reader
 LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
-GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, by which this side's last frames would be lost
+GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, which loses what this side has not sent yet
 ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.round_trip
 
 
 class ConnectionOwner(CallServices, Protocol):
-    """Protocol: what a connection needs of its Network; `Network.__init__` says what the functions do."""
+    """Protocol: what a connection needs of its Network, besides what IncomingCalls needs."""
 
-    gate: Gate
-    report_violation: Callable[[PeerId, ProtocolError], None]
-    shut_out_s: Callable[[PeerId], float]
+    gate: Gate  # makes this peer's HELLO, and judges the other's
+    report_violation: Callable[[PeerId, ProtocolError], None]  # called when a peer broke the protocol
+    suspended_s: Callable[[PeerId], float]  # returns for how many more seconds a peer is not answered
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         """Called when both sides have said HELLO. addresses: where the peer says that it can be dialled."""
 
     def on_gone(self, connection: Connection) -> None:
-        """Called once, when a connection has broken or ended."""
+        """Called once, when the connection has broken or ended, even if `start` has not returned yet."""
 
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call of this side that has no answer yet."""
+    """A call made here and not yet answered. request_type decides which messages answer it."""
 
     reply: asyncio.Future[Reply]
-    request: type[Message]
+    request_type: type[Message]
     on_progress: OnProgress | None
 
 
 class Connection:
-    """Exchanges HELLO with a peer on one stream, makes this side's calls on it, and has the peer's calls answered.
+    """One connection: exchanges HELLO with a peer on one stream, then carries the calls of both sides on it.
 
-    It lives until the stream breaks, either side ends it, or the peer is silent for too long; all open calls then fail.
+    Lives until the stream breaks, either side ends the connection, or the peer is silent or stalls for too long. All
+    open calls then fail, and `broken` holds the error. stream: opened, but not attached yet.
     """
 
     def __init__(
@@ -88,7 +80,7 @@ class Connection:
         self.broken: AgoraError | None = None
         self._owner = owner
         self._limits = owner.limits
-        self.role: str | None = None  # that the gate gave the peer; None until its HELLO has come
+        self.role: str | None = None  # the role given by the gate; None until the peer's HELLO has come
         self.proof = b""  # the proof in its HELLO
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
@@ -99,16 +91,17 @@ class Connection:
         self._next_call = 1 if is_initiator else 2
         self._open: dict[int, _OpenCall] = {}
         self._slots = asyncio.Semaphore(min(self._limits.max_calls, MAX_CALLS_PER_CONNECTION))
-        self._awaited = 0  # calls of this side, pings aside, that the peer has not answered
-        self.incoming = IncomingCalls(owner, stream, peer, self._end_when_idle)
+        self._unanswered_calls = 0  # made here, not counting pings
+        self.incoming = IncomingCalls(owner, stream, peer, self._close_when_idle)
 
     # --- from HELLO to GOODBYE
 
     async def start(self) -> None:
-        """Exchanges HELLOs: this side's comes first where it has opened the stream, else once the peer is admitted.
+        """Exchanges HELLOs: this side's comes first if it opened the stream, else once the peer is admitted.
 
-        Raises what the gate raises for a peer that it does not admit, the peer's refusal if it says GOODBYE with one,
-        such as NotAdmitted, and ConnectionBroken when the stream ends or no HELLO comes within `hello_s`.
+        Raises what the gate raises for a peer that it does not admit, and the peer's refusal if it says GOODBYE with
+        one, such as NotAdmitted. Raises ConnectionBroken when the stream ends, when no HELLO comes within `hello_s`,
+        and when the HELLO breaks the protocol, as one with a malformed proof does.
         """
         self.stream.attach(self)
         if self.is_initiator:
@@ -117,45 +110,47 @@ class Connection:
             async with asyncio.timeout(self._limits.hello_s):
                 await self._ready
         except TimeoutError:
-            self.break_off("no HELLO came")
-            raise ConnectionBroken("the peer opened a stream and said nothing") from None
+            reason = f"no HELLO came within {self._limits.hello_s:g} s"
+            self.abort(reason)
+            raise ConnectionBroken(reason) from None
 
     @property
     def is_usable(self) -> bool:
-        """Whether new calls may go here: the peer said HELLO and is not leaving, nothing broke, numbers are left."""
+        """Whether new calls may go here: a member that has not said GOODBYE, not broken, with call numbers left."""
         has_numbers = self._next_call <= LAST_CALL - 2
         return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
     def holder(self) -> Holder:
-        """The peer, and the network that its address is of."""
-        return Holder(self.stream.prefix, self.peer)
+        """The peer, and the network of its address."""
+        return Holder(self.stream.address_prefix, self.peer)
 
     @property
     def is_reader(self) -> bool:
         """Whether the peer is admitted only as a reader, or has not said HELLO yet."""
         return self.role != MEMBER
 
-    def end(self, error: AgoraError, reason: str) -> None:
-        """Sends a GOODBYE with `error`, closes the stream, and fails every call with ConnectionBroken(reason)."""
+    def close(self, error: AgoraError, reason: str) -> None:
+        """Queues a GOODBYE with `error`, closes the stream once it is sent, and fails calls made here as `on_lost`."""
         self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusals.refusal_to_wire(error)))
         self.stream.close()
         self.on_lost(reason)
 
-    def break_off(self, reason: str) -> None:
-        """Fails every call and aborts the stream without GOODBYE, unless the connection has ended already."""
+    def abort(self, reason: str) -> None:
+        """Fails this side's calls as `on_lost` does and aborts the stream, without GOODBYE; no-op if broken already."""
         if self.broken is None:
             self.on_lost(reason)
             self.stream.abort()
 
     def on_lost(self, reason: str) -> None:
-        """Marks the connection as broken: the handshake and every open call raise ConnectionBroken(reason)."""
-        self._fail(ConnectionBroken(reason))
+        """Marks the connection as broken, unless it is: `start` and every open call raise ConnectionBroken(reason)."""
+        self._mark_broken(ConnectionBroken(reason))
 
-    def _fail(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
-        """Breaks the connection; does nothing if it is broken already. Tells its owner, and stops the peer's calls.
+    def _mark_broken(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
+        """Marks the connection as broken and tells its owner; no-op if it is broken already. Leaves the stream open.
 
-        Open calls raise `error`, a waiting `start` `handshake_error` if that is set.
+        Open calls raise `error`, a waiting `start` raises `handshake_error`, or `error` without one. The peer's calls
+        are not answered any more, although their work goes on.
         """
         if self.broken is not None:
             return
@@ -168,29 +163,29 @@ class Connection:
         self.incoming.on_lost()
         self._owner.on_gone(self)
 
-    def _end_when_idle(self) -> None:
-        """Breaks off after the peer's GOODBYE without a refusal, once no call, pings aside, is open or queued."""
-        if self._peer_leaves and not self._awaited and not len(self.incoming):
-            self.break_off("the peer is leaving")
+    def _close_when_idle(self) -> None:
+        """Aborts if the peer has said GOODBYE without a refusal and neither side has an open call other than a ping."""
+        if self._peer_leaves and not self._unanswered_calls and not len(self.incoming):
+            self.abort("the peer is leaving")
 
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Waits until fewer than `max_calls` are open, sends the request, returns the reply; raises as `_ask` does."""
+        """Reports the request to `count_sent`, waits until fewer than `max_calls` are open, then does as `_ask`."""
         self._owner.count_sent(request, tensors)
         async with self._slots:
-            self._awaited += 1
+            self._unanswered_calls += 1
             try:
                 return await self._ask(request, tensors, on_progress)
             finally:
-                self._awaited -= 1
-                self._end_when_idle()
+                self._unanswered_calls -= 1
+                self._close_when_idle()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
         """Sends a request without waiting for a call slot (a large one waits for room), and returns the reply.
 
-        When cancelled, drops a request that is still queued, otherwise sends CANCEL. on_progress takes each Advance.
-        Raises what the peer refuses it with, or what broke the connection.
+        on_progress: called with each Advance before it. When cancelled, drops a request that is still queued, otherwise
+        sends CANCEL if no reply has come. Raises the peer's refusal, or what broke the connection.
         """
         if self.broken is not None:
             raise self.broken
@@ -212,8 +207,11 @@ class Connection:
             del self._open[number]
 
     async def ping(self) -> None:
-        """Sends a Ping; its answer updates `round_trip` and, if it tells a time, `boot_unix`. Silence: no change."""
-        started = boot_time()  # the loop's clock counts milliseconds
+        """Sends a Ping and awaits its Pong, which updates `round_trip` and, if it has a time, `boot_unix`.
+
+        Changes nothing when the peer refuses, the connection breaks, or no Pong comes in silence_s + answer_s.
+        """
+        started = boot_time()  # uvloop's clock has only millisecond resolution
         try:
             async with asyncio.timeout(self._limits.silence_s + self._limits.answer_s):
                 reply = await self._ask(Ping(), (), None)
@@ -225,22 +223,23 @@ class Connection:
             self.boot_unix = reply.message.unix - (started + took_s / 2)
 
     def tick(self, now: float) -> None:
-        """Called twice a second: pings a peer that owes an answer and is silent; breaks off if it stays silent.
+        """Called twice a second: pings a peer that owes an answer and is silent; aborts if it stays silent.
 
-        Also pings while a long payload is being received, so that its sender hears a sign of life; and breaks off when
-        a payload, or what the peer should read, does not progress.
+        Also pings while a long payload is being received, so that its sender hears a sign of life; aborts when a
+        payload, or the peer's reading of what this side sends, stalls. Does nothing before the peer's HELLO.
         """
         if self.role is None or self.broken is not None:
             return
         if why := self._find_stall(now):
-            self.break_off(why)
+            self.abort(why)
             return
-        stream, spawn = self.stream, self._owner.spawn
+        stream = self.stream
+        spawn = self._owner.spawn
         if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.silence_s / 2:
             spawn(self.ping())  # on a slow link the payload's sender may hear nothing else for long
-        verdict = self._liveness.judge(
+        verdict = self._liveness.decide(
             now,
-            owed=self._awaited > 0 and not stream.is_waiting,
+            owed=self._unanswered_calls > 0 and not stream.is_waiting,
             heard_at=stream.last_heard,
             flushed=stream.bytes_out - stream.unsent,
             backlog=stream.backlog,
@@ -248,14 +247,12 @@ class Connection:
         if verdict is Verdict.PING:
             spawn(self.ping())
         elif verdict is Verdict.GONE:
-            self.break_off(f"the peer has been silent for {now - self._liveness.alive_at:.0f} s")
+            self.abort(f"the peer has been silent for {now - self._liveness.alive_at:.0f} s")
 
     def _find_stall(self, now: float) -> str:
-        """Returns which transfer has stalled, as a reason to break the connection off, in words; "" if none has.
-
-        The memory that a stalled transfer holds is then free for others.
-        """
-        stream, budget = self.stream, self._owner.budget
+        """Returns in words which transfer has stalled; "" if none has. Gives both TransferWatches a sample."""
+        stream = self.stream
+        budget = self._owner.budget
         is_reading = stream.is_mid_payload and not stream.is_waiting
         if self._incoming_watch.is_stalled(now, stream.bytes_in, under_way=is_reading, pressed=budget.is_pressed):
             return "a payload that it began did not go on"
@@ -267,50 +264,53 @@ class Connection:
     # --- what arrives
 
     def on_prefix(self, prefix: Prefix) -> None:
-        """Raises ProtocolError for a frame before HELLO, other than GOODBYE, or for a header that is too long.
+        """Raises ProtocolError for a prefix whose frame comes before HELLO (GOODBYE may), or has too long a header.
 
         A header may exceed MAX_HEADER_BYTES only in a frame of an open call whose request is in LONG_ANSWERS.
         """
         if self.role is None and prefix.type not in (FrameType.HELLO, FrameType.GOODBYE):
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)
-        if prefix.header_bytes > MAX_HEADER_BYTES and not (call and call.request in LONG_ANSWERS):
+        if prefix.header_bytes > MAX_HEADER_BYTES and not (call and call.request_type in LONG_ANSWERS):
             raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes that nobody asked for.")
 
-    def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
-        """Decides whether a payload is read: `incoming` does for requests, and answers to calls that are over are not.
+    def on_header(self, prefix: Prefix, message: Message | None) -> PayloadAction:
+        """Decides whether a frame's payload is read: a request's as `incoming` says, an answer's if its call is open.
 
-        Raises ProtocolError for a call number of the wrong side, or an answer of the wrong kind.
+        Reserves memory for an answer. Refuses requests that a reader must not make, and every request of a suspended
+        peer. Raises ProtocolError for a call number of the wrong side or never used, or an answer of the wrong type.
         """
         if prefix.type in (FrameType.REQUEST, FrameType.CANCEL) and self._is_own(prefix.call):
             raise ProtocolError("out-of-order", f"A {prefix.type.name} of call {prefix.call}, which is not the peer's.")
         if prefix.type is FrameType.REQUEST:
             refusal = None
-            if self.is_reader and not isinstance(message, READERS_MAY):
+            if self.is_reader and not isinstance(message, READER_REQUESTS):
                 refusal = NotAdmitted("A reader may only ask for the manifest and the status.")
-            elif self._owner.shut_out_s(self.peer) > 0:
+            elif self._owner.suspended_s(self.peer) > 0:
                 refusal = NotAdmitted("This peer answers nothing to you for now; ask another.")
             return self.incoming.on_request_header(prefix, message, refusal)
         if prefix.type is FrameType.ANSWER:
             call = self._find_open(prefix.call)
             if call is None:
-                return Intake.DROP
-            if not isinstance(message, ANSWER_OF[call.request]):
-                raise ProtocolError(
-                    "bad-message", f"{type(message).__name__} is not an answer to {call.request.__name__}."
-                )
-            self.incoming.share.reserve(prefix.payload_bytes)
-        return Intake.TAKE
+                return PayloadAction.DROP
+            if not isinstance(message, ANSWER_OF[call.request_type]):
+                request = call.request_type.__name__
+                raise ProtocolError("bad-message", f"{type(message).__name__} is not an answer to {request}.")
+            self.incoming.payloads.reserve(prefix.payload_bytes)
+        return PayloadAction.TAKE
 
     def on_frame(self, frame: Frame) -> None:
-        """Handles a frame: a peer's request or CANCEL, progress or outcome of a call made here, HELLO or GOODBYE."""
-        message: Any = frame.message  # of the class that belongs into such a frame: that was judged with its header
-        share = self.incoming.share
+        """Gives a peer's request or CANCEL to `incoming`, ends or advances a call made here, handles HELLO and GOODBYE.
+
+        Releases an answer's reserved memory. Calls on_progress in a later turn of the event loop. Raises as `_settle`.
+        """
+        message: Any = frame.message  # its class was checked with the header
+        payloads = self.incoming.payloads
         match frame.type:
             case FrameType.REQUEST:
                 self.incoming.on_request(frame, message)
             case FrameType.ANSWER:
-                share.release(share.take_arrived())  # others may go on at once, and end this connection
+                payloads.release(payloads.take_arrived())  # others may go on at once, and end this connection
                 tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
                 self._settle(frame.call, Reply(message, tensors))
             case FrameType.PROGRESS:
@@ -327,24 +327,24 @@ class Connection:
                 self._on_goodbye(message)
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Refuses a request that broke the protocol, ends the connection with GOODBYE, and reports it to the owner."""
+        """Refuses the request if one broke the protocol; ends the connection with GOODBYE and tells the owner."""
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._is_own(prefix.call):
             self.incoming.refuse(prefix.call, error)
-        self.end(error, f"the peer broke the protocol ({error.code}): {error}")
+        self.close(error, f"the peer broke the protocol ({error.code}): {error}")
         self._owner.report_violation(self.peer, error)
 
     def _is_own(self, number: int) -> bool:
-        """Whether `number` is odd or even as this side's call numbers are: odd on the side that opened the stream."""
+        """Returns whether `number` has the parity of this side's calls: odd on the side that opened the stream."""
         return number % 2 == self._next_call % 2
 
     def _find_open(self, number: int) -> _OpenCall | None:
-        """Returns this side's open call, None for one that is over. Raises ProtocolError if it was never made."""
+        """Returns this side's open call `number`; None if it is over. Raises ProtocolError if it was never made."""
         if number not in self._open and (not self._is_own(number) or number >= self._next_call):
             raise ProtocolError("out-of-order", f"A frame answers call {number}, which was never made.")
         return self._open.get(number)
 
     def _settle(self, number: int, result: Reply | AgoraError) -> None:
-        """Ends an open call: it returns the Reply or raises the error. Does nothing if it is over; see `_find_open`."""
+        """Has an open call return the Reply or raise the error, unless it is over. Raises as `_find_open` does."""
         call = self._find_open(number)
         if call is None or call.reply.done():
             return
@@ -355,23 +355,25 @@ class Connection:
             call.reply.set_result(result)
 
     def _say_hello(self) -> None:
-        """Sends this side's HELLO."""
+        """Queues this side's HELLO for the peer."""
         self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.gate.hello_to(self.peer)))
 
     def _on_hello(self, hello: Hello) -> None:
-        """Makes the connection ready if the gate admits the peer, and ends it otherwise.
+        """Sets the peer's role and proof and lets `start` return if the gate admits it; otherwise ends with GOODBYE.
 
-        Raises ProtocolError for a second HELLO or a malformed proof.
+        Says HELLO if the peer opened the stream; tells the owner. Raises ProtocolError for a second HELLO or a bad
+        proof.
         """
         if self.role is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
         try:
-            self.role, self.proof = self._owner.gate.admit(self.peer, hello), hello.proof
+            self.role = self._owner.gate.admit(self.peer, hello)
+            self.proof = hello.proof
         except AgoraError as error:
             if isinstance(error, ProtocolError) and error.code != "wrong-version":
                 raise
-            self._fail(error)
-            self.end(error, str(error))
+            self._mark_broken(error)
+            self.close(error, str(error))
             return
         if not self.is_initiator:
             self._say_hello()
@@ -380,17 +382,17 @@ class Connection:
             self._ready.set_result(None)
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        """Ends the connection as the peer's GOODBYE asks.
+        """Ends the connection: at once if the GOODBYE carries a refusal, otherwise once no call is open.
 
-        Without a refusal it ends once no call is open. With one, all calls fail: with the refusal itself if the peer
-        rejects this one or its version, otherwise with ConnectionBroken. The stream is aborted GOODBYE_S later.
+        With a refusal all calls fail: with the refusal itself if the peer rejects this one or its version, otherwise
+        with ConnectionBroken; `start` raises the refusal. The stream is aborted GOODBYE_S later.
         """
         if refusal is None:
             self._peer_leaves = True
-            self._end_when_idle()
+            self._close_when_idle()
             return
         error = refusals.refusal_from_wire(refusal)
         is_unwanted = isinstance(error, Refused) or error.code == "wrong-version"
         ended = ConnectionBroken(f"the peer ended the connection ({error.code}): {error}")
-        self._fail(error if is_unwanted else ended, handshake_error=error)
+        self._mark_broken(error if is_unwanted else ended, handshake_error=error)
         asyncio.get_running_loop().call_later(GOODBYE_S, self.stream.abort)

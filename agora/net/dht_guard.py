@@ -23,50 +23,54 @@ class DhtGuard(Protocol):
     """Protocol: decides between which peers the DHT's calls may pass, and whose records may be kept."""
 
     def may_call(self, peer: PeerId) -> bool:
-        """Returns whether `peer` may be dialled."""
+        """Returns whether the DHT may dial and call `peer`."""
 
-    def is_greeted(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with `peer`, and it is a member of the run."""
+    def is_admitted_member(self, peer: PeerId) -> bool:
+        """Returns whether `peer` has exchanged HELLO and is a member of the run, so that its calls are answered."""
 
-    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection; returns whether it is a member of the run.
+    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
+        """Exchanges HELLOs with `peer` if there is no connection; returns whether `peer` is a member of the run.
 
-        anew: first breaks off a connection that the peer does not know of any more. named_by: the node that has named
-        `peer`, which is asked for its addresses when it cannot be dialled at known ones; None: nobody has.
+        False when `peer` cannot be reached, or must not be called. reconnect: first aborts a connection that `peer`
+        does not know any more. named_by: the node that named `peer`; if `peer` cannot be dialled at known addresses,
+        this node is asked for others. None: nobody is asked.
         """
 
-    def is_by_member(self, record: Record) -> bool:
-        """Returns whether a record, already verified, is of a member of the run, whichever node it was read from."""
+    def is_from_member(self, record: Record) -> bool:
+        """Returns whether the author of a verified record is a member of the run, whichever node sent it."""
 
 
 class OpenGuard:
-    """A DhtGuard that lets everybody do everything, for tests of the directory alone."""
+    """A DhtGuard that lets everybody do everything: the default of Directory.create, used by tests and benchmarks."""
 
     def may_call(self, peer: PeerId) -> bool:
         """Returns True."""
         return True
 
-    def is_greeted(self, peer: PeerId) -> bool:
+    def is_admitted_member(self, peer: PeerId) -> bool:
         """Returns True."""
         return True
 
-    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
+    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
         """Returns True."""
         return True
 
-    def is_by_member(self, record: Record) -> bool:
+    def is_from_member(self, record: Record) -> bool:
         """Returns True."""
         return True
 
 
-async def greet_member(guard: DhtGuard, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> None:
-    """Exchanges HELLOs with a peer before the DHT calls it; anew, named_by: see DhtGuard.greet.
+async def greet_member(
+    guard: DhtGuard, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None
+) -> None:
+    """Exchanges HELLOs with a peer before the DHT calls that peer, if there is no connection yet or `reconnect`.
 
-    Raises NotAdmitted when the peer is not a member of the run, or does not answer within GREET_S.
+    Raises NotAdmitted when the peer, connected or not, is not a member of the run, or not reached and greeted within
+    GREET_S. reconnect, named_by: as DhtGuard.greet.
     """
     try:
         async with asyncio.timeout(GREET_S):
-            is_member = await guard.greet(peer, anew=anew, named_by=named_by)
+            is_member = await guard.greet(peer, reconnect=reconnect, named_by=named_by)
     except TimeoutError:
         is_member = False
     if not is_member:

@@ -1,4 +1,4 @@
-"""Opens connections to other peers: dials each at its known addresses, again when two dials have crossed.
+"""Opens connections to other peers: dials each at its known addresses, and again if both sides dialled at once.
 
 Knows: where peers can be dialled, and the dials under way. Must not know: which peers are connected (it asks), whether
 a peer may be called, or what is said on a connection after HELLO.
@@ -20,16 +20,19 @@ from agora_protocol.limits import PROTOCOL_NAME
 from agora.net.address_book import AddressBook
 from agora.net.connection import Connection
 from agora.net.host import Host
-from agora.net.network_errors import ConnectionBroken, DialsCrossed
+from agora.net.network_errors import ConnectionBroken, SimultaneousOpen
 from agora.net.reaching import WaysToReach, reach_by_any_way, relays_of
 from agora.net.streams import FrameStream
 
-DIAL_AGAIN_S: Final = 5.1  # seconds from crossed dials to the next; for 5 s p2pd refuses an address that has failed
+DIAL_AGAIN_S: Final = 5.1  # seconds from a simultaneous open to the next dial; p2pd refuses a failed address for 5 s
 TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
 
 
 class Dialler:
-    """Dials peers; callers that want the same peer at the same time share one dial."""
+    """Opens connections to peers at the addresses that it has learnt.
+
+    Callers that want the same peer share one dial.
+    """
 
     def __init__(
         self,
@@ -39,9 +42,10 @@ class Dialler:
         connection_to: Callable[[PeerId], Connection | None],
         add: Callable[[FrameStream, PeerId, str], Connection],
     ) -> None:
-        """dial_s: seconds for a dial. connection_to: returns the usable connection to a peer, or None.
+        """dial_s: seconds within which a peer must be reached. connection_to: returns a usable connection, or None.
 
-        add: makes a connection of a stream to a peer and its path, and keeps it.
+        add: called with a new stream, the peer at its other end and the path to that peer; registers a Connection on
+        the stream, and returns it.
         """
         self._host = host
         self._frame_limits = frame_limits
@@ -51,43 +55,48 @@ class Dialler:
         self._ways = WaysToReach()
         self._book = AddressBook()
         self._dials: dict[PeerId, asyncio.Task[Connection]] = {}
-        self._awaited: dict[PeerId, asyncio.Event] = {}
+        self._awaited_peers: dict[PeerId, asyncio.Event] = {}
         self._is_closing = False
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
+        """Replaces the known multiaddrs of `peer` with those given that end in its id; keeps the known if none does."""
         self._book.learn(peer, addresses)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """Returns the multiaddrs with /p2p/PEER at which `peer` would be dialled; empty when none are known."""
+        """Returns the known multiaddrs at which `peer` would be dialled, ending in its id; empty if none are known."""
         return self._book.addresses(peer)
 
-    def reach_by(self, ways: WaysToReach) -> None:
-        """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
+    def set_ways_to_reach(self, ways: WaysToReach) -> None:
+        """Sets how later dials reach peers. Until it is called, all addresses are dialled, and no holes punched."""
         self._ways = ways
 
     def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers where a peer says that it, or its relays, can be dialled; ignores addresses that must not be."""
+        """Replaces the known addresses of `peer` with those that it announces and WaysToReach.may_dial allows.
+
+        Keeps the known ones if none is allowed. Learns as well the addresses of the relays in them, for relays of which
+        no address is known.
+        """
         usable = [address for address in addresses if self._ways.may_dial(address)]
         self.learn(peer, usable)
         for relay, its_addresses in relays_of(usable).items():
             if not self._book.addresses(relay):
                 self.learn(relay, its_addresses)
 
-    def wake(self, peer: PeerId) -> None:
-        """Tells a dial that waits for `peer` to open a stream, after crossed dials, that the peer has done so."""
-        if peer in self._awaited:
-            self._awaited[peer].set()
+    def on_peer_connected(self, peer: PeerId) -> None:
+        """Tells a dial that waits after a simultaneous open that `peer` has connected; does nothing if none waits."""
+        if peer in self._awaited_peers:
+            self._awaited_peers[peer].set()
 
     def stop(self) -> list[asyncio.Task[Connection]]:
-        """Refuses new dials from now on; returns those under way, which the caller cancels."""
+        """Refuses new dials from now on; returns the tasks of those under way, which the caller cancels."""
         self._is_closing = True
         return list(self._dials.values())
 
     async def dial(self, peer: PeerId) -> Connection:
-        """Opens a connection to `peer`, or awaits the dial that another caller has begun.
+        """Opens a connection to `peer`, even if there is one, or awaits the dial that another caller has begun.
 
-        Raises ConnectionBroken when the peer is not reached within `dial_s`, and what `Connection.start` raises.
+        The dial goes on when this caller is cancelled. Raises ConnectionBroken when the peer is not reached within
+        `dial_s`, is this peer itself, or after `stop`; and what `Connection.start` raises.
         """
         if self._is_closing:
             raise ConnectionBroken("this peer is leaving")
@@ -103,55 +112,59 @@ class Dialler:
         return dial.result()
 
     def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
-        """Called when a dial has ended: forgets it, so that the next call dials again."""
+        """Called when a dial has ended: forgets it, so that the next caller of `dial` starts a new one."""
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get it; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
-        """Opens a stream to `peer` and returns the connection after the HELLOs, or one that the peer opened meanwhile.
+        """Opens a stream to `peer`, registers and greets a connection on it, and returns the connection.
 
-        Breaks the connection off if the HELLOs fail. Raises as `dial` does.
+        After a simultaneous open, returns the connection that the peer opened, if it did. Aborts the new connection if
+        the HELLOs fail. Raises as `dial` does.
         """
         try:
             async with asyncio.timeout(self._dial_s):
-                opened = await self._open_stream_or_meet(peer)
+                reached = await self._open_stream_or_await_peer(peer)
         except TimeoutError:
             raise ConnectionBroken(f"{peer} could not be reached within {self._dial_s:.0f} s") from None
-        if isinstance(opened, Connection):
-            return opened
-        connection = self._add(opened[0], peer, opened[1])
+        if isinstance(reached, Connection):
+            return reached
+        stream, path = reached
+        connection = self._add(stream, peer, path)
         with contextlib.ExitStack() as undo:
-            undo.callback(connection.break_off, "the handshake failed")
+            undo.callback(connection.abort, "the handshake failed")
             await connection.start()
             undo.pop_all()
         return connection
 
-    async def _open_stream_or_meet(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """Returns a new stream to `peer` and its path; when dials have crossed, the connection that the peer opened.
+    async def _open_stream_or_await_peer(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
+        """Returns a new stream to `peer` and its path; or, after a simultaneous open, the peer's connection.
 
-        After crossed dials it waits a random time for the peer's stream, shorter at the lower peer id, and then dials
-        again. It has no time limit of its own: the caller sets one.
+        Simultaneous open: both peers dialled each other at once, and both dials failed. Then waits for the peer's
+        stream for DIAL_AGAIN_S and a random time, shorter at the lower peer id, and dials again if none came, without
+        end: the caller sets a limit.
         """
         while True:
             try:
                 return await self._open_stream(peer)
-            except DialsCrossed:  # the lower peer id dials again first
+            except SimultaneousOpen:  # the lower peer id dials again first
                 turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
-            peer_connected = self._awaited[peer] = asyncio.Event()
+            peer_connected = self._awaited_peers[peer] = asyncio.Event()
             try:
                 if self._connection_to(peer) is None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(peer_connected.wait(), DIAL_AGAIN_S + turn_s)
             finally:
-                del self._awaited[peer]
-            if met := self._connection_to(peer):
-                return met
+                del self._awaited_peers[peer]
+            if connection := self._connection_to(peer):
+                return connection
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
-        """Opens a stream to `peer`, dialling its known addresses first. Returns it and its path, see Host.
+        """Connects p2pd to `peer` in any way at its known addresses, if any, opens a stream, returns it and its path.
 
-        Raises ConnectionBroken, with the reasons, when the peer cannot be reached.
+        If connecting fails, tries to open the stream all the same. The path is "direct", "punched" or "relayed". Raises
+        ConnectionBroken, with the reasons, when the peer cannot be reached, SimultaneousOpen as Host.reach does.
         """
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
         addresses = self._book.addresses(peer)

@@ -30,17 +30,21 @@ from agora.net.key_holders import HOLDERS, KeyHolders
 from agora.net.network_errors import ConnectionBroken
 from agora.net.stored_records import BoundedStorage, SignedRecords, peer_hash
 
-READ_S: Final = 3.0  # seconds that a read of the directory takes at most
-PUBLISH_S: Final = 10.0  # seconds that storing a record takes at most
-SMALL_SWARM: Final = 20  # up to here every node knows every other: hivemind's buckets hold 20
-NEXT_ANSWER_S: Final = 0.3  # once half of the nodes have answered, how long a read waits for the next answer
+READ_S: Final = 3.0  # seconds after which a read of the directory returns what it has
+PUBLISH_S: Final = 10.0  # seconds after which storing a record is given up
+SMALL_SWARM: Final = 20  # neighbours up to which every node knows every other: hivemind's buckets hold 20
+NEXT_ANSWER_S: Final = 0.3  # seconds that a read waits for the next answer, once half of the nodes have answered
 
 _Entries = dict[str, tuple[bytes, float]]
 """By peer: the record as msgpack, and its expiry in unix seconds."""
 
 
 class Directory:
-    """This peer's node of the run's DHT: publishes signed records, reads those of others, and stores some of them."""
+    """This peer's node of the run's DHT: publishes signed records, reads those of others, and stores some of them.
+
+    bounds: the BoundedP2P that limits the node's messages; its callbacks may be set. refused: by error code, how many
+    records and messages of others this node refused.
+    """
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class Directory:
         guard: DhtGuard,
         unix: Callable[[], float],
     ) -> None:
-        """bounds: the P2P wrapper that limits what the node sends and stores; its callbacks may be set after this."""
+        """node: hivemind's DHTNode, made with `bounds` as its P2P. unix: the time by which records are published."""
         self.bounds = bounds
         self._guard = guard
         self.refused = validator.refused  # how many records this node refused, by the code of their error
@@ -63,7 +67,7 @@ class Directory:
         self._unix = unix
         self._holders = KeyHolders(node)
         self._last_expiry: dict[Any, float] = {}  # by hashed key, in unix seconds
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._open_requests: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def create(
@@ -76,7 +80,7 @@ class Directory:
         guard: DhtGuard | None = None,
         unix: Callable[[], float] | None = None,
     ) -> Directory:
-        """Starts a node on `host` for a run of `stages` stages, and joins the DHT through the peers at `bootstrap`.
+        """Starts a node on `host` for a run of `stages` stages; joins the DHT if a peer at `bootstrap` answers.
 
         guard: says which peers the node answers and calls, and whose records it keeps; None: all. unix: the time by
         which records are published and judged, for all nodes of this process; None: the wall clock.
@@ -110,13 +114,14 @@ class Directory:
 
     @property
     def neighbours(self) -> int:
-        """Number of other nodes in the routing table; 0 means that this node is alone."""
+        """The number of other nodes in this node's routing table; 0 if it knows none."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> None:
-        """Joins the DHT through those peers at `addresses` that answer, if any. Raises InputError for a malformed one.
+        """Joins the DHT through those peers at `addresses` that the guard allows and that answer; without any, returns.
 
-        timeout_s: for connecting, and again for looking up this peer's neighbours.
+        Connects to the peers, pings them, and then looks up the nodes nearest to this one. timeout_s: for connecting,
+        and again for the look-up. Raises InputError for a malformed address.
         """
         by_peer = {peer: known for peer, known in addresses_by_peer(addresses).items() if self._guard.may_call(peer)}
         try:
@@ -129,13 +134,15 @@ class Directory:
             await _within(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> bool:
-        """Signs `record` and stores it in these shards. Returns whether every shard has it on some node.
+        """Signs `record` and stores it in `shards`.
 
-        It replaces the peer's older records of its kind; one that should expire before these expires just after them,
-        since the DHT keeps the later expiry: also one that was published when this machine's clock was ahead, and that
-        was read since. Raises ProtocolError for a record that is too large or of another peer.
+        Returns whether within PUBLISH_S some node stored it for every shard. The record expires after `lifetime_s`, or
+        just after this peer's last record in any of `shards` that it has published or read, if that is later: the DHT
+        keeps the one that expires last, even if it was published while this machine's clock was ahead. Raises
+        ProtocolError for a record that is too large or of another peer.
         """
-        keys, now_unix = [self._key(type(record), shard) for shard in shards], self._unix()
+        now_unix = self._unix()
+        keys = [self._key(type(record), shard) for shard in shards]
         ids = [DHTID.generate(key) for key in keys]
         latest = max(self._last_expiry.get(key_id, 0.0) for key_id in ids)
         expires_unix = max(now_unix + lifetime_s, latest + 0.001)
@@ -151,15 +158,16 @@ class Directory:
         return stored is not None and all(stored.values())
 
     async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
-        """Returns by shard the valid records of one kind that came within READ_S, at most one of each peer.
+        """Returns by shard the valid records of members that came within READ_S, at most one of each peer.
 
-        A shard that no node answered for is left out. Nodes with different records of a full shard may have more than
-        MAX_KEY_RECORDS together: those of the smallest hashes are returned.
+        With more than SMALL_SWARM neighbours, a shard that no node answered for is left out; with fewer, its list is
+        empty. Each list has at most MAX_KEY_RECORDS: peers that `bounds.is_member` knows first, then by ascending hash
+        of the peer id.
         """
         keys = {shard: DHTID.generate(self._key(kind, shard)) for shard in shards}
         ask = self._ask_everyone if self._is_small else self._ask_holders
         found = await ask(list(keys.values()))
-        return {shard: self._open_all(key, found[key]) for shard, key in keys.items() if key in found}
+        return {shard: self._verify_all(key, found[key]) for shard, key in keys.items() if key in found}
 
     @property
     def _is_small(self) -> bool:
@@ -167,25 +175,28 @@ class Directory:
         return self.neighbours <= SMALL_SWARM
 
     def _key(self, kind: type[Record], shard: Shard) -> str:
-        """Returns the DHT key of a shard's records of one kind."""
+        """Returns the DHT key, as text, of a shard's records of one kind."""
         return record_key(self._run, kind, shard.stage, shard.bits)
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
         """Asks every known node, and the nodes that they name, for all keys at once; returns merged records by key.
 
-        Stops after READ_S, or when half have answered and no other answer comes for NEXT_ANSWER_S.
+        Includes what this node itself stores; a key that nobody has gets no records. Stops waiting after READ_S, or
+        when half have answered and no other answer comes for NEXT_ANSWER_S; the other requests go on, unused.
         """
-        table, deadline = self._node.protocol.routing_table.uid_to_peer_id, loop_time() + READ_S
+        deadline = loop_time() + READ_S
         found: dict[Any, _Entries] = {key: {} for key in keys}
         for key in keys:
             _merge(found[key], self._node.protocol.storage.get(key))
-        seen_nodes, to_ask, asked = {self._node.node_id}, dict(table), 0
+        seen_nodes = {self._node.node_id}
+        to_ask = dict(self._node.protocol.routing_table.uid_to_peer_id)
+        asked = 0
         running: set[asyncio.Task[Any]] = set()
         while to_ask or running:
             for peer in to_ask.values():
                 running.add(task := asyncio.create_task(self._node._call_find_with_blacklist(peer, keys)))
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
+                self._open_requests.add(task)
+                task.add_done_callback(self._open_requests.discard)
             asked += len(to_ask)
             seen_nodes |= to_ask.keys()
             timeout_s = (
@@ -202,36 +213,40 @@ class Directory:
         return found
 
     async def _ask_holders(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks ASKED holders of each key, and this node itself; returns merged records by key, silent keys absent."""
+        """Asks ASKED holders of each key, and this node, for READ_S at most; returns merged records by key.
+
+        A key that no node answered for is left out.
+        """
         found: dict[Any, _Entries] = {}
         await _within(self._holders.read(keys, lambda key, value: _merge(found.setdefault(key, {}), value)), READ_S)
         return found
 
-    def _open_all(self, key: Any, entries: _Entries) -> list[Record]:
-        """Decodes the entries under one key; leaves out those that are expired, invalid or refused by the guard.
+    def _verify_all(self, key: Any, entries: _Entries) -> list[Record]:
+        """Verifies and decodes the entries under one key, without those expired, invalid or not from a member.
 
-        Members come first, then smaller hashes; at most MAX_KEY_RECORDS. Also remembers when an own record expires.
+        Returns at most MAX_KEY_RECORDS: peers that `bounds.is_member` knows come first, then smaller hashes. Also
+        remembers when this peer's own record expires, see `publish`.
         """
         now_unix = self._unix()
         records = []
         for peer, (packed, expires_unix) in entries.items():
             if now_unix < expires_unix:
                 with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been corrected since
-                    record = self._validator.open(key.to_bytes(), pack(peer), packed, expires_unix)
-                    if self._guard.is_by_member(record):
+                    record = self._validator.verify(key.to_bytes(), pack(peer), packed, expires_unix)
+                    if self._guard.is_from_member(record):
                         records.append(record)
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
 
         # Members first: whoever invents many peers can choose ids with the smallest hashes.
         def rank(record: Record) -> tuple[bool, int]:
-            """Returns what the records are sorted by: members first, then by the peers' hashes."""
+            """Returns a sort key: peers that `bounds.is_member` knows first, then by the hash of the peer id."""
             return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
 
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]
 
     def forget_refused(self) -> None:
-        """Removes from storage and routing table the records and nodes of peers that must not be called any more."""
+        """Removes from this node's storage and routing table the peers that the guard no longer allows to call."""
         protocol = self._node.protocol
         protocol.storage.keep_only(self._guard.may_call)
         for peer, node in list(protocol.routing_table.peer_id_to_uid.items()):
@@ -239,16 +254,22 @@ class Directory:
                 del protocol.routing_table[node]
 
     async def close(self) -> None:
-        """Stops this node and cancels its open requests to other nodes; does not close the host."""
+        """Stops this node and cancels its open requests to other nodes; does not close the host.
+
+        If p2pd has ended, hivemind's node is not shut down.
+        """
         self._node.is_alive = False
-        for task in self._asking:
+        for task in self._open_requests:
             task.cancel()
         if not self._host.died.is_set():
             await _within(self._node.shutdown(), RPC_S)
 
 
 def _merge(entries: _Entries, found: Any) -> None:
-    """Adds a node's records to `entries`, in place; of two records of one peer the later-expiring one stays."""
+    """Adds a node's records under one key to `entries`; of two records of one peer, the later-expiring stays.
+
+    found: hivemind's value; None, or one that is no dictionary of records, adds nothing.
+    """
     if found is not None and isinstance(found.value, DictionaryDHTValue):
         for peer, (packed, expires_unix) in found.value.items():
             if peer not in entries or entries[peer][1] < expires_unix:

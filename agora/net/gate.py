@@ -4,10 +4,10 @@ Knows: HELLO, roles, who has said HELLO. Must not know: tickets, modes, bans (ag
 
 | what | asks the gate |
 |---|---|
-| a stream that this peer opens | `refusal` before it dials, `hello_to`, then `admit` with the peer's HELLO |
+| a stream that this peer opens | `find_refusal` before it dials, `hello_to`, then `admit` with the peer's HELLO |
 | a stream that a peer opens | `admit` with the peer's HELLO, and only then `hello_to` |
-| a request | nothing: the connection keeps the role that `admit` returned, and `still_refuses` ends it |
-| a call of the DHT, both ways | `is_greeted`: HELLO was exchanged with that peer, as members of the run |
+| a request | nothing: the connection keeps the role that `admit` returned, until `find_new_refusal` returns an error |
+| a call of the DHT, both ways | `is_admitted_member`: HELLO was exchanged with that peer, as members of the run |
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from agora_protocol.messages import Hello
 from agora_protocol.tickets import MEMBER, READER, run_token
 
 MAX_GREETED: Final = 16_384
-"""Peers that are remembered to have said HELLO, at most; those that said it longest ago are forgotten first."""
+"""Maximum number of peers that are remembered to have said HELLO; who said it longest ago is forgotten first."""
 
 Judge = Callable[[PeerId, bytes], str]
 """Returns the role, MEMBER or READER, that a peer's proof bytes grant it. Raises NotAdmitted or ProtocolError."""
 
 
 def admit_everyone(peer: PeerId, proof: bytes) -> str:
-    """Returns MEMBER: a Judge for a peer that has nothing to protect yet, and for tests."""
+    """Returns MEMBER whatever the proof: the Judge of a peer that has nothing to protect yet, and of tests."""
     return MEMBER
 
 
 class Gate:
-    """Says HELLO for this peer, judges that of others, and remembers who has been admitted as a member."""
+    """Makes this peer's HELLO, judges that of others, and remembers who has been admitted as a member.
+
+    role: the role that this peer's HELLO asks for. addresses: returns where this peer can be dialled.
+    """
 
     def __init__(
         self,
@@ -47,13 +50,13 @@ class Gate:
         *,
         proof: bytes = b"",
         judge: Judge = admit_everyone,
-        why_not: Callable[[PeerId], str] = lambda _: "",
+        refusal_reason: Callable[[PeerId], str] = lambda _: "",
         version: int = PROTOCOL_VERSION,
     ) -> None:
         """me, run, software, addresses, proof: what this peer's HELLO says; proof: its tickets, b"" for none.
 
-        judge: returns the role that a peer's proof grants. why_not: returns why a peer must be neither called nor
-        answered, "" if it may be. `addresses` and `role` may be set after this.
+        judge: returns the role that a peer's proof grants. refusal_reason: returns why a peer must be neither called
+        nor answered, "" if it may be. `addresses` and `role` may be set after this.
         """
         self.role = MEMBER
         self.version = version
@@ -63,20 +66,21 @@ class Gate:
         self.addresses: Callable[[], Sequence[str]] = lambda: addresses  # where this peer can be dialled
         self._proof = proof
         self._judge = judge
-        self._why_not = why_not
+        self._refusal_reason = refusal_reason
         self._greeted: OrderedDict[PeerId, None] = OrderedDict()
 
     def hello_to(self, peer: PeerId) -> Hello:
-        """Returns the HELLO for a stream to `peer`. No other peer can replay it or infer the run id from it."""
+        """Returns a new HELLO for a stream to `peer`. No other peer can replay it or infer the run id from it."""
         salt = os.urandom(SALT_BYTES)
         token = run_token(self._run, salt, self._me, peer)
         return Hello(self.version, salt, token, self.role, self._proof, self._software, tuple(self.addresses()))
 
     def admit(self, peer: PeerId, hello: Hello) -> str:
-        """Returns the role in which `peer` is admitted by its HELLO; remembers members, see `is_greeted`.
+        """Returns the role in which `peer` is admitted by its HELLO, and remembers a member for `is_admitted_member`.
 
-        A peer that asks to be a READER becomes one, whatever its tickets grant. Raises NotAdmitted, WrongRun, or
-        ProtocolError: "wrong-version", or what is wrong with the proof. No error text reveals the run id to a stranger.
+        A peer that asks to be a READER becomes one, even if its proof grants more. Raises NotAdmitted if the proof
+        grants too little, WrongRun, or ProtocolError: "wrong-version", or what is wrong with the proof. No error text
+        reveals the run id.
         """
         if hello.version != self.version:
             text = f"Protocol version {hello.version} meets version {self.version}; update the older one."
@@ -94,10 +98,10 @@ class Gate:
             self._greeted.popitem(last=False)
         return MEMBER
 
-    def still_refuses(self, peer: PeerId, proof: bytes, role: str) -> AgoraError | None:
-        """Returns the error with which a peer, once admitted in `role` with `proof`, is refused now; None if it is not.
+    def find_new_refusal(self, peer: PeerId, proof: bytes, role: str) -> AgoraError | None:
+        """Judges a peer admitted in `role` again; returns the error to refuse it with, None if it may stay.
 
-        For connections that stay open while tickets expire and peers are banned.
+        Called for open connections: tickets expire and peers are banned meanwhile.
         """
         try:
             is_same = self._judge(peer, proof) in (MEMBER, role)
@@ -105,15 +109,18 @@ class Gate:
             return error
         return None if is_same else NotAdmitted("The peer may not take part in the run any more; ask its founder.")
 
-    def refusal(self, peer: PeerId) -> AgoraError | None:
-        """Returns the error to raise instead of calling `peer`, judged without its HELLO; None if it may be called."""
-        why = self._why_not(peer)
+    def find_refusal(self, peer: PeerId) -> AgoraError | None:
+        """Returns the error to raise instead of calling `peer`, None if it may be called.
+
+        Judges its id only, by `refusal_reason`.
+        """
+        why = self._refusal_reason(peer)
         return NotAdmitted(f"{peer} is not admitted: {why}.") if why else None
 
-    def is_greeted(self, peer: PeerId) -> bool:
-        """Returns whether `peer` was admitted as a member by a HELLO since this peer started, and still is."""
-        return peer in self._greeted and not self._why_not(peer)
+    def is_admitted_member(self, peer: PeerId) -> bool:
+        """Returns whether `peer` was admitted as a member by a HELLO, is still remembered, and may still be called."""
+        return peer in self._greeted and not self._refusal_reason(peer)
 
     def forget(self, peer: PeerId) -> None:
-        """Forgets that `peer` has said HELLO: `is_greeted` is False until it says it again."""
+        """Forgets that `peer` was admitted as a member: `is_admitted_member` is False until its next HELLO."""
         self._greeted.pop(peer, None)

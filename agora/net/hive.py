@@ -1,7 +1,7 @@
 """Imports the parts of hivemind that the network uses: its p2pd, its DHT, their messages.
 
 Knows: where hivemind keeps its parts. Must not know: what is done with them. `import hivemind` also imports averaging,
-optimizers, experts and scipy: a quarter of a daemon's import time, and 45 MB of memory, for nothing that is used. So
+optimizers, experts and scipy, none of which is used: a quarter of a daemon's import time, and 45 MB of memory. So
 its submodules are imported here without running its `__init__`.
 """
 
@@ -43,6 +43,6 @@ MultiaddrError = exceptions.Error
 
 
 def set_dht_time(unix: Callable[[], float]) -> None:
-    """Makes all DHT nodes of this process judge by `unix`, in unix seconds, when what they store expires."""
+    """Makes `unix`, in unix seconds, the clock by which hivemind judges expiry in all DHT nodes of this process."""
     for module in (timed_storage, dht_protocol, dht_routing, dht_node):
         module.get_dht_time = unix

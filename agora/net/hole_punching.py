@@ -4,7 +4,7 @@ Knows: TCP's simultaneous open (RFC 9293, section 3.5; RFC 5128, section 3.4). M
 
 Both peers connect at once, from the port at which their p2pd listens and to the address from which a common neighbour
 sees the other; each one's packet opens its own NAT for the other's. The socket must stay the same from the first packet
-on: the NAT drops the answer of another one. p2pd cannot be told to do that without four observers of its address, so
+on: the NAT drops an answer to any other. p2pd cannot be told to do that without four observers of its address, so
 the connection is made here, and p2pd's bytes are carried through it: the dialler's p2pd dials a port on loopback, the
 other's p2pd is dialled on loopback. The two authenticate and encrypt as on any other connection.
 """
@@ -21,7 +21,7 @@ from agora_protocol.ids import PeerId
 
 from agora.clock import loop_time
 from agora.net.host import Host
-from agora.net.network_errors import ConnectionBroken, DialsCrossed
+from agora.net.network_errors import ConnectionBroken, SimultaneousOpen
 from agora.net.own_addresses import host_and_port
 from agora.net.raw_streams import READ_BYTES, RawStream, splice
 
@@ -30,127 +30,145 @@ PUNCH_S: Final = 4.0
 AGAIN_S: Final = 0.1
 """Seconds from a refused connection to the next attempt."""
 MAX_HOLES: Final = 64
-"""At most this many holes are open, or being opened, at once."""
+"""Maximum number of holes that should be open, or being opened, at once; see HolePuncher.has_room."""
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
 class HolePuncher:
-    """Opens holes to peers, and keeps them open as long as p2pd's connections through them last."""
+    """Opens TCP connections through NATs ("holes"), keeps each open as long as the p2pd connection through it lasts."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._tasks: set[asyncio.Task[None]] = set()
 
     def has_room(self) -> bool:
-        """Returns whether fewer than MAX_HOLES are open or being opened; `connect` and `expect` do not check it."""
+        """Returns whether fewer than MAX_HOLES are open, or being opened by `expect`. Neither method checks this."""
         return len(self._tasks) < MAX_HOLES
 
     async def connect(self, peer: PeerId, address: str) -> None:
-        """Opens a hole to `address`, from where `peer` must open one at the same time, and connects p2pd through it.
+        """Opens a hole to `address` and has p2pd dial `peer` through it. `peer` must call `expect` at the same time.
 
-        Raises ConnectionBroken when that fails.
+        The hole then stays open until the connection ends; it is closed at once if p2pd had a connection to `peer`
+        already. Raises ConnectionBroken when the hole or the dial fails.
         """
         hole = await self._open(address)
-        came: asyncio.Future[RawStream] = asyncio.get_running_loop().create_future()
+        accepted: asyncio.Future[RawStream] = asyncio.get_running_loop().create_future()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Takes the first connection, which is p2pd's, as the handshake shows, and aborts later ones."""
+            """Takes the first connection to the loopback port, expected to be p2pd's; aborts later ones."""
             stream = RawStream(reader, writer)
-            if came.done():
+            if accepted.done():
                 stream.abort()
             else:
-                came.set_result(stream)
+                accepted.set_result(stream)
 
-        server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=READ_BYTES)
+        with contextlib.ExitStack() as undo:
+            undo.callback(hole.abort)
+            try:
+                server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=READ_BYTES)
+            except OSError as error:
+                raise ConnectionBroken(f"no port for the connection through the hole ({error.strerror})") from error
+            undo.pop_all()
         port = int(server.sockets[0].getsockname()[1])
-        self._start(self._carry(hole, came, port))
+        self._start(self._carry(hole, accepted, port))
         try:
             await self._host.reach(peer, [f"/ip4/127.0.0.1/tcp/{port}"], PUNCH_S)
-        except DialsCrossed as error:
+        except SimultaneousOpen as error:
             raise ConnectionBroken(str(error)) from None
         finally:
             server.close()
-            if not came.done():
-                came.cancel()
+            if not accepted.done():
+                accepted.cancel()
 
     def expect(self, address: str) -> None:
-        """Starts a task that opens a hole to `address`, and connects what comes through it to this host's p2pd.
+        """Starts a task that opens a hole to `address`, and splices it to a connection to this host's p2pd.
 
-        For the peer that is dialled: the other one calls `connect` at the same time. A failure is not reported.
+        Called on the peer that is dialled, while the other one calls `connect`. A failure is not reported.
         """
         self._start(self._serve(address))
 
     async def close(self) -> None:
-        """Closes all holes."""
+        """Closes all holes, and waits until their tasks have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` in a task that `close` cancels."""
+        """Runs `work` in a task that `close` cancels and that counts as an open hole until it ends."""
         task = asyncio.create_task(work, name="hole")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _carry(self, hole: RawStream, came: asyncio.Future[RawStream], port: int) -> None:
-        """Waits for p2pd's connection to loopback `port`, and carries it through the hole until either end closes."""
+    async def _carry(self, hole: RawStream, accepted: asyncio.Future[RawStream], port: int) -> None:
+        """Waits for p2pd's connection to loopback `port`, carries its bytes through the hole until either end closes.
+
+        Meanwhile `port` is one of the host's tunnel_ports. At the end, or when `accepted` is cancelled, aborts the
+        hole.
+        """
         self._host.tunnel_ports.add(port)
         try:
-            await splice(await came, hole)
+            await splice(await accepted, hole)
         finally:
             hole.abort()
             self._host.tunnel_ports.discard(port)
 
     async def _serve(self, address: str) -> None:
-        """Opens a hole, and carries what comes through it to and from this host's p2pd until either end closes."""
+        """Opens a hole, connects it with this host's p2pd, carries bytes until either end closes. Ignores failures.
+
+        Meanwhile the local port of the connection to p2pd is one of the host's tunnel_ports.
+        """
         with contextlib.suppress(ConnectionBroken, OSError):
             hole = await self._open(address)
             with contextlib.ExitStack() as undo:
                 undo.callback(hole.abort)
-                pair = await asyncio.open_connection(*self._host.listens[_kind(address)], limit=READ_BYTES)
-                port = int(pair[1].get_extra_info("sockname")[1])
+                reader, writer = await asyncio.open_connection(
+                    *self._host.listen_endpoints[_kind(address)], limit=READ_BYTES
+                )
+                port = int(writer.get_extra_info("sockname")[1])
                 self._host.tunnel_ports.add(port)
                 undo.callback(self._host.tunnel_ports.discard, port)
-                await splice(RawStream(*pair), hole)
+                await splice(RawStream(reader, writer), hole)
 
     async def _open(self, address: str) -> RawStream:
         """Returns a TCP connection to `address`, made from the port at which p2pd listens.
 
-        Tries again every AGAIN_S. Raises ConnectionBroken for an unusable address, or when none opens within PUNCH_S.
+        Tries again AGAIN_S after each failure. Raises ConnectionBroken: at once for an address that is no direct TCP
+        address, or of a kind of IP on which p2pd does not listen; else after PUNCH_S.
         """
         parts = host_and_port(address)
-        if parts is None or parts[0] not in self._host.listens:
+        if parts is None or parts[0] not in self._host.listen_endpoints:
             raise ConnectionBroken(f"no hole can be punched to {address or 'an unknown address'}")
         kind, host, port = parts
-        own_port, until = self._host.listens[kind][1], loop_time() + PUNCH_S
+        own_port = self._host.listen_endpoints[kind][1]
+        until = loop_time() + PUNCH_S
         while loop_time() < until:
             try:
                 async with asyncio.timeout_at(until):
                     return await _connect_from(_FAMILIES[kind], own_port, host, port)
-            except OSError:  # in time: a router that answers, rather than drops, what nobody has asked for
+            except OSError:  # refused, e.g. by a NAT that rejects unsolicited packets; a TimeoutError is one too
                 await asyncio.sleep(AGAIN_S)
         raise ConnectionBroken(f"no hole was opened to {address} within {PUNCH_S:.0f} s")
 
 
 async def _connect_from(family: socket.AddressFamily, own_port: int, host: str, port: int) -> RawStream:
-    """Returns a TCP connection to `host`:`port` made from `own_port` of this machine. Raises OSError."""
-    end = socket.socket(family)
+    """Returns a TCP connection to `host`:`port` from this machine's `own_port`, which p2pd shares. Raises OSError."""
+    sock = socket.socket(family)
     with contextlib.ExitStack() as undo:
-        undo.callback(end.close)
-        end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        undo.callback(sock.close)
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if family == socket.AF_INET6:
-            end.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        end.bind(("", own_port))
-        await asyncio.get_running_loop().sock_connect(end, (host, port))
-        pair = await asyncio.open_connection(sock=end, limit=READ_BYTES)
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(("", own_port))
+        await asyncio.get_running_loop().sock_connect(sock, (host, port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=READ_BYTES)
         undo.pop_all()
-    return RawStream(*pair)
+    return RawStream(reader, writer)
 
 
 def _kind(address: str) -> str:
-    """Returns the kind of IP address that a multiaddr begins with: "ip4" or "ip6"."""
+    """Returns the first word of a multiaddr of an IP address: "ip4" or "ip6"."""
     return address.split("/")[1]

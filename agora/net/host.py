@@ -24,11 +24,11 @@ from agora_protocol.ids import PeerId
 
 from agora.net import own_addresses
 from agora.net.address_book import addresses_by_peer
-from agora.net.circuit_wire import address_text, encode_multiaddr, varint
+from agora.net.circuit_wire import decode_multiaddr, encode_multiaddr, with_length
 from agora.net.hive import Multiaddr, MultiaddrError, PeerID, p2pd_pb2
 from agora.net.line_brake import LineBrake
 from agora.net.link import LinkSpec
-from agora.net.network_errors import ConnectionBroken, DialsCrossed
+from agora.net.network_errors import ConnectionBroken, SimultaneousOpen
 from agora.net.p2pd_process import MAX_ERROR_CHARACTERS, SocketDirectory, start_p2pd
 from agora.net.rate_limits import UNLIMITED, RateLimits
 from agora.net.raw_streams import READ_BYTES, RawStream
@@ -37,25 +37,22 @@ from agora.net.streams import MAX_PREAMBLE_BYTES, FrameStream
 from agora.terminal_text import one_line
 
 OnStream = Callable[[FrameStream, PeerId, str], None]
-"""Takes a stream that a peer has opened, to attach a sink or close it; that peer; and the stream's path.
-
-A path is "direct", "punched" or "relayed".
-"""
+"""Takes a stream that a peer opened, its peer and its path ("direct", "punched", "relayed"); attaches or closes it."""
 
 ANSWER_S: Final = 5.0  # seconds for p2pd to answer what needs no network
 MORE_PEERS_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
 TERMINATE_S: Final = 3.0  # seconds between SIGTERM and SIGKILL
 NOWHERE: Final = "/p2p-circuit"  # what p2pd announces in place of private addresses: leads nowhere
-MAX_REMOTE_ADDRESSES: Final = 4096  # peers whose address, as seen here, is remembered
-CROSSED: Final = "noise: message is too short"  # a dialler's first handshake message where an answer belongs
+MAX_REMOTE_ADDRESSES: Final = 4096  # maximum number of peers whose address, as seen here, is remembered
+SIMULTANEOUS_OPEN_ERROR: Final = "noise: message is too short"  # the peer's first handshake message, not an answer
 
 
 class Host:
-    """Runs a p2pd process, reaches other peers through it, and opens and accepts streams, from `create` to `close`.
+    """A running p2pd process: reaches other peers through it, opens and accepts streams, from `create` to `close`.
 
-    peer: its id. p2p: hivemind's handle. died: an event, set when p2pd ends without `close`. link: the imitated one, or
-    None. own: all addresses that it listens on or announces, without /p2p/PEER. listens: by "ip4" and "ip6", host and
-    port at which this machine itself reaches p2pd. tunnel_ports: those at which connections through holes begin here.
+    died: set when p2pd ends, or answers no more, before `close`. link, brake: they slow down all streams of frames,
+    if a link is emulated or the owner has set limits; else None. own_addresses: those listened on or announced, without
+    /p2p/PEER. listen_endpoints: (host, port) of p2pd by "ip4" and "ip6". tunnel_ports: local ports of punched holes.
     """
 
     def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None, limits: RateLimits) -> None:
@@ -64,8 +61,8 @@ class Host:
         self.died = asyncio.Event()
         self.link = AccessLink(link, random.Random(self.peer)) if link is not None else None
         self.brake = LineBrake(p2p._child.pid, limits, self.link) if limits.is_limited else None
-        self.own: tuple[str, ...] = ()
-        self.listens: dict[str, tuple[str, int]] = {}
+        self.own_addresses: tuple[str, ...] = ()
+        self.listen_endpoints: dict[str, tuple[str, int]] = {}
         self.tunnel_ports: set[int] = set()
         self._sockets = sockets
         self._ports = own_addresses.HeldPorts()
@@ -86,13 +83,13 @@ class Host:
         allow_private: bool = True,
         upnp: bool = False,
     ) -> Host:
-        """Starts p2pd with the key in `identity_path`, and returns the host, which listens.
+        """Starts p2pd with the key in `identity_path`, and returns the host, which listens. Silences hivemind's log.
 
         listen: multiaddrs without /p2p/PEER; port 0 means any free port. announce: addresses to announce instead of
-        those. link: what all streams to peers together imitate; p2pd's own traffic, dials and the DHT, does not.
-        allow_private: whether p2pd tells others this machine's private addresses. upnp: whether it asks the router to
-        forward its ports; it then tells all addresses. limits: for all traffic, p2pd's own included. Raises
-        IdentityError for the key file, LocalError for a taken port or a p2pd that does not start.
+        those. If `allow_private` and `upnp` are false, the public ones of `listen` are announced too, and its private
+        ones never. upnp: asks the router to forward the ports. link: what all streams of frames together emulate; dials
+        and the DHT are not slowed down. limits: of all traffic, p2pd's own included. Raises IdentityError for the key
+        file, LocalError for a malformed listen address, a taken port, or a p2pd that does not start.
         """
         identity = Identity.load(identity_path)
         for address in listen:
@@ -104,43 +101,43 @@ class Host:
             ports = own_addresses.HeldPorts()
             undo.callback(ports.close)
             if not allow_private:
-                listen = [ports.fix(address) for address in listen]
+                listen = [ports.hold_free_port(address) for address in listen]
             announced = announce if allow_private or upnp else _public_addresses(listen, announce)
             host = cls(await start_p2pd(identity_path, listen, announced, sockets.path, upnp), sockets, link, limits)
             host._ports = ports
             undo.push_async_callback(host.close)
             if allow_private:
                 listen = [address.removesuffix(f"/p2p/{host.peer}") for address in await host.addresses()]
-            host.own = (*announce, *own_addresses.interface_addresses(listen))
-            host.listens = own_addresses.listening_places(listen)
+            host.own_addresses = (*announce, *own_addresses.interface_addresses(listen))
+            host.listen_endpoints = own_addresses.listening_places(listen)
             if host.peer != identity.peer:
                 raise LocalError(f"p2pd runs as {host.peer} with the key of {identity.peer}; install hivemind again.")
             undo.pop_all()
         return host
 
     async def addresses(self) -> tuple[str, ...]:
-        """Returns the multiaddrs that p2pd announces, each with /p2p/PEER, loopback included; drops malformed ones.
+        """Returns the multiaddrs that p2pd announces, loopback too, each with /p2p/PEER.
 
-        Raises ConnectionBroken when p2pd is gone or does not answer.
+        Leaves out malformed ones and the placeholder NOWHERE. Raises ConnectionBroken without an answer of p2pd.
         """
-        told = (await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)).identify.addrs
-        found = [f"{address}/p2p/{self.peer}" for raw in told if (address := _address_text(raw))]
-        return tuple(a for a in found if address_problem(a) is None and not a.startswith(NOWHERE))
+        answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
+        texts = [f"{text}/p2p/{self.peer}" for raw in answer.identify.addrs if (text := _address_text(raw))]
+        return tuple(text for text in texts if address_problem(text) is None and not text.startswith(NOWHERE))
 
     def remote_address(self, peer: PeerId) -> str:
-        """Returns the direct multiaddr from which `peer` was last seen here, without /p2p/PEER; "" when unknown."""
+        """Returns the other end's address, without /p2p/PEER, of the last direct stream with `peer`; "" if unknown."""
         return self._remote_addresses.get(peer, "")
 
     async def connected_peers(self) -> frozenset[PeerId]:
-        """Returns the peers to which p2pd has any connection now. Raises ConnectionBroken when p2pd is gone."""
+        """Returns the peers to which p2pd has a connection, relayed ones too. Raises ConnectionBroken without p2pd."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), ANSWER_S)
         return frozenset(PeerId(str(PeerID(found.id))) for found in response.peers)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
-        """Connects to the other peers at these addresses in parallel, and returns how many answered.
+        """Connects to the peers at these addresses, except this peer, in parallel; returns the number reached.
 
-        Once one has, it waits MORE_PEERS_S for each next one. Raises InputError for a malformed address,
-        ConnectionBroken when no peer answers.
+        Once one is reached, waits at most MORE_PEERS_S for each next one, and then gives up the others. timeout_s: for
+        each. Raises InputError for a malformed address, ConnectionBroken when there are peers and none is reached.
         """
         by_peer = addresses_by_peer(addresses)
         by_peer.pop(self.peer, None)
@@ -163,10 +160,10 @@ class Host:
         return reached
 
     async def reach(self, peer: PeerId, addresses: Iterable[str], timeout_s: float) -> None:
-        """Has p2pd dial `peer` at `addresses`, unless it is connected.
+        """Has p2pd dial `peer` at `addresses` unless it is connected, and waits for it. Ignores malformed addresses.
 
-        Raises ConnectionBroken when that fails or takes longer than `timeout_s`, DialsCrossed when both peers dialled
-        each other at once.
+        Raises ConnectionBroken when that fails or takes longer than `timeout_s`, SimultaneousOpen when both peers
+        dialled each other at once.
         """
         encoded = [_address_bytes(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
         raw = [address for address in encoded if address]
@@ -187,17 +184,20 @@ class Host:
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
     ) -> tuple[FrameStream, str]:
-        """Returns a new stream to `peer` and its path ("direct", "punched" or "relayed"). Raises as `reach` does."""
+        """Opens a stream to `peer`; returns it, and its path "direct", "punched" or "relayed". Raises as `reach` does.
+
+        `link` and `brake` slow the stream. It reads frames, as `limits` allows, only after `FrameStream.attach`.
+        """
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
         )
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
         )
-        return self._shape(stream), self._note_path(peer, response.streamInfo.addr)
+        return self._shape(stream), self._record_path(peer, response.streamInfo.addr)
 
     async def open_raw(self, peer: PeerId, protocol: str, timeout_s: float) -> RawStream:
-        """Returns a new stream of plain bytes to `peer`. Raises ConnectionBroken when there is none in time."""
+        """Opens a stream of plain bytes to `peer`, not slowed down. Raises ConnectionBroken when that fails."""
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
         )
@@ -207,7 +207,7 @@ class Host:
                 async with asyncio.timeout(timeout_s):
                     pair = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"], limit=READ_BYTES)
                     undo.callback((stream := RawStream(*pair, peer)).abort)
-                    await stream.write(varint(len(body)) + body)
+                    await stream.write(with_length(body))
                     response = p2pd_pb2.Response.FromString(await stream.read_message(MAX_PREAMBLE_BYTES))
             except (TimeoutError, OSError, ValueError) as error:
                 raise ConnectionBroken(f"{peer} gives no stream ({error or 'late'})") from None
@@ -219,11 +219,11 @@ class Host:
     async def serve_raw(self, protocol: str, on_stream: Callable[[RawStream], Awaitable[None]]) -> None:
         """From now on, has each stream of plain bytes that a peer opens for `protocol` served by `on_stream` in a task.
 
-        The stream ends when `on_stream` does. Raises ConnectionBroken when p2pd is gone or refuses.
+        The stream ends with `on_stream`, whose ConnectionBroken or ValueError is ignored. Raises as `serve` does.
         """
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Reads p2pd's preamble, then serves the stream to its end."""
+            """Reads a stream's `peer` and `is_relayed` from its preamble, awaits `on_stream`, aborts the stream."""
             stream = RawStream(reader, writer)
             with contextlib.suppress(ConnectionBroken, ValueError, asyncio.CancelledError):
                 info = p2pd_pb2.StreamInfo.FromString(await stream.read_message(MAX_PREAMBLE_BYTES))
@@ -237,15 +237,15 @@ class Host:
         await self._set_handler(protocol, path)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """Begins to pass each stream that a peer opens for `protocol` to `on_stream`.
+        """From now on, passes each stream that a peer opens for `protocol` to `on_stream`; `link` and `brake` slow it.
 
-        limits: of the streams' frames. Raises ConnectionBroken when p2pd is gone or refuses.
+        limits: of the frames that the stream reads. Raises ConnectionBroken when p2pd is gone or refuses.
         """
 
         def accept_stream() -> FrameStream:
-            """Called for each connection from p2pd: returns a stream, which goes to `on_stream` after its preamble."""
+            """Returns the stream for a connection from p2pd; `on_stream` gets it once its preamble is read."""
             stream = FrameStream(limits)
-            stream.preamble.add_done_callback(partial(self._introduce, stream, on_stream))
+            stream.preamble.add_done_callback(partial(self._pass_on, stream, on_stream))
             return stream
 
         path = self._sockets.path / f"serve{len(self._servers)}.sock"
@@ -258,18 +258,18 @@ class Host:
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
 
-    def _introduce(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
-        """Called when a stream's preamble was read: passes the stream to `on_stream`, unless reading it failed."""
+    def _pass_on(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
+        """Called when reading a preamble has ended: passes the stream to `on_stream`, unless no preamble came."""
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
             peer = PeerId(str(PeerID(info.peer)))
-            stream.prefix = address_prefix(_address_text(info.addr))
-            on_stream(self._shape(stream), peer, self._note_path(peer, info.addr))
+            stream.address_prefix = address_prefix(_address_text(info.addr))
+            on_stream(self._shape(stream), peer, self._record_path(peer, info.addr))
 
-    def _note_path(self, peer: PeerId, raw: bytes) -> str:
+    def _record_path(self, peer: PeerId, raw: bytes) -> str:
         """Returns the path of a stream, "direct", "punched" or "relayed", as its multiaddr from p2pd (`raw`) shows.
 
-        Also remembers the address of a direct one, for `remote_address`.
+        Also remembers the address of a direct one, for `remote_address`. An unknown address counts as direct.
         """
         address = _address_text(raw)
         if own_addresses.is_circuit(address):
@@ -284,7 +284,7 @@ class Host:
         return "direct"
 
     def _shape(self, stream: FrameStream) -> FrameStream:
-        """Returns the stream, delayed and slowed down if a link is imitated or the owner has set limits."""
+        """Slows a stream down from now on if a link is emulated or the owner has set limits; returns the stream."""
         link = self.brake.link if self.brake is not None else self.link
         if link is not None:
             stream.interpose(partial(ShapedTransport, link=link))
@@ -315,7 +315,7 @@ class Host:
         self._sockets.remove()
 
     async def _watch(self) -> None:
-        """Waits until p2pd ends, or the task that reads its answers for the DHT; sets `died` unless `close` did it."""
+        """Waits for p2pd's end. Sets `died` when p2pd, or the task that reads its answers, ends before `close`."""
         # hivemind does not check this: with its p2pd gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
@@ -324,24 +324,24 @@ class Host:
         await child
 
     async def _ask(self, request: Any, timeout_s: float) -> Any:
-        """Returns p2pd's answer to a request that opens no stream. Raises ConnectionBroken for an error or none."""
+        """Sends p2pd a request that opens no stream, and returns its answer. Raises as `_request` does."""
         stream, response = await self._request(request, FrameLimits(), timeout_s)
         stream.abort()
         return response
 
     async def _request(self, request: Any, limits: FrameLimits, timeout_s: float) -> tuple[FrameStream, Any]:
-        """Sends a request to p2pd on a new socket; returns that, which may carry the opened stream, and p2pd's answer.
+        """Sends a request to p2pd on a new socket; returns the socket, which carries the opened stream, and the answer.
 
-        Raises ConnectionBroken when p2pd is gone, late, or answers with an error (DialsCrossed if both dialled).
+        Raises ConnectionBroken when p2pd is gone, late, or answers with an error, or SimultaneousOpen as `reach` does.
         """
-        body = request.SerializeToString()
-        control, loop = self.p2p._daemon_listen_maddr["unix"], asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        control = self.p2p._daemon_listen_maddr["unix"]
         with contextlib.ExitStack() as undo:
             try:
                 async with asyncio.timeout(timeout_s):
                     transport, stream = await loop.create_unix_connection(lambda: FrameStream(limits), control)
                     undo.callback(stream.abort)
-                    transport.write(varint(len(body)) + body)
+                    transport.write(with_length(request.SerializeToString()))
                     answer = await stream.preamble
             except TimeoutError:
                 raise ConnectionBroken(f"no answer from the network within {timeout_s:.0f} s") from None
@@ -373,9 +373,9 @@ def _parse_multiaddr(address: str | bytes) -> Any:
 
 
 def _address_text(raw: bytes) -> str:
-    """Returns the text of a multiaddr from p2pd; "" for one of a kind that is not known here."""
+    """Returns the text of a multiaddr from p2pd; "" for one that is malformed or of a kind that is not known here."""
     try:
-        return address_text(raw)
+        return decode_multiaddr(raw)
     except (ValueError, UnicodeDecodeError):
         return str(_parse_multiaddr(raw) or "")
 
@@ -390,11 +390,11 @@ def _address_bytes(text: str) -> bytes:
 
 
 def _public_addresses(listen: Sequence[str], announce: Sequence[str]) -> tuple[str, ...]:
-    """Returns what p2pd may tell others of its addresses if they must not hear private ones; NOWHERE if nothing."""
+    """Returns `announce` and the public addresses of `listen`, for p2pd to announce; NOWHERE if there are none."""
     public = own_addresses.public_only(own_addresses.interface_addresses(listen))
     return (*announce, *public) or (NOWHERE,)
 
 
 def _failure(text: str) -> AgoraError:
-    """Returns p2pd's error as an exception: DialsCrossed when both peers dialled each other at once."""
-    return DialsCrossed(text) if CROSSED in text else ConnectionBroken(text)
+    """Returns the error for p2pd's error text: SimultaneousOpen if both peers dialled, otherwise ConnectionBroken."""
+    return SimultaneousOpen(text) if SIMULTANEOUS_OPEN_ERROR in text else ConnectionBroken(text)

@@ -24,11 +24,11 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.net.answer_share import AnswerShare
-from agora.net.fair_share import Holder
+from agora.fair_share import Holder
+from agora.net.answer_share import AnswerBudget
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import Buffers
-from agora.net.streams import Frame, FrameStream, Intake
+from agora.net.streams import Frame, FrameStream, PayloadAction
 
 NO_MEMORY: Final = "no memory free for the payload"  # the reason of a Busy
 GUARANTEED_BYTES: Final = 65_536  # payload bytes that every connection may always hold, however full the budget is
@@ -36,53 +36,59 @@ GUARANTEED_BYTES: Final = 65_536  # payload bytes that every connection may alwa
 
 @dataclass(frozen=True, slots=True)
 class NetLimits:
-    """Limits of the memory, calls and connections that other peers may use here, and timeouts in seconds. Immutable."""
+    """Limits of the memory, calls and connections that other peers may use here, and timeouts in seconds."""
 
     max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES  # of one frame, as the run's manifest implies
     max_held_bytes: int = 2 * limits.MAX_PAYLOAD_BYTES  # of all payloads that have come, or begun to, and are in use
     max_calls: int = limits.MAX_CALLS_PER_CONNECTION  # open at once on one connection, each way
     max_answer_bytes: int = 67_108_864  # of answers made or being made that the peer has not read yet; see answer_share
     max_connections: int = 512
-    max_silent: int = 64  # of these connections, those whose peer has not said HELLO
+    max_silent: int = 64  # how many of them readers and peers without a HELLO may have opened
     patience_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
     dial_s: float = 10.0
     hello_s: float = limits.HANDSHAKE_TIMEOUT_S
-    silence_s: float = limits.PING_AFTER_SILENCE_S  # of a peer that owes an answer, before it is pinged
-    answer_s: float = limits.PING_ANSWER_S  # for the peer to answer that ping
+    silence_s: float = limits.PING_AFTER_SILENCE_S  # a peer that owes an answer is pinged then
+    answer_s: float = limits.PING_ANSWER_S  # how long the peer may take to answer that ping
 
 
 @dataclass(slots=True)
 class IncomingCall:
-    """One request of a peer that the gate has admitted, and which its sender may make. `deadline` is loop time.
+    """One request of a peer that the gate has admitted, and which its sender may make.
 
-    `progress` sends the caller how far the work is; it never waits, and does nothing once the caller is gone.
+    `progress` never waits, and does nothing once the caller is gone or when too much waits to be sent.
     """
 
     peer: PeerId
     message: Message
     tensors: list[WireTensor]
-    deadline: float
-    progress: OnProgress = lambda _: None
+    deadline: float  # in loop time
+    progress: OnProgress = lambda _: None  # sends the caller how far the work is
     prefix: str = ""  # the network of the caller's address
-    is_caller_gone: bool = False
+    is_caller_gone: bool = False  # the caller has cancelled the call, or its connection broke: it gets no answer
 
 
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
-"""Answers a peer. An AgoraError that it raises becomes a typed refusal; it is cancelled when the caller gives up."""
+"""Answers a peer. An AgoraError that it raises becomes a typed refusal, any other error PeerFailed.
+
+It is cancelled when the caller gives up or the deadline passes, but not when the connection breaks.
+"""
 
 
 class PayloadBudget:
-    """Counts the payload bytes that all connections have reserved; serves waiting connections on a release."""
+    """Counts the payload bytes that all connections have reserved (`used`), and queues connections for more.
+
+    limit: in bytes. peak: the most that `used` has been. waiting: the bytes that each waiting connection wants.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
         self.peak = 0
-        self.waiting: dict[PayloadShare, int] = {}  # with the bytes that they wait for; served first come first
+        self.waiting: dict[PayloadReservations, int] = {}  # with the bytes that they wait for; served first come first
         self._is_releasing = False
 
     def has_room_for(self, size: int) -> bool:
-        """Whether `size` more bytes stay within the limit."""
+        """Returns whether `size` more bytes stay within the limit."""
         return self.used + size <= self.limit
 
     @property
@@ -96,9 +102,10 @@ class PayloadBudget:
         self.peak = max(self.peak, self.used)
 
     def release(self, size: int) -> None:
-        """Gives bytes back, then serves the waiting connections in order, until the next one's do not fit.
+        """Releases `size` bytes, then serves waiting connections in their order until the first whose bytes do not fit.
 
-        A call from within such a serving only gives the bytes back.
+        To serve one ends its wait and reserves its bytes. A nested call, from within the end of a wait, only releases
+        the bytes; the outer call goes on with the queue.
         """
         self.used -= size
         if self._is_releasing:  # one that is served may release others at once: the outer call goes on with the queue
@@ -106,16 +113,16 @@ class PayloadBudget:
         self._is_releasing = True
         try:
             while self.waiting:
-                first, size = next(iter(self.waiting.items()))
-                if not self.has_room_for(size):
+                first, wanted = next(iter(self.waiting.items()))
+                if not self.has_room_for(wanted):
                     break
                 first.end_wait(is_served=True)
         finally:
             self._is_releasing = False
 
 
-class PayloadShare:
-    """Reserves and releases one connection's bytes of the budget (`held`), and waits for more.
+class PayloadReservations:
+    """The payload bytes that one connection has reserved from the budget (`held` of them now), or waits for.
 
     | payload of | reserved |
     |---|---|
@@ -136,34 +143,37 @@ class PayloadShare:
         self._waited_in_vain = False
         self.held = 0
 
-    def reserve_for_request(self, size: int) -> Intake:
-        """Returns TAKE when bytes are reserved, WAIT when `on_wait_over` will say so, DROP to refuse the request."""
+    def reserve_for_request(self, size: int) -> PayloadAction:
+        """Reserves `size` bytes for a request's payload, if they fit by the class's table; 0 bytes always do.
+
+        Returns TAKE when they are reserved, WAIT when `on_wait_over` will be called, DROP to refuse the request.
+        """
         if not size:
-            return Intake.TAKE
+            return PayloadAction.TAKE
         if self._budget.has_room_for(size):
             self._waited_in_vain = False
         elif self.held + size > GUARANTEED_BYTES:
             if self._waited_in_vain:
-                return Intake.DROP
+                return PayloadAction.DROP
             self._budget.waiting[self] = size
             self._patience = asyncio.get_running_loop().call_later(self._patience_s, self.end_wait, False)
-            return Intake.WAIT
+            return PayloadAction.WAIT
         self.reserve(size)
-        return Intake.TAKE
+        return PayloadAction.TAKE
 
     def reserve(self, size: int) -> None:
-        """Reserves the payload of the frame that arrives next, without asking whether it fits."""
+        """Reserves `size` bytes for the payload that arrives next, even beyond the limit."""
         self._budget.reserve(size)
         self.held += size
         self._arriving = size
 
     def take_arrived(self) -> int:
-        """Returns the bytes reserved for the payload that has arrived; the caller must `release` them later."""
+        """Returns the bytes reserved for the payload that has arrived, which the caller must `release`; then 0."""
         arrived, self._arriving = self._arriving, 0
         return arrived
 
     def release(self, size: int) -> None:
-        """Gives bytes back to the budget, which may end other connections' waits."""
+        """Returns bytes to the budget, which may end the waits of connections; 0 does nothing."""
         if size:
             self.held -= size
             self._budget.release(size)
@@ -177,40 +187,40 @@ class PayloadShare:
         self._on_wait_over(is_served)
 
     def close(self) -> None:
-        """Called when the connection is gone: drops its wait, and releases what an unfinished payload had reserved."""
+        """Called when the connection is gone: ends its wait silently, releases the bytes of an unfinished payload."""
         self._stop_waiting()
         self.release(self.take_arrived())
 
     def _stop_waiting(self) -> int:
-        """Takes this share out of the budget's queue. Returns the bytes that it waited for, 0 when it did not wait."""
+        """Leaves the budget's queue. Returns the bytes that this connection waited for, 0 if it did not wait."""
         if self._patience is not None:
             self._patience.cancel()
         return self._budget.waiting.pop(self, 0)
 
 
 class CallServices(Protocol):
-    """Protocol: what IncomingCalls needs of the Network; `Network.__init__` says what the functions do."""
+    """Protocol: what IncomingCalls needs of the Network."""
 
     limits: NetLimits
     budget: PayloadBudget
-    answers: AnswerShare
+    answers: AnswerBudget
     handle: Handler
-    report_failure: Callable[[PeerId, Exception], None]
-    count_sent: Callable[[Message, Sequence[WireTensor]], None]
-    tell_time: Callable[[], float]
+    report_failure: Callable[[PeerId, Exception], None]  # called with what `handle` raised that is not an AgoraError
+    count_sent: Callable[[Message, Sequence[WireTensor]], None]  # called with an answered request, its answer's tensors
+    tell_time: Callable[[], float]  # returns the swarm's unix time, which goes into every Pong; 0 if it is not known
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` in a task, which is cancelled when the network closes."""
+        """Runs `work` in a task, which is cancelled when the network closes, and returns the task."""
 
 
 class IncomingCalls:
-    """Admits or refuses the requests that a peer makes on one connection, has each handled in a task, and answers."""
+    """One connection's calls of the peer: admits or refuses each request, has it handled in a task, and answers."""
 
     def __init__(
         self, network: CallServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
     ) -> None:
-        """on_answered: called whenever a request has been answered."""
-        self.share = PayloadShare(network.budget, network.limits.patience_s, self._on_wait_over)
+        """on_answered: called whenever the task of a request has ended, answered or cancelled."""
+        self.payloads = PayloadReservations(network.budget, network.limits.patience_s, self._on_wait_over)
         self._network = network
         self._stream = stream
         self._peer = peer
@@ -220,27 +230,28 @@ class IncomingCalls:
         self._reserved: dict[int, int] = {}  # bytes of answers that are not written yet, by call
 
     def __len__(self) -> int:
-        """How many of the peer's requests are not answered yet."""
+        """Returns the number of the peer's requests in progress: neither answered nor cancelled yet."""
         return len(self._open)
 
-    def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> Intake:
+    def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> PayloadAction:
         """Decides on a REQUEST by its header: its payload is read (TAKE), waits for memory, or is refused and dropped.
 
-        refusal: why any request but a Ping is refused. None: a request is refused only as Busy, beyond `max_calls` or
-        for lack of memory.
-        Raises ProtocolError for an open number, or more than MAX_CALLS_PER_CONNECTION.
+        Also reserves the bytes of its answer. A Ping is always read. refusal: why any other request is refused. If
+        None, it may still be refused as Busy: beyond `max_calls`, for lack of memory, or when AnswerBudget says so.
+        Raises ProtocolError for an open number, more than MAX_CALLS_PER_CONNECTION, and as AnswerBudget.reserve does.
         """
-        number, open_limit = prefix.call, limits.MAX_CALLS_PER_CONNECTION
+        number = prefix.call
+        protocol_max_calls = limits.MAX_CALLS_PER_CONNECTION
         if number in self._open:
             raise ProtocolError("out-of-order", f"Call {number} is open already.")
         if isinstance(request, Ping):
-            return Intake.TAKE
+            return PayloadAction.TAKE
         if refusal is not None:
             return self.refuse(number, refusal)
-        if len(self._open) >= open_limit:
-            raise ProtocolError("too-many-calls", f"More than {open_limit} calls on one connection.")
+        if len(self._open) >= protocol_max_calls:
+            raise ProtocolError("too-many-calls", f"More than {protocol_max_calls} calls on one connection.")
         if len(self._open) >= self._network.limits.max_calls:
-            return self._refuse_busy(number, f"{len(self._open)} calls of this peer are in hand")
+            return self._refuse_busy(number, f"{len(self._open)} calls of this peer are open")
         try:
             reserved = self._network.answers.reserve(self._holder, request, loop_time())
         except Busy as error:
@@ -248,47 +259,53 @@ class IncomingCalls:
         if reserved:
             self._reserved[number] = reserved
         self._waiting_call = number
-        intake = self.share.reserve_for_request(prefix.payload_bytes)
-        return self._refuse_busy(number, NO_MEMORY) if intake is Intake.DROP else intake
+        action = self.payloads.reserve_for_request(prefix.payload_bytes)
+        return self._refuse_busy(number, NO_MEMORY) if action is PayloadAction.DROP else action
 
     @property
     def _holder(self) -> Holder:
-        """Who asks on this connection."""
-        return Holder(self._stream.prefix, self._peer)
+        """The peer and the network of its address, in whose name answers are reserved."""
+        return Holder(self._stream.address_prefix, self._peer)
 
     def _release_answer(self, number: int) -> None:
-        """Gives back what was reserved for the answer to a call, if anything is."""
+        """Releases the bytes reserved for the answer to call `number`, if any are."""
         self._network.answers.release(self._holder, self._reserved.pop(number, 0))
 
     def _on_wait_over(self, is_reserved: bool) -> None:
-        """Called when a request's wait for memory ends: reads its payload, or drops that and refuses it as Busy."""
-        self._stream.proceed(Intake.TAKE if is_reserved else self._refuse_busy(self._waiting_call, NO_MEMORY))
+        """Called when a request's wait for memory ends: has its payload read, or refuses the request as Busy."""
+        self._stream.resume_payload(
+            PayloadAction.TAKE if is_reserved else self._refuse_busy(self._waiting_call, NO_MEMORY)
+        )
 
-    def _refuse_busy(self, number: int, why: str) -> Intake:
+    def _refuse_busy(self, number: int, why: str) -> PayloadAction:
         """Refuses a request as Busy, to be tried again after `patience_s`. Returns DROP."""
         return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.patience_s * 1000)))
 
-    def refuse(self, number: int, error: AgoraError) -> Intake:
+    def refuse(self, number: int, error: AgoraError) -> PayloadAction:
         """Sends the peer a REFUSAL of its request with `error`, releases the bytes of its answer, and returns DROP."""
         self._release_answer(number)
         self._stream.enqueue(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
-        return Intake.DROP
+        return PayloadAction.DROP
 
     def on_request(self, frame: Frame, request: Request) -> None:
-        """Answers a Ping at once, and any other complete request in a task; takes over the bytes of its payload."""
-        held_bytes = self.share.take_arrived()
+        """Answers a Ping at once; serves any other request in a task, to whose end its payload's bytes stay reserved.
+
+        Called when the whole request has arrived.
+        """
+        held_bytes = self.payloads.take_arrived()
         if isinstance(request, Ping):
             self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong(self._network.tell_time())))
             return
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
-        deadline, progress = loop_time() + request.deadline_ms / 1000, partial(self._send_progress, frame.call)
-        call = IncomingCall(self._peer, request, tensors, deadline, progress, self._stream.prefix)
+        deadline = loop_time() + request.deadline_ms / 1000
+        progress = partial(self._send_progress, frame.call)
+        call = IncomingCall(self._peer, request, tensors, deadline, progress, self._stream.address_prefix)
         task = self._network.spawn(self._serve(frame.call, call))
         self._open[frame.call] = call, task
         task.add_done_callback(partial(self._on_served, frame.call, held_bytes))
 
     def on_cancel(self, number: int) -> None:
-        """Cancels the work for a call that the peer has given up, and takes back an answer that waits to be sent."""
+        """Cancels the work for a call that the peer has given up, and removes its answer if that waits to be sent."""
         if number in self._open:
             call, task = self._open.pop(number)
             call.is_caller_gone = True
@@ -296,20 +313,28 @@ class IncomingCalls:
         self._stream.withdraw(number)
 
     def on_lost(self) -> None:
-        """Called when the connection is lost: releases memory; work goes on, as its result may be asked for again."""
+        """Called when the connection is lost: releases the bytes of all answers and of an unfinished payload.
+
+        The work goes on, as its result may be asked for again. Each request's payload stays reserved until its work
+        ends.
+        """
         for call, _ in self._open.values():
             call.is_caller_gone = True
         for number in list(self._reserved):
             self._release_answer(number)
-        self.share.close()
+        self.payloads.close()
 
     def _send_progress(self, number: int, advance: Advance) -> None:
-        """Sends a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
+        """Queues a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
         if number in self._open and not self._open[number][0].is_caller_gone:
             self._stream.enqueue_droppable(encode_frame(FrameType.PROGRESS, number, advance), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
-        """Has one request handled, then sends the answer unless the caller is gone or room comes after the deadline."""
+        """Has one request handled, then queues its answer, unless the caller is gone or no room comes in time.
+
+        In time: before the call's deadline. The bytes reserved for the answer are released when it was written, or at
+        once when it is not sent.
+        """
         is_sent = False
         try:
             buffers = await self._answer(number, call)
@@ -328,25 +353,27 @@ class IncomingCalls:
             del self._open[number]
         if task.cancelled():  # perhaps before it began
             self._release_answer(number)
-        self.share.release(held_bytes)
+        self.payloads.release(held_bytes)
         self._on_answered()
 
     async def _answer(self, number: int, call: IncomingCall) -> Buffers:
-        """Runs the handler until the call's deadline, and returns the ANSWER frame, or a REFUSAL with its AgoraError.
+        """Runs the handler until the call's deadline; returns the ANSWER frame, or a REFUSAL with its AgoraError.
 
-        PeerFailed stands for a passed deadline, and for other exceptions and invalid answers, which are also reported.
+        A missed deadline is refused as PeerFailed. So are other exceptions and invalid answers, which are also
+        reported. An ANSWER is counted as sent (`count_sent`).
         """
         refusal: AgoraError
         try:
-            async with asyncio.timeout_at(call.deadline):
+            async with asyncio.timeout_at(call.deadline) as timeout:
                 reply = await self._network.handle(call)
-        except TimeoutError:
-            refusal = PeerFailed("the deadline of the call passed")
         except AgoraError as error:
             refusal = error
         except Exception as error:
-            self._network.report_failure(self._peer, error)
-            refusal = PeerFailed("an error inside the peer's daemon; its log has it")
+            if timeout.expired():
+                refusal = PeerFailed("the deadline of the call passed")
+            else:
+                self._network.report_failure(self._peer, error)
+                refusal = PeerFailed("an error inside the peer's daemon; its log has it")
         else:
             try:
                 buffers = encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)

@@ -3,8 +3,8 @@
 Knows: hivemind's node, its searches and calls. Must not know: records, runs, what the keys stand for.
 
 hivemind's own search asks 20 nodes for each key, each time, and every node that holds the key answers with all of it.
-Here a key's nodes are looked up once in HOLDERS_S, by an adjacent id that stores nothing, so that the search moves no
-records. Then ASKED of them are asked, chosen at random at each read.
+Here a key's nodes are looked up once every HOLDERS_S, by an adjacent id that stores nothing, so that the search moves
+no records. Then ASKED of them are asked, chosen at random at each read.
 """
 
 from __future__ import annotations
@@ -33,36 +33,39 @@ MAX_KEYS: Final = 4096
 
 @dataclass(slots=True)
 class _Holders:
-    """The nodes nearest to a key, this one possibly among them, and when they were looked up."""
+    """The nodes nearest to one key, peer by node id, and since when they count as looked up.
+
+    nodes: may include this node. found_at: loop time of the look-up, less up to HOLDERS_S / 2 at random.
+    """
 
     nodes: dict[Any, Any]
     found_at: float
 
 
 class KeyHolders:
-    """Finds the nodes that hold a key, remembers them for HOLDERS_S, and reads and writes values there."""
+    """Finds the nodes that hold a key, remembers them for up to HOLDERS_S, and reads and writes values there."""
 
     def __init__(self, node: Any, rng: random.Random | None = None) -> None:
-        """node: hivemind's DHTNode."""
+        """node: hivemind's DHTNode. rng: chooses holders; None for a new, unseeded one."""
         self._node = node
         self._rng = rng or random.Random()
         self._holders: OrderedDict[Any, _Holders] = OrderedDict()
 
-    async def read(self, keys: Collection[Any], take: Callable[[Any, Any], None]) -> None:
-        """Asks ASKED holders of each key, and this node itself; calls take(key, value) for every answer.
+    async def read(self, keys: Collection[Any], on_value: Callable[[Any, Any], None]) -> None:
+        """Asks ASKED random holders of each key, and this node itself; calls on_value(key, value) for every answer.
 
-        The value is None from a node that has nothing under the key. If no asked node answered for a key, its holders
-        are looked up again and asked once more.
+        Looks up unknown holders first. The value is None from a remote node that has nothing under the key. The holders
+        of keys for which no asked node answered are looked up again and asked once more.
         """
         for key in keys:
             if (stored := self._node.protocol.storage.get(key)) is not None:
-                take(key, stored)
+                on_value(key, stored)
         left = set(keys)
         for _ in range(2):
             answered: set[Any] = set()
             await self._look_up(left)
             by_node = self._assign_keys(left, ASKED)
-            await asyncio.gather(*(self._ask(*node, asked, take, answered) for node, asked in by_node.items()))
+            await asyncio.gather(*(self._ask(*node, asked, on_value, answered) for node, asked in by_node.items()))
             left -= answered
             for key in left:
                 self._holders.pop(key, None)
@@ -70,45 +73,55 @@ class KeyHolders:
                 return
 
     async def _ask(
-        self, node: Any, peer: Any, keys: list[Any], take: Callable[[Any, Any], None], answered: set[Any]
+        self, node: Any, peer: Any, keys: list[Any], on_value: Callable[[Any, Any], None], answered: set[Any]
     ) -> None:
-        """Asks one node for keys: passes its values to `take` and adds the keys to `answered`; drops a silent node."""
+        """Asks one node for several keys: calls `on_value` for each of its answers, adds `keys` to `answered`.
+
+        A node that does not answer is removed from the holders of `keys`.
+        """
         found = await self._node._call_find_with_blacklist(peer, keys)
         if found is None:
             self._forget(node, keys)
             return
         for key, (value, _) in found.items():
-            take(key, value)
+            on_value(key, value)
         answered |= set(keys)
 
     async def write(self, keys: Collection[Any], subkey: str, packed: bytes, expires_unix: float) -> bool:
-        """Stores one value under each key at all its holders. Returns whether every key has it on some node.
+        """Stores one value under each key at all its holders, this node included where it is one.
 
-        A holder that refuses it, because it keeps records of smaller hashes, does not count as having it.
+        Looks up unknown holders first. Returns whether every key now has the value on some node. A holder that refuses
+        it, because it keeps records of smaller hashes, does not count. Nodes that do not answer are forgotten as
+        holders.
         """
         await self._look_up(keys)
         stored: set[Any] = set()
         by_node = self._assign_keys(keys, HOLDERS)
 
-        async def store(node: Any, peer: Any, at: list[Any]) -> None:
-            """Stores the value at one node under the keys `at`; drops a node that does not answer from its keys."""
-            values, expiries, subkeys = [packed] * len(at), [expires_unix] * len(at), [subkey] * len(at)
-            done = await self._node.protocol.call_store(peer, at, values, expiries, subkeys)
+        async def store(node: Any, peer: Any, held: list[Any]) -> None:
+            """Stores the value at one node under the keys `held`, and adds those that it accepted to `stored`.
+
+            A node that does not answer is removed from the holders of these keys.
+            """
+            count = len(held)
+            done = await self._node.protocol.call_store(
+                peer, held, [packed] * count, [expires_unix] * count, [subkey] * count
+            )
             if done is None:
-                self._forget(node, at)
-            stored.update(key for key, is_stored in zip(at, done or (), strict=False) if is_stored)
+                self._forget(node, held)
+            stored.update(key for key, is_stored in zip(held, done or (), strict=False) if is_stored)
 
         for key in keys:
             is_holder = key in self._holders and self._node.node_id in self._holders[key].nodes
             if is_holder and self._node.protocol.storage.store_subkey(key, subkey, packed, expires_unix):
                 stored.add(key)
-        await asyncio.gather(*(store(*node, at) for node, at in by_node.items()))
+        await asyncio.gather(*(store(*node, held) for node, held in by_node.items()))
         return stored == set(keys)
 
     async def _look_up(self, keys: Iterable[Any]) -> None:
-        """Finds the holders of those keys that are not known, were looked up long ago, or have lost most of them.
+        """Looks up and remembers the holders of those keys that are unknown, too old, or have lost more than half.
 
-        Forgets the keys looked up longest ago beyond MAX_KEYS.
+        KEYS_AT_ONCE keys at a time, one batch after another. Beyond MAX_KEYS, forgets the keys looked up longest ago.
         """
         oldest = loop_time() - HOLDERS_S
         unknown = []
@@ -128,18 +141,21 @@ class KeyHolders:
         while len(self._holders) > MAX_KEYS:
             self._holders.popitem(last=False)
 
-    def _assign_keys(self, keys: Iterable[Any], count: int) -> dict[tuple[Any, Any], list[Any]]:
-        """Returns the keys to ask each remote node for: each key of `count` of its holders, chosen at random."""
+    def _assign_keys(self, keys: Iterable[Any], nodes_per_key: int) -> dict[tuple[Any, Any], list[Any]]:
+        """Returns the keys to ask or store at each remote node (id, peer): each key at `nodes_per_key` of its holders.
+
+        The holders are chosen at random, or all if they are fewer. A key without known remote holders is left out.
+        """
         by_node: dict[tuple[Any, Any], list[Any]] = defaultdict(list)
         for key in keys:
             known = self._holders.get(key)
             others = [node for node in known.nodes.items() if node[0] != self._node.node_id] if known else []
-            for node in self._rng.sample(others, min(count, len(others))):
+            for node in self._rng.sample(others, min(nodes_per_key, len(others))):
                 by_node[node].append(key)
         return by_node
 
     def _forget(self, node: Any, keys: Iterable[Any]) -> None:
-        """Removes a node that did not answer from the holders of keys."""
+        """Removes `node`, which did not answer, from the remembered holders of `keys`."""
         for key in keys:
             if key in self._holders:
                 self._holders[key].nodes.pop(node, None)

@@ -1,4 +1,4 @@
-"""The light client: asks a peer of a run for its status, or brings it a ban, without a daemon, torch or hivemind.
+"""The light client: gets the status from a peer of a run, or delivers a revocation, without daemon, torch or hivemind.
 
 Knows: py-libp2p, trio and the wire protocol. Must not know: hivemind, nor anything of agora that imports it: two libp2p
 implementations cannot live in one process.
@@ -32,7 +32,7 @@ from multiaddr import Multiaddr
 from agora.net.address_book import addresses_by_peer
 from agora.net.network_errors import Unreachable
 
-TIMEOUT_S: Final = 10.0  # seconds that one question to the swarm takes at most
+TIMEOUT_S: Final = 10.0  # maximum duration of one query to the swarm, in seconds
 STAGGER_S: Final = 0.4  # seconds after which the next peer is tried in parallel to those that have not answered yet
 SOFTWARE: Final = "agora light client"  # the `software` in its HELLO
 LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers that it asks for have no payload
@@ -40,7 +40,7 @@ LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers that it asks for
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who asks: a key, and the tickets (`proof`) that let it read or ban, b"" for none. A new key is a stranger's."""
+    """Who asks: an identity, and the tickets (`proof`) that let it read or ban; b"" for none, as a stranger asks."""
 
     identity: Identity
     proof: bytes = b""
@@ -49,11 +49,12 @@ class Credentials:
 def fetch_status(
     addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S, credentials: Credentials | None = None
 ) -> dict[str, Any]:
-    """Returns a run's status (`swarm status --json`) as the first peer that answers sees it.
+    """Asks the peers at `addresses` for a run's status (`swarm status --json`); returns the first answer, decoded.
 
-    addresses: multiaddrs with /p2p/PEER. credentials: None asks as a stranger. Takes at most about `timeout_s`. Raises
-    InputError for a malformed address, WrongRun when all peers that answered train another run, NotAdmitted when all of
-    them refused to tell, Unreachable when none answered.
+    addresses: multiaddrs with /p2p/PEER. credentials: None asks as a stranger, by a new identity. Blocks for at most
+    about `timeout_s`. Raises InputError for a malformed address, WrongRun when all peers that answered train another
+    run, NotAdmitted when all of them refused to tell, Unreachable when none answered, ProtocolError for an answer
+    without a status.
     """
     return _decode_status(_ask_run(addresses, run, messages.GetStatus(), timeout_s, credentials))
 
@@ -65,64 +66,75 @@ def share_revocations(
     credentials: Credentials,
     timeout_s: float = TIMEOUT_S,
 ) -> messages.TookRevocations:
-    """Sends sealed revocations to the first peer of a run that answers; returns its answer. Raises as fetch_status."""
+    """Sends sealed revocations to peers of a run until one answers, and returns its answer.
+
+    Several peers may get them: the next one is asked while those before have not answered. Blocks and raises as
+    fetch_status; ProtocolError for another kind of answer.
+    """
     answer = _ask_run(addresses, run, messages.ShareRevocations(tuple(sealed)), timeout_s, credentials)
     if not isinstance(answer, messages.TookRevocations):
-        raise ProtocolError("bad-message", "The peer answers a revocation with something else.")
+        raise ProtocolError("bad-message", "The peer sent an unexpected message as the answer to a revocation.")
     return answer
 
 
 def _ask_run(
     addresses: Sequence[str], run: RunId, request: Message, timeout_s: float, credentials: Credentials | None
 ) -> Message:
-    """Sends one request to the peers at `addresses`, returns the first answer. Raises as `fetch_status` does."""
+    """Sends one request to the peers at `addresses`, returns the first answer. Blocks and raises as `fetch_status`.
+
+    credentials: None for a new identity without tickets. Silences py-libp2p's log.
+    """
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
-    asker = credentials or Credentials(Identity.generate())
-    answer: Message = trio.run(_ask_all, addresses_by_peer(addresses), _Question(run, request, asker), timeout_s)
+    requester = credentials or Credentials(Identity.generate())
+    answer: Message = trio.run(_ask_all, addresses_by_peer(addresses), _Query(run, request, requester), timeout_s)
     return answer
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """The request that is sent to each peer, its run, and who asks. Immutable."""
+class _Query:
+    """The request that is sent to each peer, the run that it is about, and who asks."""
 
     run: RunId
     request: Message
-    asker: Credentials
+    requester: Credentials
 
     def hello_to(self, peer: PeerId) -> messages.Hello:
-        """Returns the HELLO for a stream to `peer`, which asks to be a reader of the run."""
-        salt, me = os.urandom(SALT_BYTES), self.asker.identity.peer
+        """Returns the HELLO for a stream to `peer`, which asks to be a reader of the run.
+
+        It carries a token of the run, salted for `peer`.
+        """
+        me = self.requester.identity.peer
+        salt = os.urandom(SALT_BYTES)
         token = run_token(self.run, salt, me, peer)
-        return messages.Hello(PROTOCOL_VERSION, salt, token, READER, self.asker.proof, SOFTWARE, ())
+        return messages.Hello(PROTOCOL_VERSION, salt, token, READER, self.requester.proof, SOFTWARE, ())
 
     def is_of_run(self, hello: messages.Hello, peer: PeerId) -> bool:
-        """Returns whether the HELLO of `peer` is for this run."""
-        return hello.run == run_token(self.run, hello.salt, peer, self.asker.identity.peer)
+        """Returns whether the HELLO that `peer` sent is for this run."""
+        return hello.run == run_token(self.run, hello.salt, peer, self.requester.identity.peer)
 
 
-async def _ask_all(by_peer: dict[PeerId, list[str]], question: _Question, timeout_s: float) -> Message:
+async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: float) -> Message:
     """Asks the peers, each STAGGER_S after the one before or at once after its failure; returns the first answer.
 
-    Raises WrongRun or NotAdmitted when each peer that refused or answered wrongly did so for that reason, even if
-    others were silent; else Unreachable, with every peer's reason.
+    The first answer cancels the other queries. Raises WrongRun or NotAdmitted when each peer that refused or answered
+    wrongly did so for that reason, even if others were silent; else Unreachable, with every peer's reason.
     """
     answers: list[Message] = []
     errors: list[AgoraError] = []
     reasons: dict[PeerId, str] = dict.fromkeys(by_peer, "no answer in time")
     with trio.move_on_after(timeout_s):
-        host = new_host(key_pair=create_new_key_pair(question.asker.identity.key_file_bytes()[4:36]))
+        host = new_host(key_pair=create_new_key_pair(query.requester.identity.key_file_bytes()[4:36]))
         async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
 
             async def ask_one_peer(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
                 """Asks one peer: its answer stops the others, its failure is noted; sets `done` either way."""
                 try:
-                    answers.append(await _ask(host, peer, addresses, question))
+                    answers.append(await _ask(host, peer, addresses, query))
                     nursery.cancel_scope.cancel()
                 except AgoraError as error:
                     errors.append(error)
                     reasons[peer] = str(error)
-                except Exception as error:  # py-libp2p raises many kinds; each only means that this peer is no help
+                except Exception as error:  # py-libp2p raises many kinds; each only means that this peer cannot answer
                     reasons[peer] = f"{type(error).__name__}: {error}"[:200].rstrip(": ")
                 done.set()
 
@@ -140,8 +152,11 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], question: _Question, timeou
     raise Unreachable(f"No peer of the run answered ({tried}). Check the invite, or ask for a new one.")
 
 
-async def _ask(host: Any, peer: PeerId, addresses: list[str], question: _Question) -> Message:
-    """Connects to one peer, asks it, and returns its answer. Raises AgoraError, or py-libp2p's own errors."""
+async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> Message:
+    """Connects to one peer, exchanges HELLO, sends it the request, returns its answer. Answers Pings meanwhile.
+
+    Raises what the peer refuses with, WrongRun if it trains another run, another AgoraError or py-libp2p's errors.
+    """
     identity = ID.from_base58(peer)
     await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
@@ -150,15 +165,15 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], question: _Questio
         """Writes one frame without payload."""
         await stream.write(b"".join(encode_frame(type, call, message)))
 
-    await send(FrameType.HELLO, 0, question.hello_to(peer))
+    await send(FrameType.HELLO, 0, query.hello_to(peer))
     while True:
         prefix = Prefix.parse(await _read_exactly(stream, PREFIX_BYTES), LIMITS)
         message, _ = decode_header(prefix, await _read_exactly(stream, prefix.header_bytes))
         match prefix.type, message:
-            case FrameType.HELLO, messages.Hello() as hello if not question.is_of_run(hello, peer):
+            case FrameType.HELLO, messages.Hello() as hello if not query.is_of_run(hello, peer):
                 raise WrongRun("The peer takes part in another run; use an invite of this one.")
             case FrameType.HELLO, messages.Hello():
-                await send(FrameType.REQUEST, 1, question.request)
+                await send(FrameType.REQUEST, 1, query.request)
             case FrameType.REQUEST, messages.Ping():
                 await send(FrameType.ANSWER, prefix.call, messages.Pong())
             case FrameType.ANSWER, Message() as answer if prefix.call == 1:
@@ -181,10 +196,10 @@ def _decode_status(answer: Message) -> dict[str, Any]:
 
 async def _read_exactly(stream: Any, count: int) -> bytes:
     """Reads exactly `count` bytes of a py-libp2p stream. Raises Unreachable when the stream ends before."""
-    taken = b""
-    while len(taken) < count:
-        data = await stream.read(count - len(taken))
-        if not data:
+    data = b""
+    while len(data) < count:
+        chunk = await stream.read(count - len(data))
+        if not chunk:
             raise Unreachable("the peer closed the stream")
-        taken += data
-    return taken
+        data += chunk
+    return data

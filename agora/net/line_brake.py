@@ -1,6 +1,6 @@
 """Keeps all traffic of this daemon within its owner's limits: counts what p2pd's sockets carry, and slows down streams.
 
-Knows: p2pd's process, the streams' access link, on which circuits that this peer relays take their turns as well. Must
+Knows: p2pd's process, the streams' access link, through which circuits that this peer relays pass as well. Must
 not know: how a rate follows from the counts (rate_limits.py).
 Received bytes are braked by not reading them; p2pd then holds up to a flow-control window of each connection.
 """
@@ -17,30 +17,35 @@ from agora.net.rate_limits import RateLimits, StreamBrake
 from agora.net.shaping import AccessLink
 from agora.net.socket_bytes import CarriedBytes, SocketCounter
 
-LOOK_S: Final = 0.25
+COUNT_EVERY_S: Final = 0.25
 """Seconds between two counts of the bytes that were carried."""
 FREE_LINK: Final = LinkSpec(1.25e9, 0.0)
 """A link that delays nothing, and is as fast as this program can be."""
 
 
 class LineBrake:
-    """Slows down the streams that `link` shapes, from its creation until `close`.
+    """Throttles the streams of `link`, so that all of p2pd's traffic keeps to the owner's limits.
 
-    carried: the newest totals of all sockets; None before the first count, or where they cannot be counted.
+    Works in a task from its creation until `close`. link: shapes the streams. carried: the newest totals of all of
+    p2pd's sockets; None before the first count, or where they cannot be counted.
     """
 
     def __init__(self, pid: int, limits: RateLimits, link: AccessLink | None) -> None:
-        """pid: of p2pd. link: the imitated link, if there is one; the limits then hold as well."""
+        """pid: of p2pd. link: the emulated link, to which the limits then apply too; None makes one without delay."""
         self.carried: CarriedBytes | None = None
         self.link = link if link is not None else AccessLink(FREE_LINK, random.Random(0))
         self._counter = SocketCounter(pid)
-        self._brakes = StreamBrake(limits.up), StreamBrake(limits.down)
-        self.link.brake(limits.up, limits.down)
+        self._brakes = StreamBrake(limits.upload), StreamBrake(limits.download)
+        self.link.brake(limits.upload, limits.download)
         self._task = asyncio.create_task(self._run(), name="line brake")
 
     async def let_pass(self, size: int) -> None:
-        """Waits until `size` bytes may come in and go out again, as those of a circuit do; streams share the rate."""
-        link, left = self.link, size
+        """Waits until `size` bytes of a relayed circuit may pass, and books them both ways, as they come in and go out.
+
+        Books them in pieces of `link.sent_at_once`, one after another, between which streams have their turns.
+        """
+        link = self.link
+        left = size
         while left > 0:
             piece = min(left, link.sent_at_once)  # as much as a stream sends at its turn, so that all get as much
             left -= piece
@@ -51,18 +56,19 @@ class LineBrake:
             await asyncio.sleep(max(0.0, passed_at - now))
 
     def close(self) -> None:
-        """Stops measuring; the rates stay as they are."""
+        """Ends the task that counts; the rates of `link` stay as they are."""
         self._task.cancel()
 
     async def _run(self) -> None:
-        """Every LOOK_S, until cancelled, counts what sockets and streams have carried, and sets the streams' rates."""
+        """Every COUNT_EVERY_S, until cancelled: counts what sockets and streams carried, sets the rates of `link`."""
         up, down = self._brakes
         while True:
             self.carried = carried = await asyncio.to_thread(self._counter.read)
-            now, sent, received = loop_time(), None, None
+            now = loop_time()
+            sent = received = None
             if carried is not None:
                 sent, received = carried.sent, carried.received
             self.link.brake(
                 up.update(now, sent, self.link.passed_up), down.update(now, received, self.link.passed_down)
             )
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(COUNT_EVERY_S)

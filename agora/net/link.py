@@ -37,27 +37,31 @@ _PARTS: Final = (
 
 
 class LinkError(InputError):
-    """Raised by `LinkSpec.parse` for a malformed text or extreme values; the message says what to write."""
+    """Raised by `LinkSpec.parse` and `at_rate` for malformed text or extreme values; the message says what to write."""
 
     code = "bad-link"
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """One peer's access link: `rate` bytes per second each way, and its share of a round trip. Immutable.
+    """One peer's access link: `rate` bytes per second each way, with a delay (`rtt_s`), jitter and loss of packets.
 
-    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer.
+    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer. loss:
+    fraction of packets, 0 to MAX_LOSS. text: what `parse` read, "" for a link that was made otherwise.
     """
 
     rate: float
     rtt_s: float
     jitter_s: float = 0.0
-    loss: float = 0.0  # share of packets that have to be sent again
+    loss: float = 0.0  # fraction of packets that have to be sent again
     text: str = field(default="", kw_only=True)  # as `parse` read it
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
-        """Returns the link of RATE,RTT[,JITTER[,LOSS]], such as "200Mbit,50ms". Raises LinkError for any other text."""
+        """Parses RATE,RTT[,JITTER[,LOSS]], such as "200Mbit,50ms" or "20Mbit,100ms,10ms,0.1%".
+
+        Raises LinkError for any other text, a rate below SLOWEST, a delay above LONGEST_S, or a loss above MAX_LOSS.
+        """
         parts = [part.strip() for part in text.split(",")]
         if not 2 <= len(parts) <= 4:
             raise LinkError(f"{text!r} is not a link; {EXAMPLES}")
@@ -77,27 +81,32 @@ class LinkSpec:
         return spec
 
     def at_rate(self, text: str) -> LinkSpec:
-        """Returns the same link at another rate, such as "20Mbit". Raises LinkError as `parse` does."""
+        """Returns the same link at the rate that `text` names, such as "20Mbit".
+
+        Raises LinkError as `parse` does, and for a link that `parse` did not make.
+        """
         return LinkSpec.parse(",".join([text.replace(",", " "), *self.text.split(",")[1:]]))
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that one stream sends at its turn: rate * CHUNK_S, within MIN_CHUNK and MAX_CHUNK."""
+        """The bytes that one stream sends at its turn: rate * CHUNK_S, within MIN_CHUNK and MAX_CHUNK."""
         return max(MIN_CHUNK, min(MAX_CHUNK, int(self.rate * CHUNK_S)))
 
 
 class TokenBucket:
-    """Computes when bytes have passed one direction of a link at `rate` bytes per second; does not wait.
+    """One direction of a link at `rate` bytes per second: computes when bytes have passed it, one after another.
 
-    depth_s: seconds of unused rate that are saved up. rate: may be changed, for the bytes booked after that.
+    Does not wait. depth_s: seconds of unused rate that are saved up: after a pause, bytes have passed up to `depth_s`
+    before they were ready. rate: may be changed, for the bytes booked after that.
     """
 
     def __init__(self, rate: float, depth_s: float = 0.0) -> None:
-        self.rate, self._depth_s = rate, depth_s
+        self.rate = rate
+        self._depth_s = depth_s
         self._free_at = -math.inf
 
     def take(self, size: int, ready: float) -> float:
-        """Books `size` bytes that came at `ready`, after all bytes booked before; returns when the last has passed."""
+        """Books `size` bytes, ready at `ready`, behind all booked before; returns when the last of them has passed."""
         self._free_at = max(self._free_at, ready - self._depth_s) + size / self.rate
         return self._free_at
 
@@ -106,15 +115,17 @@ class DelayLine:
     """Computes when chunks of one stream arrive: after half the RTT, random jitter and retransmissions, in order."""
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
-        self._spec, self._rng = spec, rng
+        self._spec = spec
+        self._rng = rng
         self._arrived = -math.inf
 
     def arrival(self, size: int, departs: float) -> float:
         """Returns when a chunk of `size` bytes arrives whose last byte departs at `departs`, never before earlier ones.
 
-        Half a round trip later, plus random jitter, plus a round trip for each time that a packet is lost.
+        That is half a round trip later, plus random jitter, plus a round trip for each time that a packet is lost.
         """
-        spec, rng = self._spec, self._rng
+        spec = self._spec
+        rng = self._rng
         extra = rng.random() * spec.jitter_s / 2 if spec.jitter_s else 0.0
         if spec.loss:
             lost = 1.0 - (1.0 - spec.loss) ** math.ceil(size / PACKET_BYTES)

@@ -13,9 +13,9 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What to do about a peer now: nothing, ping it, or break its connection off."""
+    """What to do about a peer now: nothing, ping it, or close its connection."""
 
-    FINE = "nothing"
+    ALIVE = "nothing"
     PING = "ask whether it is there"
     GONE = "give it up"
 
@@ -25,17 +25,18 @@ class LivenessCheck:
 
     def __init__(self, silence_s: float, answer_s: float, now: float) -> None:
         self._silence_s, self._answer_s = silence_s, answer_s
-        self.alive_at = now  # when `judge` last saw a sign of life, or nothing owed
+        self.alive_at = now  # when `decide` last saw a sign of life, or nothing owed
         self._pinged_at = math.inf  # infinity: it need not answer a ping
         self._flushed = 0
         self._had_backlog = False
 
-    def judge(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
-        """Returns PING after `silence_s` of silence of a peer that owes an answer, GONE after `answer_s` more, or FINE.
+    def decide(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
+        """Returns PING after `silence_s` without a sign of life, GONE after `answer_s` more without one, else ALIVE.
 
-        owed: whether an answer is awaited and this side is reading. heard_at: when the peer's last byte came.
-        flushed: bytes that the kernel has taken so far. backlog: bytes that wait to be taken. A backlog that shrinks is
-        a sign of life too: on a slow link the peer is still reading the request, and has nothing to answer yet.
+        PING is returned once in each such silence. owed: whether an answer is awaited and this side is reading; while
+        not, the peer counts as alive. heard_at: when the peer's last byte came. flushed: bytes that the kernel has
+        taken so far. backlog: bytes that wait to be taken. A backlog that shrinks is a sign of life too: on a slow link
+        the peer is still reading the request.
         """
         if not owed or (self._had_backlog and flushed > self._flushed):
             self.alive_at = now
@@ -48,4 +49,4 @@ class LivenessCheck:
         if now - self.alive_at > self._silence_s and self._pinged_at == math.inf:
             self._pinged_at = now
             return Verdict.PING
-        return Verdict.FINE
+        return Verdict.ALIVE

@@ -1,7 +1,7 @@
 """Makes and answers all calls of this peer: opens connections to other peers when they are needed, and keeps them.
 
 Knows: which peers are connected. Must not know: how a peer is dialled (dialling.py), what a request means, or why a
-peer is shut out. One long-lived stream for each pair of peers carries all calls both ways; either may have opened it.
+peer is suspended. One long-lived stream for each pair of peers carries all calls both ways; either may have opened it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from agora_protocol.errors import AgoraError, NotAdmitted, PeerFailed, ProtocolError, Refused
@@ -25,11 +26,11 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
+from agora.fair_share import Holder, largest_holder
 from agora.net.address_book import MAX_PEERS
-from agora.net.answer_share import AnswerShare
+from agora.net.answer_share import AnswerBudget
 from agora.net.connection import Connection
 from agora.net.dialling import Dialler
-from agora.net.fair_share import Holder, largest_holder
 from agora.net.gate import Gate
 from agora.net.host import Host
 from agora.net.incoming import Handler, NetLimits, PayloadBudget
@@ -38,7 +39,7 @@ from agora.net.reaching import WaysToReach
 from agora.net.streams import FrameStream
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
-SAME_MOMENT_S: Final = 0.1  # a callee that fails in the last 0.1 s before this peer's deadline has reached its own
+SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline counts as past its own deadline
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
@@ -47,7 +48,7 @@ MAX_CLOCKS: Final = 16  # peers that are asked for the time at once
 
 
 class Network:
-    """Calls other peers, dialling them when needed, and has a handler answer their calls, from `start` to `close`."""
+    """From `start` to `close`: calls peers, dialling if needed, has calls answered, drops silent and refused peers."""
 
     def __init__(
         self,
@@ -57,25 +58,26 @@ class Network:
         limits: NetLimits | None = None,
         *,
         report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
-        shut_out_s: Callable[[PeerId], float] = lambda _peer: 0.0,
+        suspended_s: Callable[[PeerId], float] = lambda _peer: 0.0,
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
     ) -> None:
         """gate: says whom this peer calls and answers. handler: answers other peers' requests.
 
-        report_violation: called with each frame that a peer should not have sent. shut_out_s: returns for how many more
-        seconds a peer must be neither called nor answered. report_failure: called with what `handler` raised that is
-        not an AgoraError. count_sent: called with each request that was sent or answered, and its tensors.
-        `tell_time` may be set: it returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
+        report_violation: called when a peer broke the protocol. suspended_s: returns for how many more seconds a peer
+        must be neither called nor answered. report_failure: called with what `handler` raised that is not an
+        AgoraError, and when its answer cannot be encoded. count_sent: called with each request of this peer and its
+        tensors, and with each request that this peer answers and the answer's tensors. `tell_time` may be set: it
+        returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
         self.budget = PayloadBudget(self.limits.max_held_bytes)
-        self.answers = AnswerShare(self.limits.max_answer_bytes)
+        self.answers = AnswerBudget(self.limits.max_answer_bytes)
         self.gate = gate
         self.handle = handler
         self.report_violation = report_violation
-        self.shut_out_s = shut_out_s
+        self.suspended_s = suspended_s
         self.report_failure = report_failure
         self.count_sent = count_sent
         self.tell_time: Callable[[], float] = lambda: 0.0
@@ -83,7 +85,8 @@ class Network:
         self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
         self._host = host
         self._connections: dict[PeerId, list[Connection]] = {}
-        self._dialler = Dialler(host, self._frame_limits, self.limits.dial_s, self.connection_to, self._add_opened)
+        add_opened = partial(self._add_connection, is_initiator=True)
+        self._dialler = Dialler(host, self._frame_limits, self.limits.dial_s, self.connection_to, add_opened)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._past_bytes = [0, 0]
         self._is_closing = False
@@ -94,7 +97,7 @@ class Network:
         self.spawn(self._tick())
 
     async def close(self) -> None:
-        """Cancels work and dials, says GOODBYE to all peers, and gives them GOODBYES_S to end their streams."""
+        """Cancels work and dials, says GOODBYE to all peers, and aborts streams that last longer than GOODBYES_S."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -104,7 +107,7 @@ class Network:
         await asyncio.gather(*tasks, return_exceptions=True)
         connections = self._all_connections()
         for connection in connections:
-            connection.end(PeerFailed("this peer has left"), "this peer is leaving")
+            connection.close(PeerFailed("this peer has left"), "this peer is leaving")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYES_S):
                 for connection in connections:
@@ -113,26 +116,26 @@ class Network:
             connection.stream.abort()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers the multiaddrs with /p2p/PEER at which `peer` can be dialled; ignores unusable ones."""
+        """Replaces the known multiaddrs of `peer` with those given that end in its id; keeps the known if none does."""
         self._dialler.learn(peer, addresses)
 
-    def reach_by(self, ways: WaysToReach) -> None:
-        """Has peers reached in these ways from now on; before, at all their addresses, but through no holes."""
-        self._dialler.reach_by(ways)
+    def set_ways_to_reach(self, ways: WaysToReach) -> None:
+        """Sets how later dials reach peers. Until it is called, all addresses are dialled, and no holes punched."""
+        self._dialler.set_ways_to_reach(ways)
 
     def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Remembers where a peer says that it, or its relays, can be dialled: only addresses that may be."""
+        """Learns the addresses that `peer` announces, and those of its relays; see Dialler.learn_announced."""
         self._dialler.learn_announced(peer, addresses)
 
     async def connect(self, peer: PeerId) -> None:
-        """Opens a connection to `peer` unless there is one. Raises as `call` does."""
-        self._refuse_to_call(peer)
+        """Opens a connection to `peer` unless there is one. Raises NotAdmitted, or what `Dialler.dial` raises."""
+        self._raise_if_refused(peer)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
 
     @property
     def carried_bytes(self) -> tuple[int, int]:
-        """The bytes that all streams together have read, and have written, since the start."""
+        """The bytes that all streams together have read, and have written, since the start; ended ones included."""
         bytes_in, bytes_out = self._past_bytes
         for connection in self._all_connections():
             bytes_in += connection.stream.bytes_in
@@ -141,7 +144,7 @@ class Network:
 
     @property
     def given_and_waiting_bytes(self) -> tuple[int, int]:
-        """The bytes that all streams together were given since the start, and those of them that are not sent yet."""
+        """The bytes that all streams were given to send since the start, and those of them that are not sent yet."""
         streams = [connection.stream for connection in self._all_connections()]
         written = self._past_bytes[1] + sum(stream.bytes_out for stream in streams)
         waiting = sum(stream.backlog for stream in streams)
@@ -149,7 +152,7 @@ class Network:
 
     @property
     def paths(self) -> dict[PeerId, str]:
-        """By connected peer, the path of its newest connection: "direct", "punched" or "relayed"."""
+        """By peer, the path of its newest connection, usable or not: "direct", "punched" or "relayed"."""
         return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
     def round_trip_s(self, peer: PeerId) -> float | None:
@@ -157,13 +160,13 @@ class Network:
         measured = [connection.round_trip.value for connection in self._connections.get(peer, ())]
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
-    async def ask_clocks(self, timeout_s: float, most: int = MAX_CLOCKS) -> list[float]:
-        """Pings up to `most` connected peers of the run at once; returns what their Pongs imply, in any order.
+    async def ask_clocks(self, timeout_s: float, max_peers: int = MAX_CLOCKS) -> list[float]:
+        """Pings up to `max_peers` connected peers, chosen at random; returns what members' Pongs imply, in any order.
 
-        Each value is the unix time at which, by that peer's clock, this machine's `boot_time` was 0; peers that do not
-        know the time, or are late, give none. timeout_s: for all together.
+        Each value is the unix time at which, by that peer's clock, this machine's `boot_time` was 0. A peer that does
+        not answer gives what an earlier Pong implied; one that has never told the time gives none. timeout_s: for all.
         """
-        peers = random.sample(sorted(self._connections), min(most, len(self._connections)))
+        peers = random.sample(sorted(self._connections), min(max_peers, len(self._connections)))
         asked = [found for peer in peers if (found := self.connection_to(peer)) and not found.is_reader]
         pings = [asyncio.create_task(connection.ping()) for connection in asked]
         if pings:
@@ -181,14 +184,16 @@ class Network:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """Calls `peer`; see `agora.calls.Caller`. Dials it first when there is no connection.
+        """Sends `peer` a request and returns its reply; dials `peer` first when there is no connection.
 
-        The tensors must not change until this returns. Raises what the peer refused with, NotAdmitted for a peer that
-        is shut out, ConnectionBroken as soon as the stream breaks or cannot be opened, DeadlinePassed.
+        deadline: loop time, to which the request's `deadline_ms` is lowered. on_progress: called with each Advance. The
+        tensors must not change until this returns. Raises what the peer refused with, NotAdmitted for a peer that must
+        not be called, ConnectionBroken as soon as the stream breaks or cannot be opened, DeadlinePassed, also for a
+        PeerFailed within SAME_MOMENT_S of the deadline.
         """
         try:
             async with asyncio.timeout_at(deadline):
-                self._refuse_to_call(peer)
+                self._raise_if_refused(peer)
                 connection = self.connection_to(peer) or await self._dialler.dial(peer)
                 fields: Any = request
                 left_ms = max(1, int((deadline - loop_time()) * 1000))
@@ -204,7 +209,7 @@ class Network:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline ({error})") from None
 
     def connection_to(self, peer: PeerId) -> Connection | None:
-        """Returns the usable connection for new calls to `peer`, or None; never dials.
+        """Returns the connection to `peer` that new calls use, None without a usable one; never dials.
 
         Of two that both sides opened at the same time, both choose the one that the lower peer id opened.
         """
@@ -213,25 +218,25 @@ class Network:
         return min(usable, key=lambda connection: connection.is_initiator is not is_lower, default=None)
 
     def has_met(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with `peer`, a member, and they are connected or were within MET_S."""
+        """Returns whether `peer` has said HELLO as a member, and is connected or was within the last MET_S seconds."""
         met_at = self._met.get(peer)
         return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
 
     async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Exchanges HELLO with a peer at its claimed addresses, unless it is connected. Raises as `call` does."""
-        self._refuse_to_call(peer)
+        """Learns the addresses that `peer` announces, and opens a connection to it as `connect` does."""
+        self._raise_if_refused(peer)
         self.learn_announced(peer, addresses)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
 
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
-        """Makes a connection of a stream that a peer has opened, and breaks off those that it opened before.
+        """Makes a connection of a stream that a peer opened, begins its handshake, aborts the peer's earlier ones.
 
-        Sends GOODBYE instead if the peer is shut out, this network is closing, or there are too many connections.
+        Sends GOODBYE instead if the peer is suspended, this network is closing, or there are too many connections.
         """
         try:
-            self._refuse_shut_out(peer)
-            if self._is_closing or not self._make_room(Holder(stream.prefix, peer)):
+            self._raise_if_suspended(peer)
+            if self._is_closing or not self._make_room(Holder(stream.address_prefix, peer)):
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
             stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
@@ -239,31 +244,31 @@ class Network:
             return
         for older in list(self._connections.get(peer, ())):
             if not older.is_initiator:  # an honest peer opens a second stream only when it has given the first one up
-                older.break_off("the peer opened a new stream")
-        self.spawn(self._await_hello(self._add_connection(stream, peer, is_initiator=False, path=path)))
+                older.abort("the peer opened a new stream")
+        self.spawn(self._await_hello(self._add_connection(stream, peer, path, is_initiator=False)))
 
     def _make_room(self, newcomer: Holder) -> bool:
-        """Returns whether one more connection may be made; breaks off another one for it if need be.
+        """Returns whether one more connection may be made; aborts another one for it if there are too many.
 
-        Peers that have not said which run they train have `max_silent` connections together, whoever they are.
+        First a silent one, of which `max_silent` may be: opened by a peer that is a reader or has not said HELLO.
+        Without one, one of the largest holder if that is of another network than `newcomer`; otherwise returns False.
         """
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]
         if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
             return True
         if silent:
-            self._choose_to_break(silent, newcomer).break_off("others need the room")
+            self._choose_to_break(silent, newcomer).abort("others need the room")
             return True
-        others = [known for known in connections if known.stream.prefix != newcomer.prefix]
         largest = largest_holder(Counter(known.holder for known in connections), newcomer)
-        chosen = [known for known in others if known.holder == largest]
+        chosen = [known for known in connections if known.holder == largest and largest.prefix != newcomer.prefix]
         for known in chosen[:1]:
-            known.break_off("others need the room")
+            known.abort("others need the room")
         return bool(chosen)
 
     @staticmethod
     def _choose_to_break(silent: Sequence[Connection], newcomer: Holder) -> Connection:
-        """Returns which of these connections makes room: the oldest one of whoever has the most, see largest_holder."""
+        """Returns which silent connection makes room: the oldest of the largest holder, without one the first."""
         largest = largest_holder(Counter(known.holder for known in silent), newcomer)
         return next((known for known in silent if known.holder == largest), silent[0])
 
@@ -272,24 +277,20 @@ class Network:
         with contextlib.suppress(AgoraError):
             await connection.start()
 
-    def _refuse_to_call(self, peer: PeerId) -> None:
-        """Raises NotAdmitted for a peer that must not be called: the gate is closed to it, or it is shut out."""
-        if refusal := self.gate.refusal(peer):
+    def _raise_if_refused(self, peer: PeerId) -> None:
+        """Raises NotAdmitted for a peer that must not be called: the gate refuses it, or it is suspended."""
+        if refusal := self.gate.find_refusal(peer):
             raise refusal
-        self._refuse_shut_out(peer)
+        self._raise_if_suspended(peer)
 
-    def _refuse_shut_out(self, peer: PeerId) -> None:
-        """Raises NotAdmitted while `peer` is shut out for its conduct."""
-        seconds = self.shut_out_s(peer)
+    def _raise_if_suspended(self, peer: PeerId) -> None:
+        """Raises NotAdmitted while `peer` is suspended, for a time, for its violations (`suspended_s`)."""
+        seconds = self.suspended_s(peer)
         if seconds > 0:
-            raise NotAdmitted(f"{peer} broke the rules too often; it is shut out for {seconds:.0f} s more.")
+            raise NotAdmitted(f"{peer} broke the rules too often; it is suspended for {seconds:.0f} s more.")
 
-    def _add_opened(self, stream: FrameStream, peer: PeerId, path: str) -> Connection:
-        """Makes a connection of a stream that this peer has opened; see `_add_connection`."""
-        return self._add_connection(stream, peer, is_initiator=True, path=path)
-
-    def _add_connection(self, stream: FrameStream, peer: PeerId, *, is_initiator: bool, path: str) -> Connection:
-        """Makes a connection of a stream, keeps it and returns it; its handshake has not begun."""
+    def _add_connection(self, stream: FrameStream, peer: PeerId, path: str, *, is_initiator: bool) -> Connection:
+        """Makes a connection of a stream, keeps it and returns it; the caller begins the handshake."""
         connection = Connection(self, stream, peer, is_initiator=is_initiator, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection
@@ -297,21 +298,21 @@ class Network:
     # --- what connections need of the network
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """Called after the HELLOs: learns the addresses, wakes a dial that waits for the peer, and sends a Ping.
+        """Called after the HELLOs: learns a member's addresses, records it as met, wakes a dial that waits for it.
 
-        Tells the gate and `on_met` of the new member. Does nothing for a reader.
+        Then sends a Ping in a task and calls each of `on_met`. Does nothing for a reader.
         """
         if connection.is_reader:
             return
         self.learn_announced(connection.peer, addresses)
         self._record_met(connection.peer)
-        self._dialler.wake(connection.peer)
+        self._dialler.on_peer_connected(connection.peer)
         self.spawn(connection.ping())
         for each in self.on_met:
             each(connection.peer)
 
     def on_gone(self, connection: Connection) -> None:
-        """Called when a connection broke or ended: forgets it, and keeps its bytes in `carried_bytes`."""
+        """Called when a connection ended: forgets it, keeps its bytes counted, records a member's last meeting."""
         self._past_bytes[0] += connection.stream.bytes_in
         self._past_bytes[1] += connection.stream.bytes_out
         if connection.peer in self._met:
@@ -321,14 +322,14 @@ class Network:
             del self._connections[connection.peer]
 
     def _record_met(self, peer: PeerId) -> None:
-        """Remembers that HELLO was exchanged with a peer, until now; forgets the longest unmet beyond MAX_PEERS."""
+        """Records that `peer` was met now; beyond MAX_PEERS, forgets the peer that was met longest ago."""
         self._met[peer] = loop_time()
         self._met.move_to_end(peer)
         if len(self._met) > MAX_PEERS:
             self._met.popitem(last=False)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` in a task, which is cancelled when the network closes."""
+        """Runs `work` in a task, which is cancelled when the network closes, and returns the task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -339,29 +340,29 @@ class Network:
         return [connection for connections in self._connections.values() for connection in connections]
 
     def _end_if_refused(self, connection: Connection) -> None:
-        """Ends a connection to a peer that is not admitted any more or is shut out; otherwise does nothing."""
+        """Ends a connection if its peer is no longer admitted (with GOODBYE) or is suspended; nothing before HELLO."""
         if (role := connection.role) is None:
             return
-        if refusal := self.gate.still_refuses(connection.peer, connection.proof, role):
-            connection.end(refusal, str(refusal))
-        elif self.shut_out_s(connection.peer) > 0:
-            connection.break_off("the peer is shut out")
+        if refusal := self.gate.find_new_refusal(connection.peer, connection.proof, role):
+            connection.close(refusal, str(refusal))
+        elif self.suspended_s(connection.peer) > 0:
+            connection.abort("the peer is suspended")
 
-    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
-        """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is a member now.
+    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
+        """Connects to `peer` unless it is connected; returns whether it is a member now, False if that fails.
 
-        anew: first breaks off connections that the peer does not know of any more. named_by: a neighbour that is asked
-        where `peer` can be dialled, when no address is known or none answers.
+        reconnect: first aborts connections that `peer` does not know of any more. named_by: a connected peer that
+        is asked where `peer` can be dialled, if that fails at the known addresses.
         """
-        for connection in list(self._connections.get(peer, ())) if anew else ():
-            connection.break_off("the peer does not know of the connection")
+        for connection in list(self._connections.get(peer, ())) if reconnect else ():
+            connection.abort("the peer does not know of the connection")
         with contextlib.suppress(AgoraError):
-            self._refuse_to_call(peer)
+            self._raise_if_refused(peer)
             return (self.connection_to(peer) or await self._dial_or_ask(peer, named_by)).is_usable
         return False
 
     async def _dial_or_ask(self, peer: PeerId, named_by: PeerId | None) -> Connection:
-        """Dials `peer`; when that fails and `named_by` knows other addresses, dials those. Raises as `dial` does."""
+        """Dials `peer`; if that fails, asks `named_by` for other addresses and dials those. Raises as `call` does."""
         try:
             return await self._dialler.dial(peer)
         except ConnectionBroken:
@@ -376,20 +377,20 @@ class Network:
         return await self._dialler.dial(peer)
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
-        """Returns where a member that has said HELLO can be dialled, to tell other members; empty if not known."""
-        return self._dialler.addresses(peer) if self.gate.is_greeted(peer) else ()
+        """Returns the known multiaddrs of a member that has said HELLO, to tell other members; () for others."""
+        return self._dialler.addresses(peer) if self.gate.is_admitted_member(peer) else ()
 
     def members(self) -> list[PeerId]:
-        """Returns the peers to which there is a usable connection."""
+        """Returns the members to which there is a usable connection."""
         return [peer for peer in self._connections if self.connection_to(peer) is not None]
 
     def end_refused(self) -> None:
-        """Ends at once the connections to peers that are not admitted any more; `_tick` does it twice a second."""
+        """Ends now, not at the next tick, the connections to peers that are not admitted any more or are suspended."""
         for connection in self._all_connections():
             self._end_if_refused(connection)
 
     async def _tick(self) -> None:
-        """Twice a second, until cancelled: ends connections to peers that are refused now, and ticks all of them."""
+        """Every TICK_S or more often, until cancelled: ends connections to refused peers, ticks all connections."""
         while True:
             await asyncio.sleep(min(TICK_S, self.limits.silence_s / 4))
             for connection in self._all_connections():

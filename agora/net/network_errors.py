@@ -11,8 +11,8 @@ class ConnectionBroken(AgoraError):
     code = "broken"
 
 
-class DialsCrossed(AgoraError):
-    """Raised by a dial when both peers dialled each other at once (simultaneous open).
+class SimultaneousOpen(AgoraError):
+    """Raised by a dial when both peers dialled each other at once, and both dials failed.
 
     p2pd then backs off for some seconds; the peer with the lower id dials again first, see dialling.py.
     """

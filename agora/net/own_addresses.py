@@ -23,7 +23,7 @@ _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
 def host_and_port(address: str) -> tuple[str, str, int] | None:
-    """Returns ("ip4" or "ip6", the IP address, the TCP port) of a direct multiaddr; None for any other."""
+    """Returns ("ip4" or "ip6", the host as written, the port) of a direct TCP multiaddr; None for any other text."""
     words = address.split("/")
     if len(words) < 5 or words[1] not in ANY or words[3] != "tcp" or not words[4].isdecimal():
         return None
@@ -36,9 +36,9 @@ def is_circuit(address: str) -> bool:
 
 
 def is_private(address: str) -> bool:
-    """Returns whether not all of the internet can dial the IP address that a multiaddr begins with.
+    """Returns whether a multiaddr begins with an IP address that not all of the internet can dial.
 
-    False for host names; True for a malformed address.
+    False for host names (/dns...); True for a malformed address.
     """
     words = address.split("/")
     if len(words) < 3 or words[1] not in ANY:
@@ -55,7 +55,10 @@ def public_only(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def interface_addresses(listen: Sequence[str]) -> list[str]:
-    """Returns the direct multiaddrs of `listen`; 0.0.0.0 and :: become one for each address of the interfaces."""
+    """Returns the direct TCP multiaddrs of `listen`; 0.0.0.0 and :: become one for each address of the interfaces.
+
+    Leaves out all other addresses. The interfaces' addresses include loopback, but not link-local IPv6.
+    """
     found = []
     for address in listen:
         parts = host_and_port(address)
@@ -68,9 +71,9 @@ def interface_addresses(listen: Sequence[str]) -> list[str]:
 
 
 def listening_places(listen: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Returns, by "ip4" and "ip6", the host and port at which this machine itself can dial what listens at `listen`.
+    """Returns the host and port at which this machine itself can dial what listens at `listen`, by "ip4" and "ip6".
 
-    Loopback is preferred.
+    Of each kind, takes the last on 127.x, else the first; replaces 0.0.0.0 and :: by loopback. A kind may be missing.
     """
     places = {}
     for kind, host, port in filter(None, map(host_and_port, listen)):
@@ -94,8 +97,11 @@ class HeldPorts:
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
-    def fix(self, address: str) -> str:
-        """Returns the multiaddr with a free port in place of port 0, held until `close`; others as they are."""
+    def hold_free_port(self, address: str) -> str:
+        """Returns a TCP multiaddr with a free port in place of port 0, held until `close`; any other as it is.
+
+        Raises OSError if its host is not an address of this machine.
+        """
         parts = host_and_port(address)
         if parts is None or parts[2] != 0:
             return address
@@ -116,7 +122,10 @@ class HeldPorts:
 
 
 def check_port(address: str, family: str, host: str, port: int) -> None:
-    """Raises LocalError when this machine cannot listen on a TCP port now, by trying it."""
+    """Checks that this machine can listen on a TCP port, by doing so for a moment; raises LocalError if it cannot.
+
+    address: the multiaddr that the error names. family: "ip4" or "ip6", of `host`.
+    """
     # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and share the callers of the first.
     with socket.socket(_FAMILIES[family]) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -24,7 +24,7 @@ from agora.net.hive import P2P, P2PDaemonError
 from agora.terminal_text import one_line
 
 STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start at once
-SOCKET_PREFIX: Final = "agora-net-"  # how the names of the folders begin that hold p2pd's Unix sockets
+SOCKET_PREFIX: Final = "agora-net-"  # the names of the folders that hold p2pd's Unix sockets begin with it
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
 MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's words in an error's sentence
 
@@ -37,14 +37,14 @@ _GUARD: Final = (
 
 
 class _GuardedP2P(P2P):  # type: ignore[misc]
-    """hivemind's P2P, with a p2pd that the kernel kills together with this process, however that ends.
+    """hivemind's P2P, with a p2pd that the kernel kills together with this process, however this process ends.
 
-    By itself p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a daemon that is not there.
+    Without that, p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a dead daemon.
     """
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        """Returns p2pd's command line, on Linux run by a program that has the kernel kill it with this process."""
+        """Returns p2pd's command line, without relay and DHT; on Linux, p2pd is killed when this process ends."""
         kwargs["relayService"] = 0  # p2pd's own relay; the daemon has one (relay.py)
         kwargs.pop("dhtServer", None)  # p2pd's own Kademlia, which tells every stranger whom p2pd is connected with
         command: list[str] = P2P._make_process_args(*args, **kwargs)
@@ -54,11 +54,11 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
 
 
 class _OpenCalls(dict[UUID, "asyncio.Future[Any]"]):
-    """hivemind's calls of p2pd that await an answer, by id; one that was cancelled is not `in` it any more.
+    """hivemind's calls of p2pd that await an answer, by id; a cancelled or answered one is not `in` this dict.
 
-    hivemind sets the result of a call whose id is `in` it. When this process has stood still, a call's deadline and its
-    answer come in one turn of the event loop: the call is cancelled, and not removed yet. The result of a cancelled
-    call cannot be set, so that the task that reads all answers would end, and with it the daemon.
+    hivemind sets the result of a call whose id is `in` this dict. When this process has stood still, a call's deadline
+    and its answer come in one turn of the event loop: the call is cancelled, and not removed yet. The result of a
+    cancelled call cannot be set, so that the task that reads all answers would end, and with it the daemon.
     """
 
     def __contains__(self, call: object) -> bool:
@@ -68,27 +68,27 @@ class _OpenCalls(dict[UUID, "asyncio.Future[Any]"]):
 
 
 class SocketDirectory:
-    """Makes and locks a private directory for p2pd's Unix sockets, after removing those that dead daemons left behind.
+    """A private, locked directory (`path`) for p2pd's Unix sockets. Making one first removes those of dead daemons.
 
-    A lock in it shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
+    The lock in a directory shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
     """
 
     def __init__(self) -> None:
         base = Path(tempfile.gettempdir())
         if len(str(base)) > MAX_BASE_CHARACTERS:
             base = Path("/tmp")
-        for left in base.glob(SOCKET_PREFIX + "*"):
+        for folder in base.glob(SOCKET_PREFIX + "*"):
             # An OSError says: not ours, in use, or just removed by another daemon.
-            with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
+            with contextlib.suppress(OSError), (folder / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
-        self._lock = (made / "lock").open("w")
+                shutil.rmtree(folder, ignore_errors=True)
+        hidden = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
+        self._lock = (hidden / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = made.rename(base / made.name[1:])  # only now may another daemon find it
+        self.path = hidden.rename(base / hidden.name[1:])  # only now may another daemon find it
 
     def remove(self) -> None:
-        """Removes the directory and gives up its lock. May be called twice."""
+        """Removes the directory with its sockets, and gives up its lock. May be called twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -96,13 +96,15 @@ class SocketDirectory:
 async def start_p2pd(
     identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path, upnp: bool
 ) -> Any:
-    """Starts a p2pd that listens on `listen`, and returns hivemind's handle. Raises LocalError if it does not start.
+    """Starts a p2pd that listens on `listen`, and returns hivemind's P2P. Raises LocalError if it does not start.
 
-    p2pd neither looks for relays or peers nor judges whether it can be reached, because the daemon does all three.
+    announce: addresses that it announces instead; none: those that it listens on. sockets: the folder for its Unix
+    sockets. upnp: whether it asks the router to forward its ports. p2pd neither looks for relays or peers nor judges
+    whether it can be reached, because the daemon does all three.
     """
-    kind = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
+    p2p_class = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:
-        p2p = await kind.create(  # type: ignore[attr-defined]
+        p2p = await p2p_class.create(  # type: ignore[attr-defined]
             host_maddrs=tuple(listen),
             announce_maddrs=tuple(announce) or None,
             identity_path=str(identity_path),

@@ -12,13 +12,13 @@ from typing import Final
 STALLED_S: Final = 15.0
 """Seconds in which a transfer must bring at least one byte."""
 PRESSED_S: Final = 3.0
-"""The same seconds while others wait for memory; then it must bring MIN_BYTES_PER_S."""
+"""Seconds over which a transfer must bring MIN_BYTES_PER_S while others wait for memory."""
 MIN_BYTES_PER_S: Final = 2048.0
 """The minimum rate of a transfer while others wait for memory."""
 
 
 class TransferWatch:
-    """Watches the bytes of one direction of one stream; `is_stalled` is to be called about twice a second."""
+    """Watches the bytes of one direction of one stream, by calls of `is_stalled` about twice a second."""
 
     def __init__(self) -> None:
         self._since: float | None = None  # the start of the present time window; None while nothing is under way
@@ -27,9 +27,9 @@ class TransferWatch:
     def is_stalled(self, now: float, moved: int, *, under_way: bool, pressed: bool) -> bool:
         """Returns whether the transfer has moved too few bytes for too long; False while none is under way.
 
-        Too few are none in STALLED_S or, while `pressed`, less than MIN_BYTES_PER_S over PRESSED_S. Each judgement
-        begins a new measurement.
-        moved: bytes that the stream has moved in this direction since it began. pressed: others wait for memory.
+        Too few: none in STALLED_S or, while `pressed`, less than MIN_BYTES_PER_S over PRESSED_S. A transfer is judged
+        at the end of each such time window, then the next one begins; within a window this returns False. moved: bytes
+        that the stream has moved in this direction since it began. pressed: others wait for memory.
         """
         if not under_way:
             self._since = None

@@ -1,4 +1,4 @@
-"""The owner's limits on this machine's line, and how much of them is left for streams. Pure.
+"""The owner's limits on this machine's line, and how much of them is left for streams. Deterministic.
 
 Knows: rates, byte counts. Must not know: clocks, sockets, streams.
 
@@ -17,23 +17,23 @@ from typing import Final
 from agora_protocol.errors import InputError
 
 MIN_RATE: Final = 10_000.0
-"""The lowest limit, in bytes per second: under it the directory alone would not get through."""
+"""The lowest limit, in bytes per second: below it not even the directory's traffic fits."""
 MIN_SHARE: Final = 0.1
-"""The part of a limit that streams get at least, whatever else is sent."""
+"""The minimum part of a limit that streams get, whatever else is sent."""
 UNCOUNTED_SHARE: Final = 0.9
 """The part of a limit that streams get where sockets' bytes cannot be counted."""
 MEMORY_S: Final = 4.0
-"""Seconds over which what else is sent is averaged."""
+"""Averaging window of the traffic that is not of streams, in seconds."""
 DEBT_S: Final = 4.0
-"""Seconds in which bytes sent above the limit are made up for."""
+"""Seconds over which an excess over the limit is paid back."""
 MAX_DEBT_S: Final = 1.0
-"""Bytes sent above the limit are remembered up to what the limit allows in this many seconds."""
+"""Upper bound of that excess, as seconds of traffic at the limit."""
 _RATE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kMG]?)(bit|B)(?:/s|ps)?")
 _FACTORS: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def parse_rate(text: str) -> float:
-    """Returns a rate such as "1MB/s", "500kB" or "8Mbit" in bytes per second; "" is no limit, infinity.
+    """Returns a rate such as "1MB/s", "500kB" or "8Mbit" in bytes per second; for "", no limit, infinity.
 
     Raises InputError for other text, and for less than MIN_RATE.
     """
@@ -50,15 +50,15 @@ def parse_rate(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """What the owner allows the daemon to send and to receive, in bytes per second; infinity is no limit."""
+    """What the owner allows the daemon to send and to receive, in bytes per second; infinity means no limit."""
 
-    up: float = math.inf
-    down: float = math.inf
+    upload: float = math.inf
+    download: float = math.inf
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is any limit."""
-        return min(self.up, self.down) < math.inf
+        """Whether either direction has a limit."""
+        return min(self.upload, self.download) < math.inf
 
 
 UNLIMITED: Final = RateLimits()
@@ -67,33 +67,37 @@ UNLIMITED: Final = RateLimits()
 class StreamBrake:
     """Computes how fast streams may go in one direction, so that all traffic together keeps to the limit.
 
-    rate: for streams, in bytes per second.
+    limit: of all traffic, in bytes per second; infinity for none. rate: bytes per second that are left for streams.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._last: tuple[float, int, int] | None = None
-        self._other = 0.0
+        self._other_rate = 0.0
         self._debt = 0.0
         self.rate = limit
 
     def update(self, now: float, carried: int | None, streamed: int) -> float:
-        """Takes what all sockets have carried (None: cannot be counted), and what streams have, which is part of it.
+        """Sets `rate` by the bytes carried since the last call, and returns it; both counts are totals since the start.
 
-        now: seconds. Both counts are totals in bytes since the start. Returns the new `rate`.
+        now: seconds. carried: by all sockets; None: cannot be counted. streamed: by streams, which is part of it. The
+        rate is the limit, less the averaged rate of traffic that is not of streams, less the excess over the limit so
+        far / DEBT_S; but at least MIN_SHARE of the limit, and UNCOUNTED_SHARE of it where nothing can be counted. The
+        first call, and any call without a limit, changes nothing.
         """
         if self._limit == math.inf:
             return self.rate
         if carried is None:
-            self._last, self.rate = None, UNCOUNTED_SHARE * self._limit
+            self._last = None
+            self.rate = UNCOUNTED_SHARE * self._limit
             return self.rate
         last, self._last = self._last, (now, carried, streamed)
         if last is None or now <= last[0]:
             return self.rate
         seconds, all_bytes = now - last[0], carried - last[1]
-        other = max(0.0, (all_bytes - (streamed - last[2])) / seconds)
-        self._other += (other - self._other) * min(1.0, seconds / MEMORY_S)
-        most = MAX_DEBT_S * self._limit
-        self._debt = max(0.0, min(most, self._debt + all_bytes - self._limit * seconds))
-        self.rate = max(MIN_SHARE * self._limit, self._limit - self._other - self._debt / DEBT_S)
+        other_rate = max(0.0, (all_bytes - (streamed - last[2])) / seconds)
+        self._other_rate += (other_rate - self._other_rate) * min(1.0, seconds / MEMORY_S)
+        max_debt = MAX_DEBT_S * self._limit
+        self._debt = max(0.0, min(max_debt, self._debt + all_bytes - self._limit * seconds))
+        self.rate = max(MIN_SHARE * self._limit, self._limit - self._other_rate - self._debt / DEBT_S)
         return self.rate

@@ -14,11 +14,11 @@ from agora_protocol.ids import PeerId
 from agora.net.network_errors import ConnectionBroken
 
 READ_BYTES: Final = 262_144
-"""Bytes that one direction of a splice reads at once, and holds, at most."""
+"""Maximum number of bytes that one direction of a splice reads at once, and holds."""
 
 
 class RawStream:
-    """Reads and writes plain bytes on one stream. peer: the other end, as p2pd names it, "" for a local connection.
+    """Reads and writes plain bytes on one stream. peer: the other end, as p2pd names it, "" for a plain connection.
 
     is_relayed: whether the stream goes through another peer.
     """
@@ -29,10 +29,10 @@ class RawStream:
         self._reader = reader
         self._writer = writer
 
-    async def read_message(self, most: int) -> bytes:
-        """Returns the next message, without the length (a varint) before it.
+    async def read_message(self, max_bytes: int) -> bytes:
+        """Reads the next message, which has its length (a varint) before it, and returns it without the length.
 
-        Raises ConnectionBroken when the stream ends first, ValueError for a length above `most` bytes.
+        Raises ConnectionBroken when the stream ends first, ValueError for a malformed length or one above `max_bytes`.
         """
         try:
             length = shift = 0
@@ -44,14 +44,17 @@ class RawStream:
                     break
                 if shift > 28:
                     raise ValueError("a message's length is not a number")
-            if length > most:
-                raise ValueError(f"a message of {length} bytes, of {most} at most")
+            if length > max_bytes:
+                raise ValueError(f"a message of {length} bytes, of {max_bytes} at most")
             return await self._reader.readexactly(length)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise ConnectionBroken("the stream ended") from error
 
     async def read(self) -> bytes:
-        """Returns what comes next, at most READ_BYTES; b"" at the end. Raises OSError when the stream broke."""
+        """Waits for bytes, and returns at most READ_BYTES of them; b"" at the end.
+
+        Raises OSError when the stream broke.
+        """
         return await self._reader.read(READ_BYTES)
 
     async def write(self, data: bytes) -> None:
@@ -63,20 +66,20 @@ class RawStream:
             raise ConnectionBroken("the stream ended") from error
 
     def abort(self) -> None:
-        """Ends the stream at once, both ways."""
+        """Ends the stream at once, both ways; what is not sent yet is lost."""
         self._writer.transport.abort()
 
 
 async def no_limit(_size: int) -> None:
-    """Lets bytes pass at once."""
+    """Does nothing: the `let_pass` of a splice whose bytes pass at once."""
 
 
-async def splice(one: RawStream, other: RawStream, carry: Callable[[int], Awaitable[None]] = no_limit) -> None:
-    """Carries bytes both ways between two streams until either ends, then ends both.
+async def splice(one: RawStream, other: RawStream, let_pass: Callable[[int], Awaitable[None]] = no_limit) -> None:
+    """Carries bytes both ways between two streams until either ends or breaks, then aborts both.
 
-    carry: awaited with the number of bytes before they are sent on.
+    let_pass: awaited with the number of bytes, of either direction, before they are sent on.
     """
-    pumps = [asyncio.ensure_future(_pump(one, other, carry)), asyncio.ensure_future(_pump(other, one, carry))]
+    pumps = [asyncio.ensure_future(_pump(one, other, let_pass)), asyncio.ensure_future(_pump(other, one, let_pass))]
     try:
         await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -87,11 +90,11 @@ async def splice(one: RawStream, other: RawStream, carry: Callable[[int], Awaita
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(source: RawStream, sink: RawStream, carry: Callable[[int], Awaitable[None]]) -> None:
-    """Carries bytes one way until either stream ends."""
+async def _pump(source: RawStream, sink: RawStream, let_pass: Callable[[int], Awaitable[None]]) -> None:
+    """Carries bytes from `source` to `sink` until either ends or breaks. let_pass: see splice."""
     try:
         while data := await source.read():
-            await carry(len(data))
+            await let_pass(len(data))
             await sink.write(data)
     except (OSError, ConnectionBroken):
         return

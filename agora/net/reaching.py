@@ -38,7 +38,7 @@ Raises an AgoraError when that fails.
 
 @dataclass(frozen=True, slots=True)
 class WaysToReach:
-    """The ways in which peers may be reached.
+    """The ways in which peers may be reached; by default at all addresses, and through no holes.
 
     may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None to punch no holes.
     """
@@ -48,7 +48,10 @@ class WaysToReach:
 
 
 def relays_of(addresses: Sequence[str]) -> dict[PeerId, list[str]]:
-    """Returns the relays that addresses go through, with the relays' own addresses, each with /p2p/RELAY."""
+    """Returns the relays that `addresses` go through: peer id -> the relay's own addresses, each with /p2p/RELAY.
+
+    Addresses that go through no relay, or do not name it, are ignored.
+    """
     relays: dict[PeerId, list[str]] = {}
     for address in filter(is_circuit, addresses):
         own = address.partition("/p2p-circuit")[0]
@@ -60,16 +63,19 @@ def relays_of(addresses: Sequence[str]) -> dict[PeerId, list[str]]:
 async def reach_by_any_way(
     host: Host, peer: PeerId, addresses: Sequence[str], punch_hole: PunchHole | None, timeout_s: float
 ) -> None:
-    """Has p2pd connect to `peer` unless it is connected, trying the ways of the module's table in order.
+    """Has p2pd connect to `peer` unless it is connected: directly, else through a hole, else through a relay.
 
-    Raises ConnectionBroken, with the reason for each way, or DialsCrossed as Host.reach does.
+    Each way is tried only if the ways before failed, and if `addresses` and `punch_hole` allow it, for the time that
+    the module's table gives it. Raises ConnectionBroken, with the reason for each way; SimultaneousOpen at once, as
+    Host.reach does.
     """
     direct = [address for address in addresses if not is_circuit(address)]
     circuits = [address for address in addresses if is_circuit(address)]
     if not circuits:
         await host.reach(peer, direct, timeout_s)
         return
-    until, tried = loop_time() + timeout_s, ""
+    until = loop_time() + timeout_s
+    tried = ""
     if await host.is_connected(peer):
         return
     if direct:

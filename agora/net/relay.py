@@ -29,18 +29,21 @@ RESERVED_S: Final = 120.0
 ANSWER_S: Final = 10.0
 """Seconds within which each message that opens a circuit must come."""
 CIRCUITS_PER_PEER: Final = 8
-"""At most this many circuits of one peer through this relay at once; of all peers, `max_peers` times as many."""
+"""Maximum number of circuits that one peer opens through this relay at once; all peers: `max_peers` times as many."""
 MAX_OPENING: Final = 32
-"""At most this many streams whose first message has not come yet."""
+"""Maximum number of streams whose first message is not answered yet."""
 
 
 class RelayService:
-    """Grants reservations to up to `max_peers` admitted peers, and carries circuits to them; with 0 it refuses all."""
+    """Grants reservations to up to `max_peers` admitted peers, and carries circuits to them; with 0 it refuses all.
+
+    It runs from `start` until the host closes. carried_bytes: of all circuits so far, both directions together.
+    """
 
     def __init__(
         self, host: Host, max_peers: int, is_admitted: Callable[[PeerId], bool], bytes_per_s: float = 0.0
     ) -> None:
-        """is_admitted: whether a peer may use this relay. bytes_per_s: of all circuits together; 0 for no limit."""
+        """is_admitted: returns whether a peer may use the relay. bytes_per_s: of all circuits together; 0: no limit."""
         self.max_peers = max_peers
         self.carried_bytes = 0
         self._host = host
@@ -52,19 +55,19 @@ class RelayService:
 
     async def start(self) -> None:
         """Begins to answer requests on the host. Raises ConnectionBroken when p2pd is gone."""
-        await self._host.serve_raw(circuit_wire.HOP_PROTOCOL, self._answer)
+        await self._host.serve_raw(circuit_wire.HOP_PROTOCOL, self._serve_stream)
 
     def reserving_peers(self) -> list[PeerId]:
-        """Returns the peers that hold a reservation now; forgets expired ones."""
+        """Returns the peers that hold a reservation at this relay now; forgets expired reservations."""
         now = loop_time()
         self._reserved = {peer: until for peer, until in self._reserved.items() if until > now}
         return list(self._reserved)
 
-    async def _answer(self, stream: RawStream) -> None:
+    async def _serve_stream(self, stream: RawStream) -> None:
         """Serves one hop stream: answers its first message, and carries the circuit that it opens until that ends.
 
-        Returns without an answer while MAX_OPENING others have not got theirs yet, and for a first message that is
-        malformed or late.
+        Returns without an answer while MAX_OPENING other streams have no answer yet, for a first message that is
+        malformed or late, and when the other end of the circuit breaks off or answers with something malformed.
         """
         if self._opening >= MAX_OPENING:
             return
@@ -72,42 +75,56 @@ class RelayService:
         try:
             async with asyncio.timeout(ANSWER_S):
                 message = circuit_wire.decode_hop(await stream.read_message(circuit_wire.MAX_MESSAGE_BYTES))
-                other = await self._begin(stream, message)
+                other = await self._answer_request(stream, message)
         except (TimeoutError, ValueError, ConnectionBroken):
             return
         finally:
             self._opening -= 1
         if other is None:
             return
-        self._circuits[stream.peer] += 1
         try:
-            await splice(stream, other, self._carry)
+            await splice(stream, other, self._count_and_wait)
         finally:
-            self._circuits[stream.peer] -= 1
-            self._circuits += Counter()  # forgets peers without circuits
+            self._forget_circuit(stream.peer)
 
-    async def _begin(self, stream: RawStream, message: CircuitMessage) -> RawStream | None:
-        """Answers the first message of a hop stream; a RESERVE is granted for RESERVED_S, if it may be.
+    async def _answer_request(self, stream: RawStream, message: CircuitMessage) -> RawStream | None:
+        """Answers the first message of a hop stream; a RESERVE that may be served makes or renews a reservation.
 
-        Returns for a CONNECT the stream to the other end of the circuit; None for a refused one, and for a RESERVE.
+        For a CONNECT, returns the stream to the other end of the circuit, which counts as the caller's from the moment
+        that it is allowed; None if it is refused. For a RESERVE, returns None. Raises ConnectionBroken or ValueError
+        when either end breaks off or sends something malformed; then no circuit counts, and its other end is aborted.
         """
-        expires_unix, other = 0, None
-        status = self._judge(stream, message)
-        if status is Status.OK and message.kind == HopType.RESERVE:
-            self._reserved[stream.peer] = loop_time() + RESERVED_S
-            expires_unix = int(time.time() + RESERVED_S)
-        elif status is Status.OK:
-            other = await self._reach(stream.peer, PeerId(message.peer))
-            status = Status.OK if other is not None else Status.CONNECTION_FAILED
-        answer = CircuitMessage(HopType.STATUS, status=status)
-        await stream.write(circuit_wire.encode_hop(answer, expires_unix))
+        expires_unix = 0
+        other = None
+        status = self._decide_status(stream, message)
+        with contextlib.ExitStack() as undo:
+            if status is Status.OK and message.kind == HopType.RESERVE:
+                self._reserved[stream.peer] = loop_time() + RESERVED_S
+                expires_unix = int(time.time() + RESERVED_S)
+            elif status is Status.OK:
+                self._circuits[stream.peer] += 1  # before anything is awaited: other requests are judged meanwhile
+                undo.callback(self._forget_circuit, stream.peer)
+                other = await self._offer_circuit(stream.peer, PeerId(message.peer))
+                status = Status.OK if other is not None else Status.CONNECTION_FAILED
+            if other is not None:
+                undo.callback(other.abort)
+            answer = CircuitMessage(HopType.STATUS, status=status)
+            await stream.write(circuit_wire.encode_hop(answer, expires_unix))
+            if other is not None:
+                undo.pop_all()
         return other
 
-    def _judge(self, stream: RawStream, message: CircuitMessage) -> Status:
+    def _forget_circuit(self, caller: PeerId) -> None:
+        """Counts one circuit of the caller less; forgets a caller without circuits."""
+        self._circuits[caller] -= 1
+        self._circuits += Counter()
+
+    def _decide_status(self, stream: RawStream, message: CircuitMessage) -> Status:
         """Returns the status to answer a request with: OK if it may be served, otherwise why not.
 
         Not served are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`,
-        and circuits to a peer without reservation or beyond CIRCUITS_PER_PEER.
+        circuits to a peer without reservation, and circuits beyond CIRCUITS_PER_PEER of one caller or CIRCUITS_PER_PEER
+        * max_peers of all.
         """
         peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
@@ -123,8 +140,12 @@ class RelayService:
         has_room = self._circuits[stream.peer] < CIRCUITS_PER_PEER and not is_crowded
         return Status.OK if has_room else Status.RESOURCE_LIMIT_EXCEEDED
 
-    async def _reach(self, caller: PeerId, peer: PeerId) -> RawStream | None:
-        """Offers `peer` a circuit from `caller` on a new stop stream; returns the stream if it accepts, else None."""
+    async def _offer_circuit(self, caller: PeerId, peer: PeerId) -> RawStream | None:
+        """Offers `peer` a circuit from `caller` on a new stream of libp2p's stop protocol, and returns the stream.
+
+        None if `peer` refuses, or no stream opens. Raises ConnectionBroken or ValueError if no answer comes that can be
+        read.
+        """
         try:
             stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_S)
         except ConnectionBroken:
@@ -138,8 +159,8 @@ class RelayService:
             undo.pop_all()
         return stream
 
-    async def _carry(self, size: int) -> None:
-        """Counts `size` bytes of a circuit, and waits until the owner's limits let them pass."""
+    async def _count_and_wait(self, size: int) -> None:
+        """Counts `size` bytes of a circuit as carried, then waits until the limits of relay and host allow them."""
         self.carried_bytes += size
         if self._host.brake is not None:
             await self._host.brake.let_pass(size)
@@ -148,7 +169,11 @@ class RelayService:
 
 
 async def reserve(host: Host, relay: PeerId) -> None:
-    """Makes or renews a reservation, of RESERVED_S, at a connected relay. Raises ConnectionBroken if it is refused."""
+    """Makes or renews this peer's reservation at a relay, which p2pd is connected to.
+
+    Raises ConnectionBroken if it is refused or not answered. It lasts as long as the relay decides: RESERVED_S at one
+    of this program. Its expiry is not read.
+    """
     stream = await host.open_raw(relay, circuit_wire.HOP_PROTOCOL, ANSWER_S)
     try:
         async with asyncio.timeout(ANSWER_S):

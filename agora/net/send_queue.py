@@ -20,24 +20,27 @@ Buffers = Sequence[bytes | memoryview]
 
 
 def _do_nothing() -> None:
-    """Does nothing."""
+    """Does nothing: the `on_released` of a frame for which nobody gave one."""
 
 
 @dataclass(slots=True, eq=False)
 class QueuedFrame:
-    """One frame that waits to be written. `call`: the number of its call, 0 for none.
+    """One frame that waits to be written.
 
-    on_gone: called once: when the transport has passed on most of the frame, or when it will never be written.
+    on_released: called at most once: when the transport has passed on most of the frame, or it is withdrawn or dropped.
     """
 
     buffers: Buffers
-    size: int
-    call: int
-    on_gone: Callable[[], None] = _do_nothing
+    size: int  # bytes of all buffers
+    call: int  # the number of its call; 0 for none
+    on_released: Callable[[], None] = _do_nothing
 
 
 class SendQueue:
-    """Holds the frames of one stream that wait to be written: small ones go first, senders of bulk wait for room."""
+    """The frames of one stream that wait to be written: small ones go first, senders of bulk wait for room.
+
+    Small are frames of at most SMALL_BYTES, bulk are larger ones. small_bytes, bulk_bytes: what waits of each kind.
+    """
 
     def __init__(self) -> None:
         self._small: deque[QueuedFrame] = deque()
@@ -47,7 +50,11 @@ class SendQueue:
         self.bulk_bytes = 0
 
     def add(self, frame: QueuedFrame) -> bool:
-        """Queues a frame, a small one ahead of all bulk. Returns False when MAX_SMALL_BYTES of small frames wait."""
+        """Queues a frame behind those of its kind; returns whether it did.
+
+        False, and nothing queued, if a small frame would make more than MAX_SMALL_BYTES of small ones wait. Bulk always
+        fits.
+        """
         if frame.size > SMALL_BYTES:
             self._bulk.append(frame)
             self.bulk_bytes += frame.size
@@ -59,36 +66,39 @@ class SendQueue:
         return True
 
     def pop(self) -> QueuedFrame | None:
-        """Removes and returns the next frame to write, the oldest small one before bulk; None when nothing waits."""
+        """Removes and returns the next frame to write: the oldest small one, else the oldest bulk one, else None."""
         queue = self._small or self._bulk
         return self._take(queue, queue[0]) if queue else None
 
     def withdraw(self, call: int) -> bool:
-        """Removes one waiting frame of `call`, and calls its `on_gone`. Returns False if none waits."""
+        """Removes the first waiting frame of `call`, and calls its `on_released`. Returns False if none waits."""
         for queue in (self._small, self._bulk):
             for frame in queue:
                 if frame.call == call:
-                    self._take(queue, frame).on_gone()
+                    self._take(queue, frame).on_released()
                     return True
         return False
 
     async def wait_for_room(self, size: int) -> None:
-        """Waits until a bulk frame of `size` bytes fits into MAX_BULK_BYTES, or none waits; a small one always fits."""
+        """Waits until a bulk frame of `size` bytes fits into MAX_BULK_BYTES, or no bulk waits.
+
+        A small one never waits.
+        """
         while size > SMALL_BYTES and self.bulk_bytes and self.bulk_bytes + size > MAX_BULK_BYTES:
             self._bulk_shrank.clear()
             await self._bulk_shrank.wait()
 
     def drop_bulk(self) -> None:
-        """Forgets all bulk frames, ends every wait for room, and calls each frame's `on_gone`."""
+        """Forgets all bulk frames, ends every wait for room, and calls each frame's `on_released`."""
         dropped = list(self._bulk)
         self._bulk.clear()
         self.bulk_bytes = 0
         self._bulk_shrank.set()
         for frame in dropped:
-            frame.on_gone()
+            frame.on_released()
 
     def _take(self, queue: deque[QueuedFrame], frame: QueuedFrame) -> QueuedFrame:
-        """Removes and returns a frame of a queue; removing a bulk frame wakes the senders in `wait_for_room`."""
+        """Removes `frame` from `queue`, and returns it; removing a bulk frame wakes the senders in `wait_for_room`."""
         queue.remove(frame)
         if queue is self._small:
             self.small_bytes -= frame.size

@@ -24,9 +24,10 @@ TICK_S: Final = 0.001  # the resolution of the event loop's timers, in seconds
 
 
 class AccessLink:
-    """The imitated link of one peer, or its owner's limits, or both: rates that all its ShapedTransports share.
+    """The emulated link of one peer, or its owner's limits, or both: rates that all its ShapedTransports share.
 
-    passed_up, passed_down: the bytes that have passed since the start.
+    up, down: the buckets in which sent and received bytes are booked. passed_up, passed_down: the bytes booked since
+    the start.
     """
 
     def __init__(self, spec: LinkSpec, rng: random.Random, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,29 +40,38 @@ class AccessLink:
         self._brakes = math.inf, math.inf
 
     def change_rate(self, text: str) -> None:
-        """Changes the rate of the imitated link, such as "20Mbit", for later bytes. Raises LinkError for other text."""
+        """Sets the emulated link's rate, such as "20Mbit", for later bytes; limits set by `brake` still hold.
+
+        Raises LinkError as LinkSpec.at_rate does.
+        """
         self.spec = self.spec.at_rate(text)
         self.brake(*self._brakes)
 
     def brake(self, up: float, down: float) -> None:
-        """Limits both directions to these rates, in bytes per second, even if the imitated link is faster."""
+        """Limits sending to `up` and receiving to `down`, in bytes per second, even if the emulated link is faster.
+
+        Replaces the limits of an earlier call; infinity for none.
+        """
         self._brakes = up, down
         self.up.rate, self.down.rate = min(self.spec.rate, up), min(self.spec.rate, down)
 
     @property
     def sent_at_once(self) -> int:
-        """How many bytes one stream sends at its turn: the spec's chunk_bytes, or fewer under a lower limit."""
+        """The bytes that one stream sends at its turn: the spec's chunk_bytes, or fewer under a lower limit."""
         return min(self.spec.chunk_bytes, max(MIN_CHUNK, int(self.up.rate * CHUNK_S)))
 
     @property
     def read_at_once(self) -> int:
-        """How many bytes are read at once, at most."""
+        """Maximum number of bytes to read at once: those of HOLD_S within MAX_CHUNK, but at least `sent_at_once`."""
         return max(self.sent_at_once, min(MAX_CHUNK, int(HOLD_S * self.down.rate)))
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Bytes on the link until `arrives`; at `hand_on_at` they are written, with all that have arrived by then."""
+    """Bytes that are on the emulated link until `arrives`, and are written at the latest at `hand_on_at`.
+
+    They are written earlier if an earlier chunk is written after `arrives`. Times are the link's.
+    """
 
     arrives: float
     hand_on_at: float
@@ -70,26 +80,28 @@ class _Chunk:
 
 
 class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
-    """Imitates an access link: limits the rate both ways, and delays what is sent.
+    """Emulates an access link between a stream and its transport: limits the rate both ways, delays what is sent.
 
-    It stands between a stream, whose transport it is, and the real transport, whose protocol it becomes. A chunk that
-    the stream sends waits for the link's rate, then for its delay, and is then really written. A chunk that has come
-    faster than the rate is held, and nothing is read meanwhile. No byte is copied.
+    It is the stream's transport, and the protocol of the real transport. A chunk that the stream sends waits for the
+    link's rate, then for its delay, and is then really written. A chunk that has come faster than the rate is held, and
+    nothing is read meanwhile. No byte is copied.
     """
 
     def __init__(self, real: asyncio.Transport, stream: asyncio.BufferedProtocol, link: AccessLink) -> None:
         """real: must not be reading now."""
         super().__init__()
-        self._real, self._stream, self._link = real, stream, link
+        self._real = real
+        self._stream = stream
+        self._link = link
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._delay = DelayLine(link.spec, link.rng)
-        self._queue: deque[tuple[memoryview, bool]] = deque()  # and whether a message ends with it
+        self._queue: deque[tuple[memoryview, bool]] = deque()  # bytes, and whether a message ends with them
         self._queued = 0
         self._ready = -math.inf  # since when the link could have carried the first of the queue
-        self._line: deque[_Chunk] = deque()
+        self._in_flight: deque[_Chunk] = deque()
         self._is_full = self._is_blocked = False
-        self._is_wanted = False  # whether the stream reads
+        self._is_reading_wanted = False  # whether the stream reads
         self._held = 0
         self._held_until = 0.0
         self._late_s = 0.0  # by how much a held chunk was delivered too late, until later ones have caught up
@@ -113,8 +125,8 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._stream.pause_writing()
 
     def get_write_buffer_size(self) -> int:
-        """Returns how many bytes wait for the rate, are on the imitated link, or wait in the real transport."""
-        return self._queued + sum(chunk.size for chunk in self._line) + self._real.get_write_buffer_size()
+        """Returns how many bytes wait for the rate, are on the emulated link, or wait in the real transport."""
+        return self._queued + sum(chunk.size for chunk in self._in_flight) + self._real.get_write_buffer_size()
 
     def pause_writing(self) -> None:
         """Called by the real transport when its buffer is full: stops all sending until `resume_writing`."""
@@ -129,25 +141,27 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
     def _send(self, now: float) -> None:
         """Called by `_step`: moves chunks from the queue onto the link, and from there to the real transport.
 
-        A chunk goes onto the link when the rate allows it by `now`, and leaves it when its delay has passed.
-        Each real write costs time, so parts of a message are written together: once it has arrived, or after HOLD_S.
+        A chunk goes onto the link when the rate allows it by `now`, and leaves it when its delay has passed. Each real
+        write costs time, so parts of a message are written together: once all have arrived, or HOLD_S after the first.
         """
         while self._queue and self._ready <= now:
             size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
             self._link.passed_up += size
             arrives = self._delay.arrival(size, self._ready)
-            self._line.append(_Chunk(arrives, arrives if ends else arrives + HOLD_S, size, pieces))
-        if any(chunk.hand_on_at <= now for chunk in self._line):
+            self._in_flight.append(_Chunk(arrives, arrives if ends else arrives + HOLD_S, size, pieces))
+        if any(chunk.hand_on_at <= now for chunk in self._in_flight):
             arrived: list[memoryview] = []
-            while self._line and self._line[0].arrives <= now:
-                arrived += self._line.popleft().pieces
+            while self._in_flight and self._in_flight[0].arrives <= now:
+                arrived += self._in_flight.popleft().pieces
             self._real.writelines(arrived)
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
-        """Takes the bytes of one turn off the queue; returns how many, whether a message ends there, the bytes."""
+        """Removes the bytes of one turn from the queue; returns their number, whether they end a message, the bytes."""
         most = self._link.sent_at_once
-        room, pieces, ends = most, [], False
+        room = most
+        pieces = []
+        ends = False
         while self._queue and room:
             view, last = self._queue.popleft()
             if len(view) > room:
@@ -164,20 +178,23 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def pause_reading(self) -> None:
         """Called by the stream when it wants nothing more: pauses the real transport."""
-        self._is_wanted = False
+        self._is_reading_wanted = False
         self._read()
 
     def resume_reading(self) -> None:
         """Called by the stream when it wants to read: resumes the real transport unless a chunk is held."""
-        self._is_wanted = True
+        self._is_reading_wanted = True
         self._read()
 
     def get_buffer(self, sizehint: int) -> Any:
-        """Called by the real transport before it reads: returns the first part of the stream's own buffer."""
+        """Called by the real transport before it reads: returns up to `read_at_once` bytes of the stream's buffer."""
         return self._stream.get_buffer(-1)[: self._link.read_at_once]  # type: ignore[index]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Called by asyncio when bytes arrived: tells the stream, or holds them and pauses reading for the rate."""
+        """Called by asyncio when bytes came: books them, and tells the stream at once if the rate allows it.
+
+        Otherwise holds the bytes and pauses reading until the rate allows it.
+        """
         now = self._link.clock()
         until = self._link.down.take(nbytes, now - self._late_s)
         self._link.passed_down += nbytes
@@ -190,8 +207,8 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._set_timer()
 
     def _read(self) -> None:
-        """Resumes the real transport's reading when the stream wants bytes and no chunk is held; else pauses it."""
-        if self._is_wanted and not self._held:
+        """Resumes the real transport's reading if the stream wants bytes and no chunk is held; else pauses it."""
+        if self._is_reading_wanted and not self._held:
             self._real.resume_reading()
         else:
             self._real.pause_reading()
@@ -199,11 +216,14 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # --- both ways
 
     def _set_timer(self) -> None:
-        """Has `_step` called when the next chunk may leave, is to be written, or need not be held any longer."""
+        """Has `_step` called when the next chunk may leave, be written or be released to the stream, if there is any.
+
+        Replaces the former timer.
+        """
         due = [self._held_until] if self._held else []
         if not self._is_blocked:
             due += [self._ready] if self._queue else []
-            due += [chunk.hand_on_at for chunk in self._line]
+            due += [chunk.hand_on_at for chunk in self._in_flight]
         if self._timer is not None:
             self._timer.cancel()
         if due:
@@ -211,7 +231,10 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._timer = self._loop.call_later(ticks * TICK_S, self._step)
 
     def _step(self) -> None:
-        """Called by the timer, which may be early: moves what is due, and lets the stream write below LOW_BYTES."""
+        """Called by the timer, which may be early: moves what is due both ways, and sets the timer again.
+
+        Lets a paused stream write again once at most LOW_BYTES are queued.
+        """
         now = self._link.clock()
         if not self._is_blocked:
             self._send(now)
@@ -226,12 +249,12 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._stream.resume_writing()
 
     def abort(self) -> None:
-        """Closes the real transport now; what is queued, on its way or held is lost."""
+        """Closes the real transport now; bytes that are queued, on the emulated link or held are lost."""
         self._drop_all()
         self._real.abort()
 
     def eof_received(self) -> bool | None:
-        """Called when the other side has stopped sending: asks the stream, whose answer it returns."""
+        """Called when the other side has stopped sending: tells the stream; returns its answer (True: stay open)."""
         return self._stream.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -240,9 +263,9 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._stream.connection_lost(exc)
 
     def _drop_all(self) -> None:
-        """Forgets what is queued, on its way or held, and stops the timer."""
+        """Discards all bytes queued, in flight on the emulated link or held for the reader. Stops the timer."""
         self._queue.clear()
-        self._line.clear()
+        self._in_flight.clear()
         self._queued = self._held = 0
         self._is_full = False
         self._set_timer()

@@ -35,14 +35,17 @@ RECEIVED_AT, SENT_AT = 128, 200
 
 @dataclass(frozen=True, slots=True)
 class CarriedBytes:
-    """Bytes that sockets have sent and received, with an estimate of their TCP/IP headers. Immutable."""
+    """Bytes that sockets have sent and received, with an estimate of their TCP/IP headers."""
 
     sent: int = 0
     received: int = 0
 
 
 class SocketCounter:
-    """Adds up what all TCP sockets of one process have carried since it was made, those that are closed included."""
+    """Adds up what all TCP sockets of one process have carried, including those that were closed between two reads.
+
+    `read` must be called often: what a socket carries between the last read and its closing is not counted.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -50,7 +53,11 @@ class SocketCounter:
         self._sent = self._received = 0
 
     def read(self) -> CarriedBytes | None:
-        """Returns the totals; None where the kernel does not tell. Takes a millisecond or a few."""
+        """Adds what each socket has carried since the last read, and returns the totals. Takes some milliseconds.
+
+        The first read adds all that the open sockets have carried. Returns None where the kernel does not tell, or the
+        process is gone or another user's.
+        """
         try:
             inodes = set(_socket_inodes(self._pid))
             found = {inode: carried for inode, carried in _tcp_sockets() if inode in inodes}
@@ -65,7 +72,7 @@ class SocketCounter:
 
 
 def _socket_inodes(pid: int) -> Iterator[int]:
-    """Yields the inodes of a process' sockets. Raises OSError for one that is gone or another user's."""
+    """Yields the inodes of the process's sockets. Raises OSError for a process that is gone or another user's."""
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):
@@ -75,7 +82,10 @@ def _socket_inodes(pid: int) -> Iterator[int]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, CarriedBytes]]:
-    """Yields inode and bytes of each TCP socket of this network namespace. Raises OSError if not told."""
+    """Yields inode and carried bytes of each TCP socket of this network namespace, from the kernel's sock_diag.
+
+    Raises OSError if the kernel refuses.
+    """
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, kind, NETLINK_SOCK_DIAG) as channel:
@@ -86,16 +96,16 @@ def _tcp_sockets() -> Iterator[tuple[int, CarriedBytes]]:
             while not is_done:
                 data = channel.recv(1 << 17)
                 is_done = not data
-                for kind_of, body in _messages(data):
-                    if kind_of == NLMSG_ERROR:
+                for message_type, body in _messages(data):
+                    if message_type == NLMSG_ERROR:
                         raise OSError("sock_diag was refused")
-                    is_done = is_done or kind_of == NLMSG_DONE
-                    if kind_of == SOCK_DIAG_BY_FAMILY and (parsed := _parse_socket(body)) is not None:
+                    is_done = is_done or message_type == NLMSG_DONE
+                    if message_type == SOCK_DIAG_BY_FAMILY and (parsed := _parse_socket(body)) is not None:
                         yield parsed
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields kind and body of each netlink message in `data`."""
+    """Yields type and body of each netlink message in `data`; stops at a malformed one."""
     at = 0
     while at + _HEADER.size <= len(data):
         size, kind, *_ = _HEADER.unpack_from(data, at)
@@ -106,10 +116,11 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_socket(body: bytes) -> tuple[int, CarriedBytes] | None:
-    """Returns a socket's inode and bytes; None for one without tcp_info, such as one that listens on an old kernel."""
+    """Returns a socket's inode and carried bytes from a netlink message's body; None without (enough of) tcp_info."""
     if len(body) < _MESSAGE.size:
         return None
-    inode, at = _MESSAGE.unpack_from(body)[-1], _MESSAGE.size
+    inode = _MESSAGE.unpack_from(body)[-1]
+    at = _MESSAGE.size
     while at + _ATTRIBUTE.size <= len(body):
         size, kind = _ATTRIBUTE.unpack_from(body, at)
         if size < _ATTRIBUTE.size:

@@ -22,19 +22,20 @@ from agora_protocol.shards import shard_bits, shard_hash
 
 from agora.net.hive import DHTID, DHTLocalStorage, DHTRecord, DictionaryDHTValue, RecordValidatorBase
 
-MAX_VERIFIED: Final = 8192  # records whose signatures are remembered as verified, at most
-MAX_SHARD_KEYS: Final = 8192  # keys of shards that are remembered by their hash, at most
-MAX_STORED_KEYS: Final = 16_384  # keys under which a node stores records, at most
+MAX_VERIFIED: Final = 8192  # maximum number of records that are remembered as verified
+MAX_SHARD_KEYS: Final = 8192  # maximum number of shards' keys that are remembered by their hash
+MAX_STORED_KEYS: Final = 16_384  # maximum number of keys under which a node stores records
 _PACKING_BYTES: Final = 16  # an upper bound on what msgpack adds around a record's bytes
 
 peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)
-"""The shard hash of a peer in a run, remembered."""
+"""Returns the shard hash of a peer in a run; caches it."""
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     """Validates, for hivemind, each record that a node is asked to store or gets from another.
 
-    It accepts records of this run that are signed by their peer and under their key; counts others by error code.
+    Accepts records of this run that are signed by their peer and lie under their key. refused: by error code, how many
+    records `validate` has not accepted.
     """
 
     def __init__(self, run: RunId, stages: int, unix: Callable[[], float] = time.time) -> None:
@@ -44,28 +45,32 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         self.refused: Counter[str] = Counter()  # by the code of the ProtocolError
         self._stages = stages
         self._keys = {
-            _hash_of(key): key for name in NAMES for key in (record_key(run, name, stage) for stage in range(stages))
+            _dht_id_of(key): key for name in NAMES for key in (record_key(run, name, stage) for stage in range(stages))
         }
         self._shard_keys: OrderedDict[bytes, str] = OrderedDict()
         self._verified: OrderedDict[tuple[bytes, bytes, bytes, float], Record] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
-        """Called by hivemind: returns whether `open` accepts the record; adds its error code to `refused` if not."""
+        """Returns whether `verify` accepts the record; if not, counts its error code in `refused`.
+
+        Called by hivemind.
+        """
         try:
-            self.open(record.key, record.subkey, record.value, record.expiration_time)
+            self.verify(record.key, record.subkey, record.value, record.expiration_time)
         except ProtocolError as error:
             self.refused[error.code] += 1
             return False
         return True
 
     def is_known(self, record: DHTRecord) -> bool:
-        """Returns whether this very record was accepted before, so that its signature need not be verified again."""
+        """Returns whether this very record was accepted before and is cached: its signature is not verified again."""
         return (record.key, record.subkey, record.value, record.expiration_time) in self._verified
 
-    def open(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
-        """Returns the record in a DHT entry. Raises ProtocolError if key, size, expiry or signature is not valid.
+    def verify(self, key_hash: bytes, packed_peer: bytes, packed: bytes, expires_unix: float) -> Record:
+        """Verifies a DHT entry and returns its record.
 
-        A record that expired within CLOCK_TOLERANCE_S is accepted. Accepted records are cached: see is_known.
+        Raises ProtocolError if key, size, expiry or signature is invalid. A record that expired within
+        CLOCK_TOLERANCE_S is accepted. Up to MAX_VERIFIED accepted records are cached: see is_known.
         """
         if len(packed) > MAX_RECORD_BYTES + _PACKING_BYTES:
             raise ProtocolError("too-large", f"A record of {len(packed)} bytes.")
@@ -88,15 +93,15 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return record
 
     def _find_shard_key(self, key_hash: bytes, packed: bytes) -> str:
-        """Returns the key of the shard that `key_hash` stands for, and remembers it.
+        """Returns the key, as text, of the shard whose DHT id is `key_hash`, and remembers it.
 
-        A key cannot be computed from its hash, but the record says in which shards it can be: each of these is tried.
-        Raises ProtocolError if it belongs to none.
+        A key cannot be computed from its hash, but the record in `packed` says in which shards it can be: each of these
+        is tried. Raises ProtocolError if none has this hash.
         """
         with contextlib.suppress(ProtocolError):
             record, _ = read_unverified(_unpack_value(packed, bytes))
             for key in self._shard_keys_of(record):
-                if _hash_of(key) == key_hash:
+                if _dht_id_of(key) == key_hash:
                     self._shard_keys[key_hash] = key
                     if len(self._shard_keys) > MAX_SHARD_KEYS:
                         self._shard_keys.popitem(last=False)
@@ -104,7 +109,10 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
 
     def _shard_keys_of(self, record: Record) -> Iterator[str]:
-        """Yields the keys at depth 1 to MAX_SHARD_BITS for each stage of the span; depth 0 is in `_keys`."""
+        """Yields the keys of the shards that may hold a record: 1 to MAX_SHARD_BITS bits deep, for each of its stages.
+
+        Depth 0 is in `_keys`. Stages that the run does not have are left out.
+        """
         bits = shard_bits(shard_hash(self.run, record.peer), MAX_SHARD_BITS)
         for depth in range(1, MAX_SHARD_BITS + 1):
             for stage in record.span.stages:
@@ -113,21 +121,21 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """Stores records for hivemind's node; a key keeps the MAX_KEY_RECORDS ones of the peers with the smallest hashes.
+    """Stores records for hivemind's node; a key keeps up to MAX_KEY_RECORDS, of the peers with the smallest hashes.
 
-    No record replaces one that expires later.
+    No record replaces one of the same peer that expires later.
     """
 
     def __init__(self, run: RunId, maxsize: int | None = None) -> None:
-        """maxsize: most keys, as in hivemind; None for no limit. A key beyond it replaces another."""
+        """maxsize: maximum number of keys, beyond which a new one replaces another; None for MAX_STORED_KEYS."""
         super().__init__(maxsize=maxsize)
         self._run = run
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
-        """Stores one peer's record, or a dictionary of them by peer, and returns whether it did.
+        """Stores one peer's record, or each record of a dictionary by peer. Returns whether all were stored.
 
-        subkey: the peer whose record `value` is; None for a dictionary. False for any other value, and for one that
-        `store_subkey` does not take.
+        subkey: the peer whose record `value` is; None for a dictionary. Stores nothing of any other value, and no
+        record that `store_subkey` refuses.
         """
         if subkey is not None:
             return self.store_subkey(key, subkey, value, expiration_time)
@@ -137,10 +145,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return all(stored)
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores one peer's record; returns whether it did.
+        """Stores one peer's record; returns whether it did. A full key drops the record of the greatest hash for it.
 
-        It refuses a record that expires no later than the peer's last one, that has a greater hash than all of a full
-        key, or whose key is new while there are MAX_STORED_KEYS. A full key drops the record of the greatest hash.
+        Refuses a record that is expired or expires no later than the peer's last one, whose peer has a greater hash
+        than all peers of a full key, or whose key is new while there are MAX_STORED_KEYS.
         """
         present = self.get(key)
         if present is None:
@@ -157,37 +165,37 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store_subkey(key, subkey, value, expiration_time))
 
     def bytes_under(self, key: Any) -> int:
-        """Returns the bytes of the records under a key."""
+        """Returns the total size in bytes of the records under a key; 0 without any."""
         present = self.data.get(key)
         return 0 if present is None else sum(len(entry.value) for entry in present.value.data.values())
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Yields nothing: hivemind asks for what it should hand to a node that it meets.
+        """Yields nothing: hivemind hands these items to a node that it meets.
 
-        Each publisher stores its records itself, again every few seconds, so that nobody has to believe or carry
-        another one's; otherwise a stranger that makes up many nodes would have this one send everything each time.
+        Each publisher stores its records itself, again every few seconds, so that nobody has to trust or carry another
+        one's; otherwise a stranger that makes up many nodes would have this one send everything each time.
         """
         return iter(())
 
     def keep_only(self, is_kept: Callable[[PeerId], bool]) -> None:
-        """Forgets the records of all peers for which `is_kept` is not true."""
+        """Deletes the records of all peers for which `is_kept` returns False."""
         for entry in self.data.values():
             refused = [peer for peer, _ in entry.value.items() if not is_kept(PeerId(peer))]
             for peer in refused:
                 del entry.value[peer]
 
     def _hash(self, peer: str) -> int:
-        """Returns a peer's shard hash."""
+        """Returns the hash of a peer's id in this run, by which shards and full keys order peers."""
         return peer_hash(self._run, PeerId(peer))
 
 
-def _hash_of(key: str) -> bytes:
+def _dht_id_of(key: str) -> bytes:
     """Returns hivemind's 20-byte DHT id of a key."""
     return bytes(DHTID.generate(key).to_bytes())
 
 
 def _unpack_value(packed: bytes, kind: type) -> Any:
-    """Returns the value in msgpack, which must be of type `kind`. Raises ProtocolError for anything else."""
+    """Unpacks one msgpack value, which must be of type `kind`. Raises ProtocolError for anything else."""
     value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
     if not isinstance(value, kind):
         raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")

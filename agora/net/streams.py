@@ -23,22 +23,27 @@ from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import DROPPABLE_BYTES, Buffers, QueuedFrame, SendQueue
 
 SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, wherever in the buffer it begins
-HEAD_BYTES: Final = 8192  # what is read before a payload's own buffer exists is copied there, so it is not much
+HEAD_BYTES: Final = 8192  # maximum read at once while no payload has a buffer: payload bytes in it must be copied
 MAX_PREAMBLE_BYTES: Final = 4096  # the longest preamble of p2pd, before the first frame of a stream
+WRITE_HIGH_BYTES, WRITE_LOW_BYTES = 262_144, 65_536  # the transport pauses writing above, and resumes below
 FLUSH_S: Final = 5.0  # seconds that a closing stream may take to write its last frames
 
 
-class Intake(Enum):
+class PayloadAction(Enum):
     """A sink's decision about the payload of the frame whose header was just read."""
 
     TAKE = "allocate a buffer and read it"
     DROP = "read it and throw it away; the sink has answered already"
-    WAIT = "read nothing more until `FrameStream.proceed` says which of the other two"
+    WAIT = "read nothing more until `FrameStream.resume_payload` says which of the other two"
 
 
 @dataclass(slots=True)
 class Frame:
-    """A whole frame. `payload`: a buffer of exactly the payload's bytes, which only this frame holds; None if empty."""
+    """A frame that was read. call: its call's number, 0 for none. specs: one for each tensor in the payload.
+
+    message: None if the frame has no header. payload: a buffer of exactly the payload's bytes, which only this frame
+    holds; None until it is read, or if empty.
+    """
 
     type: FrameType
     call: int
@@ -53,23 +58,25 @@ class FrameSink(Protocol):
     def on_prefix(self, prefix: Prefix) -> None:
         """Called with each frame's prefix before its header is read. May raise ProtocolError, which ends reading."""
 
-    def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
+    def on_header(self, prefix: Prefix, message: Message | None) -> PayloadAction:
         """Called with each header: returns what to do with its payload. May raise ProtocolError, which ends reading."""
 
     def on_frame(self, frame: Frame) -> None:
         """Called with each complete frame. May raise ProtocolError, which ends reading."""
 
     def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Called when the peer broke the protocol, with the frame's prefix if known; nothing more is read from it."""
+        """Called when the peer broke the protocol, with the frame's prefix if known; no more frames are read."""
 
     def on_lost(self, reason: str) -> None:
-        """Called once when the stream has ended, also after `close`."""
+        """Called once when the stream has ended, also after `close` or `abort`."""
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """Reads frames from one stream and writes frames to it, small ones before bulk. It is an asyncio protocol.
+    """One stream, as an asyncio protocol: reads frames from it and writes frames to it, small ones before bulk.
 
-    It first reads p2pd's preamble, which names the peer, then pauses reading until `attach` brings a sink for frames.
+    First reads p2pd's preamble, which names the peer, then pauses reading until `attach` brings a sink for frames.
+    preamble: future of these bytes. last_heard, last_sent: loop time of the last bytes. ended: set when the stream is
+    lost.
     """
 
     def __init__(self, limits: FrameLimits) -> None:
@@ -82,17 +89,17 @@ class FrameStream(asyncio.BufferedProtocol):
         self.last_sent = self.last_heard
         self.bytes_in = 0
         self.bytes_out = 0
-        self._view = memoryview(bytearray(SCRATCH_BYTES))
-        self._start = self._end = 0  # what is read and not parsed yet lies in _view[_start:_end]
-        self._prefix: Prefix | None = None
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = self._end = 0  # what is read and not parsed yet lies in _scratch[_start:_end]
+        self._frame_prefix: Prefix | None = None
         self._frame: Frame | None = None  # its payload is being read, or waits to be
         self._filled = 0
-        self._skip = 0
+        self._bytes_to_skip = 0
         self.is_waiting = False  # whether nothing is read because the sink said WAIT
-        self._is_deaf = False  # what arrives is thrown away
+        self._ignores_input = False  # whether what arrives is thrown away
         self._queue = SendQueue()
         self._written: QueuedFrame | None = None  # the last one that was handed to the transport
-        self.prefix = ""  # the network of the peer's address, see agora_protocol.addresses.address_prefix
+        self.address_prefix = ""  # the network of the peer's address, see agora_protocol.addresses.address_prefix
         self._is_paused = False
         self._is_closing = False
         self.is_lost = False
@@ -103,7 +110,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio first: keeps the transport, and sets how much it may buffer."""
         self._transport = transport  # type: ignore[assignment]
-        transport.set_write_buffer_limits(high=262_144, low=65_536)  # type: ignore[attr-defined]
+        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES, low=WRITE_LOW_BYTES)  # type: ignore[attr-defined]
 
     def interpose(self, put_between: Callable[[asyncio.Transport, FrameStream], asyncio.Transport]) -> None:
         """Uses the transport that `put_between(transport, self)` returns from now on; only before `attach`."""
@@ -124,8 +131,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Called by asyncio at the end: drops queued bulk, fails an unread preamble, tells the sink why, in words."""
-        self.is_lost = self._is_deaf = True
+        """Called by asyncio when the stream ended: drops queued bulk, fails an unread preamble, calls `on_lost`."""
+        self.is_lost = self._ignores_input = True
         self.ended.set()
         self._queue.drop_bulk()
         self._on_written_or_gone()
@@ -143,7 +150,7 @@ class FrameStream(asyncio.BufferedProtocol):
         """
         if self._is_closing or self.is_lost:
             return
-        self._is_closing = self._is_deaf = True
+        self._is_closing = self._ignores_input = True
         self._queue.drop_bulk()
         self._loop.call_later(FLUSH_S, self.abort)
         if self.is_waiting or self._sink is None:
@@ -152,26 +159,26 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Closes the stream at once; what is queued is lost, and what arrives is ignored."""
-        self._is_deaf = True
+        self._ignores_input = True
         self._transport.abort()
 
     # --- asyncio's side: reading
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Called by asyncio before it reads: returns the rest of the payload being read, else of the scratch buffer."""
-        if self._is_deaf:
-            return self._view
+        """Called by asyncio before it reads: returns the payload buffer's rest, else a part of the scratch buffer."""
+        if self._ignores_input:
+            return self._scratch
         if self._frame is not None and self._frame.payload is not None:
             return self._frame.payload[self._filled :]
-        if self._skip:
-            return self._view[self._end :]
-        return self._view[self._end : self._end + HEAD_BYTES]
+        if self._bytes_to_skip:
+            return self._scratch[self._end :]
+        return self._scratch[self._end : self._end + HEAD_BYTES]
 
     def buffer_updated(self, count: int) -> None:
-        """Called by asyncio when `count` bytes came: parses them, or hands on the frame whose payload they complete."""
+        """Called by asyncio when `count` bytes came: parses them, or delivers the frame whose payload they complete."""
         self.bytes_in += count
         self.last_heard = self._loop.time()
-        if self._is_deaf:
+        if self._ignores_input:
             return
         frame = self._frame
         if frame is None or frame.payload is None:
@@ -184,57 +191,60 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def is_mid_payload(self) -> bool:
-        """Whether a payload is being read, waits to be read (WAIT), or is being thrown away."""
-        return self._frame is not None or self._skip > 0
+        """Whether a payload is being read, waits to be read (WAIT), or is being thrown away (DROP)."""
+        return self._frame is not None or self._bytes_to_skip > 0
 
-    def proceed(self, intake: Intake) -> None:
+    def resume_payload(self, action: PayloadAction) -> None:
         """Resumes reading after the sink said WAIT, if it has: TAKE reads the waiting payload, DROP throws it away."""
-        frame, prefix = self._frame, self._prefix
-        if not self.is_waiting or frame is None or prefix is None or self._is_deaf:
+        frame, prefix = self._frame, self._frame_prefix
+        if not self.is_waiting or frame is None or prefix is None or self._ignores_input:
             return
         self.is_waiting = False
-        self._call_guarded(partial(self._begin_payload, frame, prefix, intake))
+        self._call_guarded(partial(self._begin_payload, frame, prefix, action))
         self._advance()
         if not self.is_waiting:
             self._transport.resume_reading()
 
     def _advance(self) -> None:
-        """Parses what it can of the scratch buffer, and then empties, shrinks, compacts or enlarges that."""
+        """Parses the unparsed bytes as far as it can; then resets, shrinks, compacts or grows the scratch buffer."""
         self._call_guarded(self._parse)
         if self._start == self._end:
             self._start = self._end = 0
-            if len(self._view) > SCRATCH_BYTES:
-                self._view = memoryview(bytearray(SCRATCH_BYTES))
-        elif self._end == len(self._view):
-            self._make_room(len(self._view) - self._end + 1)
+            if len(self._scratch) > SCRATCH_BYTES:
+                self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        elif self._end == len(self._scratch):
+            self._make_room(1)  # it must never stay full
 
     def _call_guarded(self, step: Callable[[], object]) -> None:
         """Calls `step`. If it raises ProtocolError, ignores all later bytes, and calls the sink's `on_violation`."""
         try:
             step()
         except ProtocolError as error:
-            self._is_deaf = True
+            self._ignores_input = True
             if self._sink is not None:
-                self._sink.on_violation(error, self._prefix)
+                self._sink.on_violation(error, self._frame_prefix)
 
     def _parse(self) -> None:
-        """Takes frame after frame out of the scratch buffer, until bytes are missing or the sink says WAIT."""
+        """Parses frames until bytes are missing, a payload has begun that is not complete, or the sink says WAIT.
+
+        Calls the sink's on_prefix and on_header on the way. While no sink is attached, reads the preamble instead.
+        """
         sink = self._sink
         if sink is None:
             self._read_preamble(self._end - self._start)
             return
-        while not self.is_waiting and not self._is_deaf:
+        while not self.is_waiting and not self._ignores_input:
             available = self._end - self._start
-            if self._skip:
-                dropped = min(self._skip, available)
+            if self._bytes_to_skip:
+                dropped = min(self._bytes_to_skip, available)
                 self._start += dropped
-                self._skip -= dropped
+                self._bytes_to_skip -= dropped
                 available -= dropped
-            prefix = self._prefix
+            prefix = self._frame_prefix
             if prefix is None:
                 if available < PREFIX_BYTES:
                     return
-                self._prefix = prefix = Prefix.parse(self._take_scratch(PREFIX_BYTES), self._limits)
+                self._frame_prefix = prefix = Prefix.parse(self._take_scratch(PREFIX_BYTES), self._limits)
                 sink.on_prefix(prefix)
                 available -= PREFIX_BYTES
             if available < prefix.header_bytes:
@@ -247,13 +257,13 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _read_preamble(self, available: int) -> None:
-        """Sets `preamble` and pauses reading when it is complete; aborts the stream beyond MAX_PREAMBLE_BYTES.
+        """Sets `preamble` and pauses reading once it is complete; aborts the stream if it exceeds MAX_PREAMBLE_BYTES.
 
-        available: bytes in the scratch buffer; it leaves them there while the preamble is not complete.
+        available: bytes in the scratch buffer, which stay there while the preamble is not complete.
         """
         size, shift = 0, 0  # its length comes first, as protobuf's varint
         for at in range(0 if self.preamble.done() else min(available, 3)):
-            byte = self._view[self._start + at]
+            byte = self._scratch[self._start + at]
             size |= (byte & 0x7F) << shift
             shift += 7
             if byte < 0x80:
@@ -266,37 +276,37 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _take_scratch(self, size: int) -> memoryview:
-        """Returns the next `size` bytes of the scratch buffer, and counts them as parsed."""
-        taken = self._view[self._start : self._start + size]
+        """Returns a view of the next `size` bytes of the scratch buffer, and counts them as parsed."""
+        view = self._scratch[self._start : self._start + size]
         self._start += size
-        return taken
+        return view
 
     def _make_room(self, missing: int) -> None:
-        """Makes room for `missing` bytes after the unparsed ones, if there is none.
+        """Ensures that `missing` bytes fit into the scratch buffer after the unparsed ones.
 
-        Moves the unparsed bytes to the front, or to a larger buffer.
+        If they do not, moves the unparsed bytes to its front, or to a larger buffer.
         """
         used = self._end - self._start
-        if self._end + missing <= len(self._view):
+        if self._end + missing <= len(self._scratch):
             return
-        source = self._view[self._start : self._end]
-        if used + missing > len(self._view):
-            self._view = memoryview(bytearray(used + missing))
-        self._view[:used] = source
+        source = self._scratch[self._start : self._end]
+        if used + missing > len(self._scratch):
+            self._scratch = memoryview(bytearray(used + missing))
+        self._scratch[:used] = source
         self._start, self._end = 0, used
 
-    def _begin_payload(self, frame: Frame, prefix: Prefix, intake: Intake) -> None:
+    def _begin_payload(self, frame: Frame, prefix: Prefix, action: PayloadAction) -> None:
         """Begins a frame's payload. TAKE: makes a buffer to read it into, and delivers the frame if all of it is here.
 
-        DROP: skips the payload. WAIT: pauses reading until `proceed`.
+        DROP: skips the payload. WAIT: pauses reading until `resume_payload`.
         """
         size = prefix.payload_bytes
-        if intake is Intake.WAIT:
+        if action is PayloadAction.WAIT:
             self.is_waiting = True
             self._transport.pause_reading()
-        elif intake is Intake.DROP:
-            self._frame = self._prefix = None
-            self._skip = size
+        elif action is PayloadAction.DROP:
+            self._frame = self._frame_prefix = None
+            self._bytes_to_skip = size
         else:
             if size:
                 # Not zeroed: that would cost a tenth of a core at a gigabyte a second.
@@ -311,52 +321,55 @@ class FrameStream(asyncio.BufferedProtocol):
         self._frame, self._filled = None, 0
         if self._sink is not None:
             self._sink.on_frame(frame)
-        self._prefix = None
+        self._frame_prefix = None
 
     # --- writing
 
     @property
     def unsent(self) -> int:
-        """Bytes of frames that were begun and that the kernel has not taken yet."""
+        """Bytes that this stream has handed to its transport and the kernel has not taken yet; 0 when it is lost."""
         return self._transport.get_write_buffer_size() if not self.is_lost else 0
 
     @property
     def backlog(self) -> int:
-        """Bytes that this stream was given and the kernel has not taken yet."""
+        """Bytes that this stream was given and the kernel has not taken yet: `unsent` and the queued frames."""
         return self.unsent + self._queue.small_bytes + self._queue.bulk_bytes
 
-    def enqueue(self, buffers: Buffers, call: int = 0, on_gone: Callable[[], None] | None = None) -> None:
-        """Queues a frame without waiting for room. Aborts the stream when MAX_SMALL_BYTES of small ones wait.
+    def enqueue(self, buffers: Buffers, call: int = 0, on_released: Callable[[], None] | None = None) -> None:
+        """Queues a frame without waiting for room, and writes what can be written. Does nothing on a closed stream.
 
-        on_gone: see QueuedFrame; small frames may be dropped without it being called.
+        Aborts the stream if more than MAX_SMALL_BYTES of small frames would wait. call: the number of the frame's call,
+        for `withdraw`. on_released: see QueuedFrame; not called for an ignored frame, or a small one that waits when
+        the stream ends.
         """
         if self.is_lost or self._is_closing:
             return
         frame = QueuedFrame(buffers, sum(map(len, buffers)), call)
-        if on_gone is not None:
-            frame.on_gone = on_gone
+        if on_released is not None:
+            frame.on_released = on_released
         if self._queue.add(frame):
             self._pump()
         else:
             self.abort()
 
     def enqueue_droppable(self, buffers: Buffers, call: int) -> None:
-        """Queues a small frame that may be lost: drops it if DROPPABLE_BYTES of small frames are waiting already."""
+        """Queues a small frame as `enqueue` does, but drops it if DROPPABLE_BYTES of small frames wait already."""
         if self._queue.small_bytes < DROPPABLE_BYTES:
             self.enqueue(buffers, call)
 
-    async def send(self, buffers: Buffers, call: int, on_gone: Callable[[], None] | None = None) -> None:
-        """Queues a frame, waiting for room first when it is large. Nothing is queued when this raises.
+    async def send(self, buffers: Buffers, call: int, on_released: Callable[[], None] | None = None) -> None:
+        """Waits for room if the frame is large, then queues it as `enqueue` does. Nothing is queued when this raises.
 
-        The buffers must stay as they are until the peer has answered. on_gone: see `enqueue`. Raises ConnectionBroken.
+        Does not wait until it is written: the buffers must not change until the peer has answered. Raises
+        ConnectionBroken if the stream is closed.
         """
         await self._queue.wait_for_room(sum(map(len, buffers)))
         if self.is_lost or self._is_closing:
             raise ConnectionBroken("the stream is closed")
-        self.enqueue(buffers, call, on_gone)
+        self.enqueue(buffers, call, on_released)
 
     def withdraw(self, call: int) -> bool:
-        """Takes back a frame of `call` that has not begun to be written. Returns False when there is none."""
+        """Removes the first waiting frame of `call`, and calls its `on_released`. Returns False if none waits."""
         return self._queue.withdraw(call)
 
     def pause_writing(self) -> None:
@@ -381,7 +394,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.writelines(frame.buffers)
 
     def _on_written_or_gone(self) -> None:
-        """Called when the transport has room again, or is gone: calls `on_gone` of the frame that it was given last."""
+        """Called when the transport has room again or is gone: calls `on_released` of the frame written last, once."""
         written, self._written = self._written, None
         if written is not None:
-            written.on_gone()
+            written.on_released()

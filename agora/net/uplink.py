@@ -1,4 +1,4 @@
-"""Measures the rate of this peer's uplink, by its usual traffic. Deterministic: a meter changes only by its calls.
+"""Measures the rate of this peer's uplink by its usual traffic. Deterministic: a meter changes only by calls to it.
 
 Knows: how many bytes were given to streams, and how many of them still wait. Must not know: streams, peers, clocks.
 
@@ -21,15 +21,16 @@ MIN_WAITING_BYTES: Final = 65_536
 
 @dataclass(slots=True)
 class UplinkMeter:
-    """Measures the rate of an uplink. rate: in bytes per second; `rate.value` is None until bytes had to wait."""
+    """Measures the rate of an uplink by samples. rate: average in bytes per second, whose value is first None."""
 
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
     _last: tuple[float, int, int] | None = None
 
     def measure(self, now: float, given: int, waiting: int) -> None:
-        """Takes a sample, which changes the rate only if at least MIN_WAITING_BYTES waited now and at the last one.
+        """Takes a sample, the bytes sent per second since the last call; averages it into `rate` if enough waited.
 
-        given: bytes given to all streams since the start. waiting: those of them not sent yet.
+        Enough: at least MIN_WAITING_BYTES at both calls. now: in seconds. given: bytes given to all streams since the
+        start. waiting: those of them not sent yet.
         """
         last, self._last = self._last, (now, given - waiting, waiting)
         if last is None or now <= last[0] or min(last[2], waiting) < MIN_WAITING_BYTES:

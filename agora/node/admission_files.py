@@ -24,10 +24,14 @@ from agora.node.paths import Home
 MAX_BANNED = 10_000
 """At most this many peers are kept in banned.txt."""
 MAX_LINE_CHARACTERS = 64
+"""Characters that are read of banned.txt for each of them, on average."""
 
 
 def read_proof(home: Home, run: str) -> bytes:
-    """Returns this machine's proof for a run, b"" when it has none. Raises LocalError if the file is not a proof."""
+    """Returns this machine's proof (its tickets) for a run, b"" when it has none; does not check it.
+
+    Raises LocalError if the file is not hex, DiskError if it cannot be read.
+    """
     path = home.ticket(run)
     try:
         return bytes.fromhex(_read(path, 2 * MAX_PROOF_BYTES + 2))
@@ -38,31 +42,38 @@ def read_proof(home: Home, run: str) -> bytes:
 
 
 def write_proof(home: Home, run: str, proof: bytes) -> None:
-    """Replaces the file with this machine's proof for a run. Raises DiskError."""
+    """Writes this machine's proof for a run to disk, in place of an earlier one. Raises DiskError."""
     _write(home.ticket(run), proof.hex() + "\n")
 
 
 def read_revocations(home: Home, run: str) -> list[bytes]:
-    """Returns the sealed revocations of a run; lines that are not hex are left out."""
+    """Returns the sealed revocations of a run that are on disk, oldest first; leaves out lines that are not hex.
+
+    Raises DiskError if the file cannot be read.
+    """
     lines = _read(home.revocations(run), MAX_REVOCATIONS * (2 * MAX_REVOCATION_BYTES + 1)).split()
     return [bytes.fromhex(line) for line in lines if _is_hex(line)]
 
 
 def write_revocations(home: Home, run: str, sealed: Iterable[bytes]) -> None:
-    """Replaces the file with the sealed revocations of a run. Raises DiskError."""
+    """Writes the sealed revocations of a run to disk, in place of all earlier ones. Raises DiskError."""
     _write(home.revocations(run), "".join(f"{data.hex()}\n" for data in sealed))
 
 
 def read_banned(home: Home) -> list[PeerId]:
-    """Returns the peers that the owner has banned from this machine; lines that are not peer ids are left out."""
+    """Returns the peers that the owner has banned from this machine; leaves out lines that are not peer ids.
+
+    Raises DiskError if the file cannot be read.
+    """
     lines = _read(home.banned, MAX_BANNED * MAX_LINE_CHARACTERS).splitlines()
     return [PeerId(line.strip()) for line in lines if is_peer_id(line.strip())]
 
 
 def add_banned(home: Home, peer: str) -> PeerId:
-    """Adds a peer to banned.txt, and returns its id.
+    """Adds a peer to banned.txt unless it is there, and returns its id. Writing removes lines that are not peer ids.
 
-    Raises InputError for what is not a peer id, LocalError for a full file, DiskError for one that cannot be written.
+    Raises InputError for what is not a peer id, LocalError if the file is full (even if it has the peer already),
+    DiskError if it cannot be written.
     """
     if not is_peer_id(peer):
         raise InputError(f"{peer[:60]!r} is not a peer id; `swarm status RUN --json` lists them, such as 12D3KooW...")
@@ -83,11 +94,11 @@ def _is_hex(line: str) -> bool:
     return True
 
 
-def _read(path: Path, most: int) -> str:
-    """Returns at most `most` characters of a file; "" when there is none. Raises DiskError when it cannot be read."""
+def _read(path: Path, max_characters: int) -> str:
+    """Returns the first `max_characters` of a file, "" when there is none. Raises DiskError when it cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(most)
+            return file.read(max_characters)
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -95,7 +106,10 @@ def _read(path: Path, most: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces a file (mode 0600) atomically: a reader finds all of the old or all of the new. Raises DiskError."""
+    """Writes a file of mode 0600 in place of an old one, atomically and durably; creates its folder if missing.
+
+    Raises DiskError.
+    """
     temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

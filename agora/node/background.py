@@ -11,9 +11,10 @@ from typing import Any
 
 
 async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
-    """Waits until one of these ends, then cancels the coroutines among them; tasks are left to the caller.
+    """Waits until one of `waits` ends, then cancels the coroutines among them; tasks go on, and are left to the caller.
 
-    Discards what the coroutines return or raise; does not wait for those that it cancels.
+    Discards what the coroutines return or raise, and does not wait until they are cancelled. Also cancels the
+    coroutines if it is cancelled itself.
     """
     tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
     try:
@@ -24,13 +25,13 @@ async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> 
 
 
 class BackgroundTasks:
-    """Runs named tasks until `close`. A task that ends earlier is neither restarted nor reported: see `first_ended`."""
+    """Runs named tasks until `close`. A task that ends earlier is neither restarted nor reported: see `find_ended`."""
 
     def __init__(self) -> None:
         self.started: list[asyncio.Task[None]] = []
 
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Starts `work` as a task, which is expected to run until `close`."""
+        """Starts `work` as a task called `name`, which is expected to run until `close`."""
         self.started.append(asyncio.create_task(work, name=name))
 
     async def close(self) -> None:
@@ -39,10 +40,10 @@ class BackgroundTasks:
             task.cancel()
         await asyncio.gather(*self.started, return_exceptions=True)
 
-    def first_ended(self) -> tuple[str, BaseException | None] | None:
-        """Returns the name and error of an ended task, of several the one started first; None when all still run.
+    def find_ended(self) -> tuple[str, BaseException | None] | None:
+        """Returns the name and error of a task that has ended, the one started first; None while all run. Never waits.
 
-        The error is None when the task returned or was cancelled; of an exception group it is the first one.
+        The error is None when the task returned or was cancelled, and the first one of an exception group.
         """
         for task in self.started:
             if task.done():

@@ -1,7 +1,7 @@
 """Supplies the base model's tensors on this machine: fetches those that a span lacks, and gives them to other peers.
 
 Lives as long as the local peer. Knows: the owner's folder, the store of fetched tensors, who may have more. Must not
-know: how pieces are fetched or given (state.base_fetch, state.base_giving), or what becomes of the tensors.
+know: how pieces are fetched or served (state.base_fetch, state.base_giving), or what becomes of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agora.net.incoming import IncomingCall
 from agora.node.requests import BASE_REQUESTS
 from agora.node.startup import Startup
 from agora.state.base_fetch import BaseFetch
-from agora.state.base_giving import BaseGiver
+from agora.state.base_giving import BaseServer
 from agora.state.base_tensors import MALFORMED, BaseTensors
 from agora.state.stored_tensors import BaseModelError
 from agora.state.tensor_store import TensorStore
@@ -34,18 +34,22 @@ from agora.threads import run_in_thread
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What to fetch of the base model: `nbytes` in all. missing: by tensor number, its missing pieces' numbers."""
+    """What to fetch of the base model: `nbytes` in all.
+
+    missing: for each tensor to fetch, by its number in the tensor list, the numbers of its missing pieces. here: how
+    many of the needed tensors were fetched completely earlier.
+    """
 
     missing: Mapping[int, Sequence[int]]
     nbytes: int
-    here: int  # number of the needed tensors that were fetched earlier
+    here: int
 
 
 class BaseSupply:
     """Supplies the base model's tensors to the spans of this daemon, and to other peers.
 
-    It fetches and gives nothing in runs without a tensor list: those of other families, and those whose `tensors_hash`
-    is empty, where each machine needs the files.
+    It neither fetches nor serves any in runs without a tensor list: those of families without a base model, and those
+    whose `tensors_hash` is empty, where each machine needs the files.
     """
 
     def __init__(
@@ -61,33 +65,33 @@ class BaseSupply:
         self._caller = caller
         self._view = view
         self._report_offence = report_offence
-        self._owner_folder = startup.settings.base_model_folder
+        self._owner_folder = startup.settings.named_base_model
         self._random = random.Random()
         self._base: BaseTensors | None = None
-        self._giver: BaseGiver | None = None
+        self._server: BaseServer | None = None
         model = manifest.model
         if isinstance(model, HfSection) and model.tensors_hash:
             names = [name for name, _ in model.weights]
             store = TensorStore(startup.home.base_model(model.tensors_hash))
             self._base = BaseTensors(model.tensors_hash, self._owner_folder, names, store)
-            self._giver = BaseGiver(self._base, startup.report_event)
+            self._server = BaseServer(self._base, startup.report_event)
 
     async def close(self) -> None:
-        """Stops answering other peers' requests."""
-        if self._giver is not None:
-            await self._giver.close()
+        """Cancels the hashing of the owner's files for other peers, if it runs. To be called after the last request."""
+        if self._server is not None:
+            await self._server.close()
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers a request of BASE_REQUESTS. Raises Refused in a run without a tensor list, and as BaseGiver does."""
+        """Answers a request of BASE_REQUESTS. Raises Refused in a run without a tensor list, and as BaseServer does."""
         assert isinstance(call.message, BASE_REQUESTS)
-        if self._giver is None:
+        if self._server is None:
             raise Refused("this run has no list of a base model's tensors; nobody can give them")
-        return await self._giver.answer(call.message)
+        return await self._server.answer(call.message)
 
     def folder_to_check(self) -> Path | None:
         """Returns the folder for Family.check_machine: the owner's, otherwise the store's, which it creates. Blocks.
 
-        None when this machine has no folder and cannot fetch. Raises DiskError.
+        None when the owner named no folder and the run has no tensor list to fetch by. Raises DiskError.
         """
         if self._owner_folder is not None or self._base is None:
             return self._owner_folder
@@ -95,10 +99,10 @@ class BaseSupply:
         return self._base.store.folder
 
     async def provide(self, span: Span) -> Path | None:
-        """Fetches tensors that the span needs and that are not here; returns the folder that then has all of them.
+        """Fetches the tensors that the span needs and that are not on this machine; returns the folder that has all.
 
-        It is the owner's folder if that has all, or if the run's model has no tensors to fetch; None if the owner
-        named none then. Raises BaseModelError, DiskError.
+        That is the owner's folder if it has all, or if the run has no tensor list (None if the owner named none);
+        otherwise the store's. Fetching is the step "base" of the start. Raises BaseModelError, DiskError.
         """
         model, base = self._manifest.model, self._base
         if base is None or not isinstance(model, HfSection):
@@ -106,7 +110,7 @@ class BaseSupply:
 
         def find_lacking() -> list[WantedTensor]:
             """Returns the tensors that the span needs and the owner's files do not have."""
-            owned = base.places_in_folder()
+            owned = base.locations_in_folder()
             wanted = needed_tensors(model, self._manifest.layers_in(span))
             return [tensor for tensor in wanted if not any(name in owned for name in tensor.names)]
 
@@ -118,9 +122,10 @@ class BaseSupply:
         return base.store.folder
 
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
-        """Fetches the lacking tensors that are not in the store yet; returns in words what came, see describe_fetch.
+        """Fetches the `lacking` tensors that are not in the store yet; returns a text about that, see describe_fetch.
 
-        Reports its progress as that of the start. At the end links the owner's files into the store's folder.
+        First fetches the tensor list if it is not here. Reports its progress as that of the start, serves each finished
+        tensor to other peers from then on, and at the end links the owner's files into the store's folder.
         """
         fetch = BaseFetch(
             self._caller,
@@ -141,25 +146,29 @@ class BaseSupply:
         return describe_fetch(len(tensors.tensors), plan, len(fetch.bytes_from))
 
     def _list_sources(self) -> list[PeerId]:
-        """Returns the other peers of the run: serving ones first, otherwise in random order, so that all get calls."""
+        """Returns all other peers in the view: serving ones first, and within each group in a new random order."""
         seen = [peer for peer in self._view().peers.values() if peer.peer != self._startup.me]
         self._random.shuffle(seen)
         return [peer.peer for peer in sorted(seen, key=lambda peer: peer.state != "serving")]
 
 
 def add_fetched(base: BaseTensors, number: int) -> None:
-    """Offers other peers tensor `number`, which has just been completed in the store."""
+    """Records that tensor `number`, just completed in the store, can be served to other peers.
+
+    Does nothing if it is not in the store, or while no tensor list is known.
+    """
     listed = base.find_listed(number)
-    place = base.store.find(number, listed) if listed is not None else None
-    if place is not None:
-        base.add(number, place)
+    stored = base.store.find(number, listed) if listed is not None else None
+    if stored is not None:
+        base.add_location(number, stored)
 
 
 def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTensor], what: str) -> FetchPlan:
-    """Returns which pieces of the `lacking` tensors to fetch, and makes room for them in the store. Reads it; blocks.
+    """Returns which pieces of the `lacking` tensors to fetch, after creating files for them in the store. Blocks.
 
-    what: names what needs the room, in an error. Raises BaseModelError for a tensor that the list does not have, or has
-    in another shape, DiskError without enough room.
+    Writes the list `tensors` to the store and sets it in `base`. Tensors that are damaged in the store are no longer
+    served to peers. what: names in an error what needs room. Raises BaseModelError for a tensor that the list does not
+    have, or has in another shape, DiskError if the disk has no room for the pieces.
     """
     base.store.keep_list(tensors)
     base.adopt_list(tensors)
@@ -186,9 +195,10 @@ def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTe
 
 
 def describe_fetch(listed: int, plan: FetchPlan, sources: int) -> str:
-    """Returns in words what was fetched, such as "fetched 34 of 291 tensors, 1.2 GB from 3 peers".
+    """Returns a text about what was fetched, such as "fetched 34 of 291 tensors, 1.2 GB from 3 peers".
 
-    If nothing was missing, says how many of all tensors were here already.
+    If nothing was missing, it says how many of all tensors were here already. listed: the number of tensors in the
+    list. sources: the number of peers that served pieces.
     """
     if not plan.missing:
         return f"{plan.here} of {listed} tensors {'is' if plan.here == 1 else 'are'} here from earlier"

@@ -1,4 +1,4 @@
-"""Keeps this daemon's clock at the swarm's time, by what connected peers tell.
+"""Keeps this daemon's clock at the swarm's time, which connected peers tell.
 
 Knows: when they are asked, whom a start asks. Must not know: how a correction follows from what they tell
 (swarm/swarm_clock.py), what is judged by the time.
@@ -25,22 +25,23 @@ ASK_S: Final = 4.0
 MORE_ANSWERS_S: Final = 0.5
 """Seconds that a start waits for further answers once it has one."""
 FIRST_ASK_S: Final = 5.0
-"""Seconds from the start to the first question to those that are connected then."""
+"""Seconds from the start of `run` until the peers that are connected then are asked for the first time."""
 ASK_AGAIN_S: Final = 20.0
-"""Seconds between later questions."""
+"""Seconds between two such questions after the first."""
 
 
 class ClockKeeper:
-    """Asks other peers for the time, corrects the daemon's SwarmClock, and tells the owner when its clock is wrong."""
+    """Asks other peers for the time, corrects the daemon's SwarmClock, and tells the owner if the clock is wrong."""
 
     def __init__(self, startup: Startup, network: Network) -> None:
         self._startup = startup
         self._network = network
 
     async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
-        """Asks peers for the time at the start, so that even the first records are judged and published by it.
+        """Asks peers for the time and corrects the clock, so that even the first records are judged by it.
 
-        known: multiaddrs by peer. Dials up to MAX_CLOCKS of them; takes 2 * ASK_S at most.
+        known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * ASK_S at most, as the step
+        "clock" of the start. Without an answer the clock is settled uncorrected.
         """
         with self._startup.steps.step("clock") as note:
             peers = list(known)[:MAX_CLOCKS]
@@ -53,20 +54,25 @@ class ClockKeeper:
             note.text = f"{len(boot_unix)} peers told the time, corrected by {correction_s:.2f} s"
 
     async def run(self) -> None:
-        """Asks connected peers for the time, soon after the start and then every ASK_AGAIN_S, until cancelled."""
+        """After FIRST_ASK_S, then every ASK_AGAIN_S, asks connected peers for the time and corrects the clock.
+
+        Runs until it is cancelled.
+        """
         for wait_s in itertools.chain([FIRST_ASK_S], itertools.repeat(ASK_AGAIN_S)):
             await asyncio.sleep(wait_s)
             await faults.reach("clock.asked")
             self._correct_clock(await self._network.ask_clocks(ASK_S))
 
     async def _await_answers(self, peers: Sequence[PeerId]) -> None:
-        """Pings these peers; returns once no further answer comes within MORE_ANSWERS_S, or no first one in ASK_S.
+        """Pings these peers, all at once; returns after ASK_S without an answer, or MORE_ANSWERS_S after the last one.
 
-        Cancels the calls that are still open then.
+        Returns earlier if all have answered. Cancels the calls that are still open then; ignores failed ones. The times
+        are read with Network.ask_clocks.
         """
         deadline = loop_time() + ASK_S
         calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
-        running, patience_s = calls, ASK_S
+        running = calls
+        patience_s = ASK_S
         while running:
             done, running = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
@@ -78,7 +84,10 @@ class ClockKeeper:
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _correct_clock(self, boot_unix: Sequence[float]) -> None:
-        """Corrects the clock by what others told, see Network.ask_clocks; tells the owner a new remark on it."""
+        """Corrects the clock by what other peers told; reports a new remark on a wrong clock to the owner (OwnerTold).
+
+        boot_unix: as Network.ask_clocks returns it.
+        """
         clock = self._startup.clock
         former = clock_remark(clock.correction)
         clock.follow(boot_unix)

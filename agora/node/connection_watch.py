@@ -19,7 +19,7 @@ from agora.net.network_errors import ConnectionBroken
 from agora.swarm.lost_peers import LostPeers
 from agora.swarm.view import PeerView, View
 
-LOOK_S: Final = 1.0
+POLL_S: Final = 1.0
 """Seconds between two checks of who is connected."""
 DIAL_S: Final = 4.0
 """Seconds after which a dial counts as failed."""
@@ -28,15 +28,16 @@ DIAL_S: Final = 4.0
 async def watch_connections(
     host: Host, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
 ) -> None:
-    """Every second, until cancelled, dials the peers of the view whose connection broke, and records failures.
+    """Every POLL_S, until cancelled, dials peers of the view whose connection broke; records failed dials in `lost`.
 
-    lost: says whom to dial, and whether a failed dial makes a peer count as lost. on_lost: called after each such peer.
+    Dials several at once. lost: says whom to dial, and whether a failed dial makes a peer count as lost. on_lost:
+    called after each peer that then counts as lost.
     """
     while True:
-        await asyncio.sleep(LOOK_S)
-        with contextlib.suppress(ConnectionBroken):  # p2pd is gone: others notice
+        await asyncio.sleep(POLL_S)
+        with contextlib.suppress(ConnectionBroken):  # p2pd is gone: the lifecycle notices that
             connected = await host.connected_peers()
-            due = lost.look(loop_time(), connected, view_of())
+            due = lost.update_connected(loop_time(), connected, view_of())
             failed = await asyncio.gather(*(_is_unreachable(host, peer) for peer in due))
             for peer in (peer for peer, has_failed in zip(due, failed, strict=True) if has_failed):
                 if lost.record_failed_dial(loop_time(), peer.peer, peer.incarnation):
@@ -44,7 +45,7 @@ async def watch_connections(
 
 
 async def _is_unreachable(host: Host, peer: PeerView) -> bool:
-    """Dials a peer; returns whether that fails. A dial that crosses with its own shows that it is there."""
+    """Dials a peer; returns whether that fails. A dial that crosses with the peer's own does not count as failed."""
     try:
         await host.reach(peer.peer, peer.addresses, DIAL_S)
     except AgoraError as error:

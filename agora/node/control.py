@@ -28,14 +28,17 @@ MAX_CONNECTIONS = 32
 IDLE_S = 300.0
 """Seconds after which a connection without a question is closed."""
 POLL_S = 0.5
-"""Time between two checks whether the client is still there."""
+"""Seconds between two checks whether the client is still connected."""
 
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question that can be asked: its handler, the JSON types of its optional arguments, seconds until it fails."""
+    """A question that can be asked: its handler, and the types of its arguments by name; all arguments are optional.
+
+    deadline_s: seconds after which the handler is cancelled and the question is answered with an error.
+    """
 
     handler: Callable[..., Awaitable[Answer]]
     arguments: Mapping[str, type]
@@ -43,7 +46,7 @@ class Question:
 
 
 class _BadQuestion(Exception):
-    """Raised for a line that is not a valid question; `code` and text go into the error that answers it."""
+    """Raised for a line that is not a valid question; its `code`, one word, and its text answer the line."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -53,7 +56,8 @@ class _BadQuestion(Exception):
 class ControlSocket:
     """Listens on the Unix socket `path` (mode 0600) from `start` until `close`, and answers `questions` by their names.
 
-    It refuses further clients while MAX_CONNECTIONS are connected, and hangs up on one that is idle for IDLE_S.
+    Refuses further clients while MAX_CONNECTIONS are connected, and hangs up on one that is idle for IDLE_S. A
+    connection may ask one question after another.
     """
 
     def __init__(self, path: Path, questions: Mapping[str, Question]) -> None:
@@ -63,13 +67,14 @@ class ControlSocket:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Binds the socket, replacing a stale one.
+        """Creates the socket's directory if missing, removes a dead daemon's socket and registry file, and listens.
 
-        Raises LocalError if its directory is another user's or not writable.
+        Raises LocalError if the directory is another user's or not writable.
         """
         try:
             paths.make_private(self.path.parent)
-            paths.unregister(self.path)  # a dead daemon's registry file too: daemons() would remove our socket with it
+            # A dead daemon's registry file too: find_running_daemons() would remove our socket with it.
+            paths.unregister(self.path)
             self._server = await asyncio.start_unix_server(self._accept, str(self.path), limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
         except OSError as error:
@@ -98,7 +103,10 @@ class ControlSocket:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers the lines of one connection until the client ends it, is idle too long or sends too long a line."""
+        """Answers the lines of one connection in turn, until the client ends it or is idle too long; then closes it.
+
+        Too long a line is answered with an error and ends it as well. A client that is gone is not an error.
+        """
         try:
             while True:
                 line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_S)
@@ -115,7 +123,8 @@ class ControlSocket:
 
     async def _answer_unless_gone(self, line: bytes, writer: asyncio.StreamWriter) -> bytes:
         """Returns the answer to `line`. If the client hangs up first, cancels the work and raises ConnectionError."""
-        work, gone = asyncio.create_task(self._answer(line)), asyncio.create_task(_wait_until_gone(writer))
+        work = asyncio.create_task(self._answer(line))
+        gone = asyncio.create_task(_wait_until_gone(writer))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -127,9 +136,12 @@ class ControlSocket:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, line: bytes) -> bytes:
-        """Runs the handler of the question within its deadline; returns its answer, or an error, as a JSON line."""
+        """Runs the handler of the question in `line`; returns the answer, or an error, as a JSON line.
+
+        An error answers a bad question, an AgoraError of the handler, and a handler that exceeds its deadline.
+        """
         try:
-            question, arguments = self._parse(line)
+            question, arguments = self._parse_question(line)
             answer = await asyncio.wait_for(question.handler(**arguments), question.deadline_s)
         except (_BadQuestion, AgoraError) as error:
             return _error(error.code, str(error))
@@ -137,8 +149,11 @@ class ControlSocket:
             return _error("deadline", "the daemon could not answer in time; ask again, or look at its log")
         return json.dumps({"answer": answer}).encode() + b"\n"
 
-    def _parse(self, line: bytes) -> tuple[Question, dict[str, Any]]:
-        """Returns the question in `line` and its arguments. Raises _BadQuestion for an unknown name or a wrong type."""
+    def _parse_question(self, line: bytes) -> tuple[Question, dict[str, Any]]:
+        """Returns the question that a line {"ask": NAME, ARGUMENT: VALUE, ...} names, and the arguments.
+
+        Raises _BadQuestion for a line that is not JSON, an unknown question or argument, or a wrong argument's type.
+        """
         try:
             asked = json.loads(line)
         except ValueError:
@@ -158,7 +173,7 @@ class ControlSocket:
 
 
 async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
-    """Waits until the client has hung up; a client that has only closed its sending side still waits for its answer."""
+    """Waits, polling, until the client has closed the connection. Closing only its sending side does not count."""
     hung_up = select.poll()
     hung_up.register(writer.get_extra_info("socket").fileno(), 0)
     while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - no event tells of it
@@ -166,7 +181,7 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
 
 
 def _suggest(name: str, known: Mapping[str, object]) -> str:
-    """Returns "did you mean ...?" with the known name that is most like `name`; without one, all known names."""
+    """Returns "did you mean ...?" with the known name that is most like `name`; if none is like it, all known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known)) or 'nothing'}"
 

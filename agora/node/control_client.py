@@ -14,11 +14,11 @@ MAX_ANSWER_BYTES = 4 * 2**20
 
 
 class DaemonUnreachable(Exception):
-    """Raised by `ask` when no daemon answers on the socket in time."""
+    """Raised by `ask` when no daemon answers on the socket in time, or its answer is malformed."""
 
 
 class DaemonRefused(Exception):
-    """Raised by `ask` when the daemon answers with an error: `code` is its word, the text a sentence."""
+    """Raised by `ask` when the daemon answers with an error: `code` is one word for it, the text a sentence."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -26,9 +26,10 @@ class DaemonRefused(Exception):
 
 
 def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) -> dict[str, Any]:
-    """Returns the answer to `question` of the daemon whose control socket is `path`.
+    """Asks the daemon whose control socket is `path` a question, and returns its answer. Blocks.
 
-    Raises DaemonRefused when it answers with an error, DaemonUnreachable when nothing comes for `timeout_s`.
+    question: its name. arguments: those of the question. Raises DaemonRefused when the daemon answers with an error,
+    DaemonUnreachable when there is no socket, nothing comes for `timeout_s` seconds, or the answer is malformed.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as channel:

@@ -23,7 +23,7 @@ from agora_protocol.identity import Identity
 
 from agora.clock import boot_time
 from agora.node import paths, runs, settings
-from agora.node.base_model_place import names_hub_model, with_base_model_place
+from agora.node.base_model_folder import names_hub_model, with_fetched_base_model
 from agora.node.incarnations import next_incarnation
 from agora.node.startup import StartSteps, Startup
 from agora.node.watchdog import Notifier
@@ -37,16 +37,20 @@ from agora.swarm.swarm_clock import SwarmClock
 def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
-    text: a manifest file, an invite, or the name of a run. flags: the settings given on the command line. Raises an
-    AgoraError that says what to do when the daemon cannot begin, or ends by an error.
+    text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Creates
+    the key at the first start, and fetches a base model that is named by its Hub id. Raises an AgoraError that says
+    what to do when the daemon cannot begin, or when an error ends it.
     """
-    faults.activate(faults.from_environment())
+    faults.set_active_faults(faults.from_environment())
     faults.reach_blocking("daemon.started")
-    clock, began_ns, began_s = SwarmClock(time.time(), boot_time), time.time_ns(), boot_time()
+    began_ns = time.time_ns()
+    began_s = boot_time()
+    clock = SwarmClock(time.time(), boot_time)
     chosen = settings.load(home.root / "agora.toml", flags)
     reference = runs.resolve(text, home)
     with _open_directory(home.root) as journal:
-        reporter, notifier = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix), Notifier()
+        reporter = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix)
+        notifier = Notifier()
         incarnation = next_incarnation(home.incarnation, began_ns)
         steps = StartSteps(reporter.report, notifier)
         with steps.step("identity") as note:
@@ -54,19 +58,19 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
             note.text = identity.peer
         if names_hub_model(chosen):
             with steps.step("hub") as note:
-                chosen = with_base_model_place(chosen, functools.partial(setattr, note, "text"))
+                chosen = with_fetched_base_model(chosen, functools.partial(setattr, note, "text"))
         with steps.step("imports"):
             import agora.node.lifecycle  # noqa: F401
         startup = Startup(reference, home, chosen, identity, incarnation, clock, reporter, notifier, steps, began_s)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_node(startup))
+            runner.run(_run_daemon(startup))
 
 
 @contextmanager
 def _open_directory(root: Path) -> Iterator[Journal]:
-    """Makes the data directory if there is none, locks it while the block runs, and yields its journal.
+    """Creates the data directory if missing, locks it while the block runs, and yields its journal.
 
-    Raises DiskError, or LocalError when another daemon has locked it.
+    Raises DiskError if it cannot be written, LocalError when another daemon has locked it.
     """
     with ExitStack() as closing:
         try:
@@ -81,9 +85,10 @@ def _open_directory(root: Path) -> Iterator[Journal]:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """Locks a file and writes this process' id into it, while the block runs; the kernel frees a dead process' lock.
+    """Creates and locks a file, and writes this process' id into it; unlocks but keeps the file when the block ends.
 
-    Raises OSError, or LocalError that names the process that has locked it.
+    If another process has the lock, raises LocalError, which names that process, without waiting. The kernel frees a
+    dead process' lock. Raises OSError if the file cannot be written.
     """
     with path.open("a+", errors="replace") as file:
         try:
@@ -100,19 +105,25 @@ def lock_file(path: Path) -> Iterator[None]:
         yield  # the file stays: one that is removed can be locked twice
 
 
-async def _run_node(startup: Startup) -> None:
-    """Runs the node; the first SIGTERM, SIGINT or SIGHUP makes it leave, a second one ends the process at once."""
-    from agora.node.lifecycle import Node
+async def _run_daemon(startup: Startup) -> None:
+    """Runs a daemon until it has left: the first SIGTERM, SIGINT or SIGHUP makes it leave, a second ends the process.
 
-    node = Node(startup)
+    Raises what Daemon.run does.
+    """
+    from agora.node.lifecycle import Daemon
+
+    daemon = Daemon(startup)
 
     def leave_or_exit() -> None:
-        """Signal handler: makes the daemon leave; called again, removes the socket and ends the process at once."""
-        if node.stop.is_set():
+        """Signal handler: makes the daemon leave. If it is leaving already, ends the process at once, with exit code 1.
+
+        Before that exit, removes the control socket and the registry file.
+        """
+        if daemon.stop.is_set():
             paths.unregister(paths.socket_of(startup.home))
             os._exit(1)
-        node.stop.set()
+        daemon.stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, leave_or_exit)
-    await node.run()
+    await daemon.run()

@@ -23,29 +23,31 @@ from agora.node.paths import Home
 from agora.state.checkpoint import checkpoint_folders, stage_folder
 
 EXPORTS: Final = ("collected", "weights")
-"""The folders of a run that an export or the control socket makes again."""
+"""The folders of a run that can be removed: an export, or a question to the control socket, makes them again."""
 
 
 class DiskGuard:
-    """Removes files of one data directory when it would grow beyond `limit_bytes`; 0 for no limit."""
+    """Removes folders of one data directory, when asked, if it would grow beyond `limit_bytes`; 0 for no limit."""
 
     def __init__(self, home: Home, limit_bytes: int) -> None:
         self._home = home
         self._limit = limit_bytes
 
     def make_room(self, manifest: Manifest, stage: int | None, nbytes: int) -> None:
-        """Removes what can be spared until `nbytes` more fit. Raises DiskError when they do not.
+        """Removes folders until `nbytes` more fit into the limit; does nothing without a limit.
 
-        manifest: of the present run, whose base model and other stages stay. stage: whose older checkpoints may go;
-        None for no stage's.
+        The order: exports of all runs, this one included; of other runs, all checkpoints of a stage but its newest;
+        base models of other runs; older checkpoints of `stage` (None: of no stage). manifest: of the present run, whose
+        other checkpoints and base model stay. Raises DiskError when the bytes do not fit even then. Blocks.
         """
         if not self._limit or self._has_room_for(nbytes):
             return
-        for folder in self._spare(manifest.run_id, getattr(manifest.model, "tensors_hash", ""), stage):
+        for folder in self._removable_folders(manifest.run_id, getattr(manifest.model, "tensors_hash", ""), stage):
             shutil.rmtree(folder, ignore_errors=True)
             if self._has_room_for(nbytes):
                 return
-        used, root = stored_bytes(self._home.root), self._home.root
+        root = self._home.root
+        used = stored_bytes(root)
         raise DiskError(
             f"{root} holds {_in_mib(used)} of {_in_mib(self._limit)} allowed, and {_in_mib(nbytes)} more are needed; "
             "raise --disk, or remove what you do not need there."
@@ -55,21 +57,24 @@ class DiskGuard:
         """Returns whether this many more bytes stay within the limit."""
         return stored_bytes(self._home.root) + nbytes <= self._limit
 
-    def _spare(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
-        """Yields the folders that may be removed, in the module's order. base: list hash of the run's base model."""
+    def _removable_folders(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
+        """Yields the folders that make_room may remove, in its order; never the newest checkpoint of a stage.
+
+        run: id of the present run. base: the list hash of its base model, "" for none. stage: as for `make_room`.
+        """
         runs = sorted(self._home.runs.glob("*"))
         yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())
         for folder in runs:
             if folder.name != run:
-                for place in sorted((folder / "checkpoints").glob("*")):
-                    yield from reversed(checkpoint_folders(place)[1:])
+                for of_stage in sorted((folder / "checkpoints").glob("*")):
+                    yield from reversed(checkpoint_folders(of_stage)[1:])
         yield from (folder for folder in sorted((self._home.root / "base").glob("*")) if folder.name != base)
         if stage is not None:
             yield from reversed(checkpoint_folders(stage_folder(self._home.checkpoints(run), stage))[1:])
 
 
 def stored_bytes(root: Path) -> int:
-    """Returns the bytes of all files below `root`, those that vanish meanwhile left out."""
+    """Returns the sum of the sizes, in bytes, of all files below `root`; leaves out those that vanish meanwhile."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
@@ -79,5 +84,5 @@ def stored_bytes(root: Path) -> int:
 
 
 def _in_mib(size: int) -> str:
-    """Returns a number of bytes as text in MiB."""
+    """Returns a number of bytes as text, in whole MiB."""
     return f"{size / 2**20:,.0f} MiB"

@@ -14,19 +14,22 @@ from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
+from agora.node.memory_offer import MemoryOffer
+
 MIN_FREE_BYTES = 64 * 2**20
 """Disk space that must be free for a daemon to start."""
 PROBE_BYTES = 64 * 1024
 """Bytes that are written to find out whether the directory can be written."""
 _ADVICE = "free some space there, or choose another --dir."
+_MEMORY_ADVICE = "free some, or hold fewer stages with --stages."
 BASE_BYTES = 256 * 2**20
 """Memory of a daemon without stages: torch, the event loop, p2pd."""
 
 
 def check_disk(directory: Path) -> str:
-    """Writes and removes a small file in `directory`; returns a note with the free space.
+    """Writes and removes a small file in `directory`; returns a text about the free space of its disk.
 
-    Raises DiskError when that fails, or less than MIN_FREE_BYTES are free.
+    Raises DiskError when writing fails, or less than MIN_FREE_BYTES are free.
     """
     probe = directory / f".probe-{os.getpid()}"
     try:
@@ -47,34 +50,44 @@ def check_disk(directory: Path) -> str:
     return f"{_in_mib(free)} of disk free"
 
 
-def check_memory(
-    manifest: Manifest, span: Span, free_bytes: int, limit_gib: float, base_bytes: int = BASE_BYTES
-) -> str:
-    """Returns a note with the memory that daemon and span need at least. Raises OutOfMemory if less is free or allowed.
+def check_memory(manifest: Manifest, span: Span, offer: MemoryOffer, base_bytes: int = BASE_BYTES) -> str:
+    """Returns a text about the memory that daemon and span need at least. Raises OutOfMemory if less is offered.
 
-    free_bytes, limit_gib: see `allowed_bytes`. base_bytes: what the daemon takes without stages.
+    On a GPU the optimizer's state may lie in host memory. base_bytes: host memory of the daemon without stages.
     """
-    allowed, need = allowed_bytes(free_bytes, limit_gib), needed_memory(manifest, span, base_bytes)
-    if need > allowed:
+    if offer.gpu is not None:
+        return _check_gpu_memory(manifest, span, offer, base_bytes)
+    need = needed_memory(manifest, span, base_bytes)
+    if need > offer.host:
         raise OutOfMemory(
-            f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(allowed)} may be used; "
-            "free some, or hold fewer stages with --stages."
+            f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(offer.host)} may be used; {_MEMORY_ADVICE}"
         )
-    return f"{_in_mib(need)} of {_in_mib(allowed)} memory needed"
+    return f"{_in_mib(need)} of {_in_mib(offer.host)} memory needed"
 
 
-def allowed_bytes(free_bytes: int, limit_gib: float) -> int:
-    """Returns the lesser of `free_bytes` and the owner's limit in GiB (0: no limit), in bytes."""
-    return min(free_bytes, int(limit_gib * 2**30)) if limit_gib else free_bytes
+def _check_gpu_memory(manifest: Manifest, span: Span, offer: MemoryOffer, base_bytes: int) -> str:
+    """Does what `check_memory` does, for a machine whose stages lie on a GPU."""
+    from agora.model import family_of
+
+    machine = offer.for_stages(base_bytes)
+    family = family_of(manifest.model)
+    for place, state_in_host in (("", False), (", the optimizer's state in host memory", True)):
+        need = family.min_memory(manifest, span, state_in_host=state_in_host)
+        if need.fits(machine):
+            return f"{_in_mib(need.device)} of {_in_mib(machine.memory)} GPU memory needed{place}"
+    raise OutOfMemory(
+        f"Stages {span} need {_in_mib(need.device)} of GPU memory and {_in_mib(need.host)} of host memory at least, "
+        f"and {_in_mib(machine.memory)} and {_in_mib(machine.host_memory)} may be used; {_MEMORY_ADVICE}"
+    )
 
 
 def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES) -> int:
-    """Returns the least bytes of memory of a daemon that trains `span`: `base_bytes`, and the span's. Imports torch."""
+    """Returns the least bytes of memory of a daemon that trains `span` without a GPU: `base_bytes`, and the span's."""
     from agora.model import family_of
 
-    return base_bytes + int(family_of(manifest.model).memory_bytes(manifest, span))
+    return base_bytes + int(family_of(manifest.model).min_memory(manifest, span).device)
 
 
-def _in_mib(size: int) -> str:
-    """Returns a number of bytes as text in MiB."""
+def _in_mib(size: float) -> str:
+    """Returns a number of bytes as text, in whole MiB."""
     return f"{size / 2**20:,.0f} MiB"

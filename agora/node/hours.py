@@ -16,34 +16,34 @@ _RANGE: Final = re.compile(r"(\d{1,2})(?::(\d{2}))?-(\d{1,2})(?::(\d{2}))?")
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """The hours of work: ranges of minutes of the day, [begin, end), in local time; none: all day. Immutable.
+    """The hours of work: ranges of minutes of the day, [begin, end), in local time; () is all day.
 
-    A range whose end is not after its begin goes on past midnight.
+    A range whose end is not after its begin goes on past midnight. str() gives a text that `parse` reads.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Hours:
-        """Reads FROM-TO[,FROM-TO], each HH or HH:MM; "" is all day. Raises ValueError for other text."""
+        """Parses FROM-TO[,FROM-TO], each time HH or HH:MM; "" is all day. Raises ValueError for other text."""
         parts = [part.strip() for part in text.split(",")] if text.strip() else []
         if len(parts) > MAX_RANGES:
             raise ValueError(f"more than {MAX_RANGES} ranges of hours; write fewer")
         return cls(tuple(map(_parse_range, parts)))
 
     def contains(self, minute: int) -> bool:
-        """Returns whether the minute of the day is within the hours."""
+        """Returns whether this minute of the day, from 0 to 1439, is within the hours."""
         return not self.ranges or any(
             begin <= minute < end if begin < end else minute >= begin or minute < end for begin, end in self.ranges
         )
 
     def next_begin(self, minute: int) -> str:
-        """Returns when the next range begins, at or after this minute of the day, as HH:MM; "" for all day."""
+        """Returns when the first range from `minute` on begins, today or tomorrow, as HH:MM; "" if it is all day."""
         begins = [begin for begin, _ in self.ranges]
-        return _clock_face(min(begins, key=lambda begin: (begin - minute) % DAY_MINUTES)) if begins else ""
+        return _format_minute(min(begins, key=lambda begin: (begin - minute) % DAY_MINUTES)) if begins else ""
 
     def __str__(self) -> str:
-        return ",".join(f"{_clock_face(begin)}-{_clock_face(end)}" for begin, end in self.ranges)
+        return ",".join(f"{_format_minute(begin)}-{_format_minute(end)}" for begin, end in self.ranges)
 
 
 def _parse_range(text: str) -> tuple[int, int]:
@@ -58,6 +58,6 @@ def _parse_range(text: str) -> tuple[int, int]:
     return begin % DAY_MINUTES, end % DAY_MINUTES
 
 
-def _clock_face(minute: int) -> str:
+def _format_minute(minute: int) -> str:
     """Returns a minute of the day as text, HH:MM."""
     return f"{minute // 60:02d}:{minute % 60:02d}"

@@ -13,13 +13,13 @@ from agora_protocol.errors import DiskError
 from agora.node.paths import replace_text
 
 MOVES_NS: Final = 1_000_000_000
-"""The next number is at least this much higher than the last: each move of a daemon adds 1 to its number."""
+"""The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number."""
 MAX_INCARNATION: Final = 2**62
-"""A higher number in the file is ignored, and the clock alone counts."""
+"""A number from this one on in the file is ignored, and the clock alone counts."""
 
 
 def next_incarnation(file: Path, now_ns: int) -> int:
-    """Returns the number of this start and writes it to `file`: `now_ns`, or more if the last number was about as high.
+    """Returns the number of this start and writes it to `file`: the greater of `now_ns` and the last one + MOVES_NS.
 
     now_ns: unix time in nanoseconds. A missing or malformed file counts as none. Raises DiskError if writing fails.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from agora_protocol import __version__
 from agora_protocol.addresses import peer_of_address
-from agora_protocol.errors import AgoraError, LocalError, ManifestError, NotAdmitted
+from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError, NotAdmitted
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_ADDRESSES
@@ -40,29 +40,33 @@ from agora.swarm.admission_book import AdmissionBook
 from agora.swarm.view import View
 
 FETCH_S = 15.0
-"""Seconds within which each peer must answer with the manifest."""
-NEIGHBOUR_S = 60.0
-"""Seconds to wait, in all, for other daemons of this machine that are still starting."""
-MORE_ADDRESSES = 8
-"""An invite has at most this many of this peer's own addresses, and as many of other peers."""
+"""Seconds within which each peer that is asked must answer with the manifest."""
+LOCAL_DAEMONS_S = 60.0
+"""Seconds to wait, in all, for other daemons of this machine that do not answer yet."""
+INVITE_ADDRESSES = 8
+"""An invite has at most this many of this peer's own addresses, and at most as many of other peers."""
 
 
 class RunUnreachable(LocalError):
-    """Raised when no peer of the run answers a daemon that joins. The command ends with exit code 4."""
+    """Raised when no peer of the run answers a daemon that joins, or none gives the manifest. Exit code 4."""
 
     code = "unreachable"
     exit_code = 4
 
 
 async def read_manifest(startup: Startup) -> SignedManifest:
-    """Returns the signed manifest of a file or of a joined run; stores it and registers this daemon under its run.
+    """Returns the signed manifest of a file or of a joined run, after storing it and registering this daemon under it.
 
-    An unsigned file: takes the manifest that a running daemon here has signed, or else signs it as founder.
+    For an unsigned file, returns the manifest that a running daemon here has signed from it; without one, this peer
+    signs it as founder, unless another process does so at this moment.
+
+    Raises as `_adopt_manifest` does, and ManifestError or DiskError for the file.
     """
-    reference, adopt = startup.reference, partial(_adopt_run, startup)
+    reference = startup.reference
+    adopt = partial(_adopt_manifest, startup)
     with startup.steps.step("manifest") as note:
         found, note.text = reference.signed, "signed"
-        for entry in paths.daemons():
+        for entry in paths.find_running_daemons():
             if found is None and reference.is_of(entry):
                 file = paths.Home(Path(entry.root)).manifest(entry.run)
                 found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
@@ -75,32 +79,35 @@ async def read_manifest(startup: Startup) -> SignedManifest:
 
 
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
-    """Asks the invite's peers for the manifest, stores it and registers this daemon under its run.
+    """Asks the peers at `addresses` for the manifest, stores it, registers this daemon under its run, and returns it.
 
-    Raises RunUnreachable when no peer gives it, ManifestError at the first wrong one.
+    Raises RunUnreachable when no peer gives it, NotAdmitted when all refuse this peer or the run does not admit this
+    peer as a member, ManifestError at the first wrong manifest.
     """
     run = RunId(startup.reference.run)
     with startup.steps.step("manifest") as note:
         gate = Gate(startup.me, run, f"agora {__version__}", proof=own_proof(startup, run))
-        signed = await _ask_every_peer(Network(host, gate, _refuse_while_joining), run, addresses)
-        _adopt_run(startup, signed)
+        signed = await _ask_peers_in_turn(Network(host, gate, _refuse_while_joining), run, addresses)
+        _adopt_manifest(startup, signed)
         note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
     return signed
 
 
-async def _ask_every_peer(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    """Asks peer after peer until one gives the run's manifest, and returns it; closes the network.
+async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
+    """Asks one peer after another until one gives the run's manifest, and returns that; closes the network.
 
-    Raises NotAdmitted when all that answered refuse this peer, and as `fetch_manifest` does.
+    Raises NotAdmitted when every peer refuses this one as not admitted, otherwise RunUnreachable when none gives it;
+    ManifestError at the first wrong answer.
     """
-    failures, refusals = list[str](), list[NotAdmitted]()
+    failures = list[str]()
+    refusals = list[NotAdmitted]()
     try:
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
             network.learn(peer, addresses)
             try:
                 reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_S)
                 if not isinstance(reply.message, ManifestAnswer):
-                    raise ManifestError("the peer answered with something else; ask for another invite")
+                    raise ManifestError("the peer sent an unexpected message; ask for another invite")
                 return SignedManifest.from_bytes(reply.message.manifest, run)
             except ManifestError:
                 raise
@@ -119,54 +126,73 @@ async def _ask_every_peer(network: Network, run: RunId, addresses: Sequence[str]
 
 
 async def _refuse_while_joining(_: IncomingCall) -> Reply:
-    """Answers other peers' requests before this one has the manifest: raises LocalError, which refuses them."""
+    """Refuses every request of other peers while this one has no manifest: raises LocalError."""
     raise LocalError("this peer is still joining")
 
 
-def _adopt_run(startup: Startup, signed: SignedManifest) -> None:
-    """Stores the manifest and this machine's proof, and registers this daemon, so that commands find it.
+def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
+    """Writes the manifest and this machine's proof to disk, and registers this daemon, so that commands find it.
 
-    Raises NotAdmitted when the run does not admit this peer as a member, DiskError when it cannot be stored.
+    Before that, raises NotAdmitted if the run does not admit this peer as a member. Raises DiskError if writing fails.
     """
-    home, proof = startup.home, own_proof(startup, signed.run_id)
+    home = startup.home
+    proof = own_proof(startup, signed.run_id)
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
     if not book.judge(startup.me, proof, time.time()).is_member:
         raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     if proof:
         admission_files.write_proof(home, signed.run_id, proof)
     socket, root = str(paths.socket_of(home)), str(home.root)
     name, founder = signed.manifest.name, signed.founder
-    paths.register(paths.DaemonEntry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
+    _register(paths.DaemonEntry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
 
 
-def register_resting(startup: Startup, signed: SignedManifest | None) -> None:
-    """Registers a resting daemon, so that commands find it, even one that has no manifest yet (`signed` is None)."""
-    reference, manifest = startup.reference, signed or startup.reference.signed
+def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
+    """Registers a paused daemon, so that commands find it, even one that has no manifest yet (`signed` is None).
+
+    Raises DiskError.
+    """
+    reference = startup.reference
+    manifest = signed or reference.signed
     run, name = (manifest.run_id, manifest.manifest.name) if manifest else (reference.run, reference.name)
     socket, root = str(paths.socket_of(startup.home)), str(startup.home.root)
     founder = manifest.founder if manifest else ""
-    paths.register(paths.DaemonEntry(run, name, founder, startup.me, os.getpid(), root, socket))
+    _register(paths.DaemonEntry(run, name, founder, startup.me, os.getpid(), root, socket))
 
 
-def renew(startup: Startup, signed: SignedManifest | None) -> Startup:
-    """Returns what a daemon starts with after a rest: a higher incarnation (also on disk), and all known addresses."""
-    reference, number = startup.reference, next_incarnation(startup.home.incarnation, time.time_ns())
+def _register(entry: paths.DaemonEntry) -> None:
+    """Writes the registry file of this daemon, so that commands on this machine find it. Raises DiskError."""
+    try:
+        paths.register(entry)
+    except OSError as error:
+        folder = Path(entry.socket).parent
+        advice = f"free some space there, or set {paths.RUNTIME_VARIABLE} to another folder."
+        raise DiskError(f"Cannot write in {folder} ({error.strerror}); {advice}") from error
+
+
+def startup_after_pause(startup: Startup, signed: SignedManifest | None) -> Startup:
+    """Returns `startup` changed for the start after a pause: with a higher incarnation, which it also writes to disk.
+
+    Adds to it the addresses of the run's peers that are remembered on disk. Raises DiskError.
+    """
+    reference = startup.reference
+    incarnation = next_incarnation(startup.home.incarnation, time.time_ns())
     run = signed.run_id if signed is not None else reference.run
     known = runs.remembered_addresses(startup.home, run) if run else ()
     addresses = tuple(dict.fromkeys([*reference.addresses, *known]))
-    return replace(startup, incarnation=number, reference=replace(reference, addresses=addresses))
+    return replace(startup, incarnation=incarnation, reference=replace(reference, addresses=addresses))
 
 
 def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View) -> Invite:
-    """Returns an invite with up to MORE_ADDRESSES of `own`, and one address each of as many other serving peers."""
+    """Returns an invite with up to INVITE_ADDRESSES of `own`, and one address each of as many other serving peers."""
     serving = (seen for seen in view.peers.values() if seen.peer != me and seen.state == "serving")
     others = [address for seen in serving for address in seen.addresses[:1]]
-    return Invite(signed.run_id, (*own[:MORE_ADDRESSES], *others[:MORE_ADDRESSES]), signed.manifest.name)
+    return Invite(signed.run_id, (*own[:INVITE_ADDRESSES], *others[:INVITE_ADDRESSES]), signed.manifest.name)
 
 
 def own_proof(startup: Startup, run: RunId) -> bytes:
-    """Returns the proof that this machine shows: of the invite's ticket, else the one on its disk; b"" for none.
+    """Returns the proof by which the run may admit this machine: of the invite's ticket, else from disk; b"" for none.
 
     Raises InputError for a ticket that is not for this machine, LocalError or DiskError for the file.
     """
@@ -178,7 +204,8 @@ def own_proof(startup: Startup, run: RunId) -> bytes:
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
     """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it.
 
-    These are at most MAX_ADDRESSES multiaddrs, those of loopback last.
+    The addresses are at most MAX_ADDRESSES multiaddrs, loopback last. Listens on the ports of the last start where the
+    owner named none, and writes the present ones to disk.
     """
     settings = startup.settings
     with startup.steps.step("host") as note:
@@ -191,9 +218,9 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
             allow_private=settings.allow_private,
             upnp=settings.upnp,
         )
-        write_ports(startup.home.ports, host.listens)
-        every = (*await host.addresses(), *(f"{address}/p2p/{host.peer}" for address in host.own))
-        loopback_last = sorted(dict.fromkeys(every), key=lambda text: "/127." in text or "/ip6/::1/" in text)
+        write_ports(startup.home.ports, host.listen_endpoints)
+        found = (*await host.addresses(), *(f"{address}/p2p/{host.peer}" for address in host.own_addresses))
+        loopback_last = sorted(dict.fromkeys(found), key=lambda text: "/127." in text or "/ip6/::1/" in text)
         addresses = tuple(loopback_last[:MAX_ADDRESSES])
         note.text = addresses[0] if addresses else "listens nowhere"
         note.text += f", behind a link of {settings.link}" if settings.link else ""
@@ -201,17 +228,19 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
 
 
 async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
-    """Dials the run's known peers and, with `signed`, those in the invites of local daemons of the run.
+    """Dials the run's known peers and, with `signed`, those in the invites of other daemons of the run on this machine.
 
-    Returns all their addresses except this peer's own. signed: None while the manifest must still be fetched: then
-    RunUnreachable is raised when no peer answers.
+    Returns the addresses of all these peers, whether they answered or not, without this peer's own and those of banned
+    peers. signed: None while the manifest must still be fetched: then raises RunUnreachable when no peer answers.
     """
-    known, reached, reason = startup.reference.addresses, 0, "it names no other peer"
+    known = startup.reference.addresses
+    reached = 0
+    reason = "it names no other peer"
     with startup.steps.step("bootstrap") as note:
         if signed is not None:
-            known += await _addresses_of_neighbours(signed.run_id)
+            known += await _ask_local_daemons(signed.run_id)
         known = tuple(dict.fromkeys(address for address in known if not address.endswith(host.peer)))
-        known = may_be_dialled(startup, signed, known)
+        known = leave_out_banned(startup, signed, known)
         if known:
             try:
                 reached = await host.connect(known)
@@ -224,23 +253,28 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
     return known
 
 
-def may_be_dialled(startup: Startup, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
-    """Returns the addresses whose peers may be dialled: not banned here, nor, if `signed` is known, from the run."""
+def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of the `known` addresses whose peers may be dialled: not banned from this machine.
+
+    With `signed`, also leaves out peers that are banned from the run or otherwise not admitted to it.
+    """
     if signed is None:
         banned = set(admission_files.read_banned(startup.home))
         return tuple(address for address in known if peer_of_address(address) not in banned)
     now_unix = time.time()
     book = load_book(startup.home, signed, now_unix)
-    return tuple(address for address in known if not book.why_not_to_call(peer_of_address(address), now_unix))
+    return tuple(address for address in known if not book.refusal_reason(peer_of_address(address), now_unix))
 
 
-async def _addresses_of_neighbours(run: RunId) -> tuple[str, ...]:
-    """Asks this machine's other daemons of the run, over their control sockets, for addresses; returns these.
+async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
+    """Asks this user's other daemons of the run, one after another, over their control sockets, for invites.
 
-    Waits at most NEIGHBOUR_S in all for daemons that are still starting.
+    Returns the addresses in the invites. Waits at most LOCAL_DAEMONS_S in all for daemons that do not answer yet, and
+    leaves out those that never do.
     """
-    deadline, addresses = loop_time() + NEIGHBOUR_S, list[str]()
-    for entry in paths.daemons():
+    deadline = loop_time() + LOCAL_DAEMONS_S
+    addresses = list[str]()
+    for entry in paths.find_running_daemons():
         while entry.run == run and entry.pid != os.getpid() and entry.is_alive:
             try:
                 answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "invite", timeout_s=2.0)

@@ -34,14 +34,17 @@ def read_ports(file: Path) -> dict[str, int]:
     }
 
 
-def write_ports(file: Path, places: Mapping[str, tuple[str, int]]) -> None:
-    """Writes the ports of `places`, host and port by "ip4" and "ip6". When that fails, the next start finds others."""
+def write_ports(file: Path, endpoints: Mapping[str, tuple[str, int]]) -> None:
+    """Writes the TCP ports of `endpoints` to a file. Ignores an OSError: the next start then chooses other ports.
+
+    endpoints: by "ip4" and "ip6", (host, port).
+    """
     with contextlib.suppress(OSError):
-        replace_text(file, "".join(f"{family} {port}\n" for family, (_, port) in sorted(places.items())))
+        replace_text(file, "".join(f"{family} {port}\n" for family, (_, port) in sorted(endpoints.items())))
 
 
 def is_free(family: str, host: str, port: int) -> bool:
-    """Returns whether this machine can listen on a TCP port of an IP address now. family: "ip4" or "ip6"."""
+    """Tries to listen on a TCP port of an IP address; returns whether that works. family: "ip4" or "ip6"."""
     try:
         check_port("", family, host, port)
     except LocalError:
@@ -52,12 +55,13 @@ def is_free(family: str, host: str, port: int) -> bool:
 def with_last_ports(
     listen: Sequence[str], last: Mapping[str, int], is_free: Callable[[str, str, int], bool]
 ) -> tuple[str, ...]:
-    """Returns the multiaddrs `listen`, with the last port in the first of each family whose TCP port is 0.
+    """Returns the multiaddrs `listen`; in the first one of each family (ip4, ip6) with TCP port 0, puts the last port.
 
-    An address whose last port is not free stays as it is. last: TCP port by "ip4" and "ip6". is_free: says it of a
-    family, an IP address and a port.
+    An address whose last port is not free stays as it is. last: TCP port by "ip4" and "ip6". is_free: takes a family,
+    an IP address and a port, and returns whether that can be listened on.
     """
-    chosen, left = list[str](), dict(last)
+    chosen = list[str]()
+    left = dict(last)
     for address in listen:
         direct = host_and_port(address)
         if direct is not None and direct[2] == 0 and (port := left.pop(direct[0], 0)):

@@ -39,37 +39,31 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-LEAVE_S = 9.0
-"""Seconds that all of leaving takes at most: one less than the 10 s that users are told."""
-ANNOUNCE_S = 1.5
-"""Seconds that storing the claim that says `leaving` in the directory may take."""
-ORIGIN_S = 5.0
-"""Seconds left to this origin's microbatches when the daemon leaves, or moves while a stage has no peer."""
-CLOSE_S = 3.0
-"""Seconds that closing the span and the local peer takes at most."""
-MOVE_FINISH_S = 30.0
-"""Seconds that a move waits for this origin's own microbatches, and then for those of others."""
-MOVE_CHECKPOINT_S = 60.0
-"""Seconds that a move waits for the checkpoints of all stages."""
+LEAVE_S = 9.0  # seconds that all of leaving takes at most: one less than the 10 s that users are told
+ANNOUNCE_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
+ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
+CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
+MOVE_FINISH_S = 30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
+MOVE_CHECKPOINT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """A requested move to `span`. done: a future that is set when the span is served, or to the error if it failed."""
+class _MoveRequest:
+    """A request to serve the stages `span`. done: ends when they are served, or with the error that prevents it."""
 
     span: Span
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class _FatalError(LocalError):
-    """Raised when p2pd or a background task has ended: the daemon shuts down cleanly and exits with an error."""
+    """Raised when p2pd or a background task has ended unasked: the daemon leaves in order and exits with an error."""
 
 
-class Node:
-    """Runs one daemon: opens the local peer, serves a span, moves to others when asked, leaves once `stop` is set.
+class Daemon:
+    """One running daemon: opens the local peer, serves a span, moves to others when asked, leaves once `stop` is set.
 
-    `loaded` is None before the first span is served, during a move and at rest; `local_peer` before it is open, and at
-    rest; `signed`, the manifest, until it is known. reason: why the daemon leaves, for the log.
+    `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
+    open, and in a pause; `signed`, the manifest, until it is known.
     """
 
     def __init__(self, startup: Startup) -> None:
@@ -78,14 +72,14 @@ class Node:
         self.local_peer: LocalPeer | None = None
         self.loaded: LoadedSpan | None = None
         self.stop = asyncio.Event()
-        self.reason = "asked to leave"
+        self.leave_reason = "asked to leave"
         self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
         self._report_event = startup.report_event
         self._since_unix = startup.clock.unix()
         self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
         self._addresses: tuple[str, ...] = ()
         self._rate = WindowedRate()
-        self._move: _Move | None = None
+        self._move: _MoveRequest | None = None
         self._move_wanted = asyncio.Event()
         self._tasks = BackgroundTasks()
         self._past_traffic = NO_TRAFFIC
@@ -93,17 +87,17 @@ class Node:
         self._span_closing = AsyncExitStack()
 
     async def run(self) -> None:
-        """Joins, serves or rests until `stop` is set, then leaves. Raises an AgoraError if it cannot start or go on."""
+        """Joins, serves or pauses until `stop` is set; then leaves in order and closes all. Raises what these raise."""
         control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
         await control.start()
         self._tasks.start("watchdog", self._watchdog.run())
         try:
             while not self.stop.is_set():
                 if self.pause.reason:
-                    await self._rest()
+                    await self._stay_paused()
                 else:
                     await self._serve_until_stopped()
-            await self._leave(self.reason)
+            await self._leave(self.leave_reason)
         except _FatalError as error:
             await self._leave(str(error))
             raise
@@ -116,19 +110,19 @@ class Node:
     # --- the present state
 
     def serving_span(self) -> LoadedSpan:
-        """Returns the span that is served. Raises LocalError, which says what the daemon does, while there is none."""
+        """Returns `loaded`, the held span. Raises LocalError, which says what the daemon does, while it is None."""
         if self.loaded is None:
-            raise LocalError(f"this daemon is {self._describe_state()}; ask again when it serves")
+            raise LocalError(f"this daemon is {self.describe_state()}; ask again when it serves")
         return self.loaded
 
-    def _describe_state(self) -> str:
-        """Completes "this daemon is ..." while no span is held: why it rests, or that it starts or moves."""
+    def describe_state(self) -> str:
+        """Returns the end of "this daemon is ..." while no span is held: why it is paused, or it starts or moves."""
         if self.pause.reason:
             return self.pause.reason
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def invite(self) -> Invite:
-        """Returns an invite with addresses of this peer and up to 8 others; raises LocalError before it has its own."""
+        """Returns an invite with own and others' addresses. Raises LocalError while run or own address is unknown."""
         if self.signed is None or not self._addresses:
             missing = "know its run" if self.signed is None else "have an address"
             raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
@@ -138,9 +132,10 @@ class Node:
         return joining.make_invite(self.signed, self.startup.me, own, known)
 
     def take_node_report(self) -> NodeReport:
-        """Returns a snapshot of this daemon (state, health, counters, traffic, span ...); updates the token rate."""
+        """Returns a snapshot of this daemon: state, health, counters, traffic, view, span. Updates the token rate."""
         startup, local_peer = self.startup, self.local_peer
-        counters, now_unix = startup.reporter.snapshot(), startup.clock.unix()
+        counters = startup.reporter.snapshot()
+        now_unix = startup.clock.unix()
         view = local_peer.membership.view if local_peer else View()
         claim = local_peer.membership.claim if local_peer else None
         link = local_peer.host.link if local_peer else None
@@ -152,59 +147,59 @@ class Node:
             incarnation=claim.incarnation if claim else startup.incarnation,
             run=run,
             state=claim.state if claim else "joining",
-            step_of_start=startup.steps.current,
-            resting=self.pause.reason,
+            startup_step=startup.steps.current,
+            pause_reason=self.pause.reason,
             link=link.spec.text if link is not None else startup.settings.link,
-            health=self._judge(view, run.stage_count, now_unix),
+            health=self._assess_health(view, run.stage_count, now_unix),
             now_unix=now_unix,
             clock_remark=clock_remark(startup.clock.correction),
             counters=counters,
             tokens_per_second=self._rate.update(now_unix, counters.counted_tokens),
             view=view,
             paths=local_peer.network.paths if local_peer else {},
-            traffic=self._traffic(),
+            traffic=self._total_traffic(),
             span=self.loaded.take_span_report() if self.loaded else None,
         )
 
-    def _judge(self, view: View, stage_count: int, now_unix: float) -> Health:
-        """Returns the swarm's health as this peer sees it: PAUSED at rest, DEGRADED while it serves no span."""
+    def _assess_health(self, view: View, stage_count: int, now_unix: float) -> Health:
+        """Returns PAUSED in a pause, DEGRADED while no span is held, otherwise the swarm's health by the view."""
         if self.pause.reason:
             return Health(health.PAUSED, f"this peer is {self.pause.reason}", self.pause.remedy)
         if self.loaded is None:
             step = self.startup.steps.current or "serve"
-            return Health(health.DEGRADED, f"this daemon is {self._describe_state()}: {step}", "wait until it serves")
+            return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
         return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
 
-    def _traffic(self) -> events.Traffic:
-        """Returns the bytes since the daemon's start; connections before a rest count too."""
+    def _total_traffic(self) -> events.Traffic:
+        """Returns the bytes carried since the daemon's start, those before a pause included."""
         return add_traffic(self._past_traffic, self.local_peer.traffic()) if self.local_peer else self._past_traffic
 
     # --- start and serve
 
     async def _serve_until_stopped(self) -> None:
-        """Starts and serves until `stop` is set or the daemon is to rest; raises the error that ends it before."""
+        """Serves until `stop` is set or a pause begins. If serving fails before, raises its error. Closes nothing."""
         serving = asyncio.create_task(self._start_and_serve(), name="serve")
-        await wait_for_any(serving, self.stop.wait(), self.pause.wait_until(resting=True))
+        await wait_for_any(serving, self.stop.wait(), self.pause.wait_until(paused=True))
         if serving.done() and not self.stop.is_set():
             serving.result()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
 
-    async def _rest(self) -> None:
-        """Withdraws the claim, gives back open work, closes everything but the control socket, and waits.
+    async def _stay_paused(self) -> None:
+        """Ends the work (see `_wind_down`), closes the span and the local peer, and waits; the control socket stays.
 
-        Returns when the daemon is to stop, or to work again: then `startup` has a higher incarnation number.
+        Returns when the daemon is to stop or to work again. Replaces `startup` by one with a higher incarnation number.
         """
         self._report_event(events.StateChanged("paused", self.pause.reason))
-        await self._hand_back("paused")
+        await self._wind_down("paused")
         await self._close()
-        joining.register_resting(self.startup, self.signed)
-        await wait_for_any(self.stop.wait(), self.pause.wait_until(resting=False))
-        self.startup = joining.renew(self.startup, self.signed)
+        joining.register_paused(self.startup, self.signed)
+        await wait_for_any(self.stop.wait(), self.pause.wait_until(paused=False))
+        self.startup = joining.startup_after_pause(self.startup, self.signed)
 
     async def _start_and_serve(self) -> None:
-        """Opens the local peer, serves a span, prints the invite, then carries out moves until it is cancelled."""
-        local_peer = await self._open_peer()
+        """Opens the local peer, serves a span, prints the invite, starts rebalancing if allowed; moves when asked."""
+        local_peer = await self._open_local_peer()
         loaded = await self._serve_span(local_peer, self.startup.settings.span)
         me, incarnation = self.startup.me, self.startup.incarnation
         run, first, last = local_peer.signed.run_id, loaded.span.first, loaded.span.last
@@ -214,13 +209,13 @@ class Node:
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
         while True:
-            await self._until_asked_to_move(local_peer)
+            await self._wait_for_move_request(local_peer)
             await self._carry_out_move(local_peer)
 
-    async def _open_peer(self) -> LocalPeer:
-        """Finds the run, connects to it, checks the disk, joins the directory (DHT) and starts the local peer.
+    async def _open_local_peer(self) -> LocalPeer:
+        """Finds the run, connects to it, makes room on the disk, joins the directory (DHT), starts the local peer.
 
-        Sets `signed` and `_addresses` as soon as each is there, since other daemons may ask for the invite.
+        Sets `signed` and `_addresses` as soon as each is known, since other daemons may ask for the invite.
         """
         startup, closing = self.startup, self._peer_closing
         if self.signed is None and (startup.reference.signed is not None or not startup.reference.run):
@@ -244,23 +239,24 @@ class Node:
             local_peer = LocalPeer(startup, self.signed, host, directory, admission, self.take_node_report)
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
-        self.local_peer, self._since_unix = local_peer, startup.clock.unix()
+        self.local_peer = local_peer
+        self._since_unix = startup.clock.unix()
         return local_peer
 
     async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:
-        """Loads a span (None: placement chooses), announces it, and starts its origin. If it raises, none is held."""
+        """Loads a span (None: as placement chooses), announces it, starts its origin. If it raises, none is held."""
         loaded = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
         with self.startup.steps.step("serve") as note:
             self.loaded = loaded
-            await local_peer.membership.announce("serving")
+            await local_peer.membership.set_state("serving")
             note.text = f"stages {loaded.span}"
         self._report_event(events.StateChanged("serving", f"stages {loaded.span}"))
         if loaded.origin is not None:
             loaded.tasks.start("origin", loaded.origin.run())
         return loaded
 
-    async def _until_asked_to_move(self, local_peer: LocalPeer) -> None:
-        """Waits until a move is asked for. Raises _FatalError if p2pd or, reported, a background task ends before."""
+    async def _wait_for_move_request(self, local_peer: LocalPeer) -> None:
+        """Waits for a call of `move`. Raises _FatalError if p2pd, or a task (reported as TaskFailed), ends first."""
         groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
         running = [task for group in groups for task in group.started]
@@ -273,7 +269,7 @@ class Node:
             raise _FatalError(
                 "the network process p2pd ended by itself; start the daemon again, and look at its memory"
             )
-        for task, error in (ended for group in groups if (ended := group.first_ended()) is not None):
+        for task, error in (ended for group in groups if (ended := group.find_ended()) is not None):
             text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
             self._report_event(events.TaskFailed(task, text))
             is_known = isinstance(error, AgoraError)
@@ -282,13 +278,13 @@ class Node:
     # --- move
 
     def _movable_span(self) -> LoadedSpan | None:
-        """Returns the span that is served; None while none is, or while a move is already asked for."""
+        """Returns the span that is held; None while none is, and while a move is requested or in progress."""
         return None if self._move is not None else self.loaded
 
     async def move(self, stages: Span) -> None:
-        """Asks for a move to `stages`; returns when they are served. LocalError or InputError if it cannot begin.
+        """Moves this daemon to `stages`; returns once it serves these. Raises LocalError or InputError if it cannot.
 
-        When the new stages cannot be loaded, the former ones are loaded again and that error is raised.
+        If loading fails, serves the former stages again and raises the error. Cancelling does not stop the move.
         """
         if self._move is not None:
             raise LocalError(f"this daemon is moving to stages {self._move.span} already; wait until it serves them")
@@ -298,14 +294,14 @@ class Node:
             raise InputError(f"stages {stages} are beyond the run's last stage; give stages within 0-{count - 1}.")
         if stages == held:
             raise LocalError(f"this daemon holds stages {held} already; give other stages, within 0-{count - 1}")
-        self._move = move = _Move(stages)
+        self._move = move = _MoveRequest(stages)
         self._move_wanted.set()
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, local_peer: LocalPeer) -> None:
-        """Gives up the span and serves the wanted one, or the former one again if that fails.
+        """Gives up the span and serves the requested one, or the former one again if that cannot be loaded.
 
-        Reports the outcome to whoever asked for the move.
+        Ends the request's `done` with the result or the error. Raises the error if the former span fails as well.
         """
         move, former = self._move, self.serving_span()
         assert move is not None
@@ -313,14 +309,14 @@ class Node:
         self._report_event(events.StateChanged("moving", f"from stages {former.span} to stages {move.span}"))
         failure: AgoraError | None = LocalError("this daemon is leaving, and has not moved")
         try:
-            await self._give_up(local_peer, former)
+            await self._give_up_span(local_peer, former)
             try:
                 await self._serve_span(local_peer, move.span)
                 failure = None
             except AgoraError as error:
+                failure = error
                 self._report_event(events.TaskFailed("move", f"{error.code}: {error}"))
                 await self._serve_span(local_peer, former.span)
-                failure = error
             self._move = None
         finally:
             if failure is None:
@@ -329,11 +325,11 @@ class Node:
                 move.done.set_exception(failure)
                 move.done.exception()  # nobody may be waiting any more
 
-    async def _give_up(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
-        """Finishes or cancels the work in hand, writes checkpoints, sets `self.loaded` to None, and closes the span."""
+    async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
+        """Announces "leaving", finishes or cancels open work, writes checkpoints, closes the span, clears `loaded`."""
         # While a stage has no peer, this origin's own microbatches cannot come back.
         patience_s = ORIGIN_S if self.take_node_report().empty_stages else MOVE_FINISH_S
-        await self._finish(local_peer, loaded, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
+        await self._finish_work(local_peer, loaded, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
         await loaded.write_checkpoints(MOVE_CHECKPOINT_S)
         self.loaded = None
         await self._span_closing.aclose()
@@ -341,56 +337,59 @@ class Node:
     # --- leave
 
     async def _leave(self, reason: str) -> None:
-        """Tells systemd and other peers that this daemon leaves; finishes or gives back its work. See `_hand_back`."""
+        """Tells systemd and the log that this daemon leaves, and why; then ends its work as `_wind_down` does."""
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
-        await self._hand_back("leaving")
+        await self._wind_down("leaving")
 
-    async def _hand_back(self, why: str) -> None:
-        """Announces "leaving", finishes open work or gives it back to its callers, and writes checkpoints.
+    async def _wind_down(self, reason: str) -> None:
+        """Announces "leaving", finishes or cancels open work, writes checkpoints, reports the traffic.
 
-        Takes LEAVE_S at most. Only announces while no span is loaded. why: completes "this peer is ..." for callers.
+        Leaves the span open. Takes LEAVE_S at most. Without a span it only announces. reason: completes "this peer is
+        ..." for callers.
         """
-        local_peer, loaded, until = self.local_peer, self.loaded, loop_time() + LEAVE_S - 3.0
+        local_peer, loaded = self.local_peer, self.loaded
+        deadline = loop_time() + LEAVE_S - 3.0
         if local_peer is not None and loaded is None:
             await self._announce_leaving(local_peer)
         if local_peer is None or loaded is None:
             return
         loaded.collector.close()
         if not local_peer.host.died.is_set():
-            await self._finish(local_peer, loaded, ORIGIN_S, until, why)
-        await loaded.write_checkpoints(max(1.0, until + 1.0 - loop_time()))
+            await self._finish_work(local_peer, loaded, ORIGIN_S, deadline, reason)
+        await loaded.write_checkpoints(max(1.0, deadline + 1.0 - loop_time()))
         self._watchdog.report_traffic(self.take_node_report())
 
-    async def _finish(
-        self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, until: float, reason: str
+    async def _finish_work(
+        self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, deadline: float, reason: str
     ) -> None:
-        """Announces "leaving", finishes open work, and at `until` cancels the rest: its callers ask others.
+        """Announces "leaving", ends the origin's work, then takes no more, finishes what is open, cancels the rest.
 
-        origin_s: how long it waits for this origin's own microbatches. reason: completes "this peer is ...".
+        Callers of cancelled work ask other peers. origin_s: seconds for this origin's microbatches. deadline: for all,
+        by loop_time. reason: as for `_wind_down`.
         """
         try:
             async with asyncio.timeout(origin_s):
-                own = [loaded.origin.leave(origin_s - 1.0)] if loaded.origin is not None else []
-                await asyncio.gather(self._announce_leaving(local_peer), *own)
+                own_work = [loaded.origin.leave(origin_s - 1.0)] if loaded.origin is not None else []
+                await asyncio.gather(self._announce_leaving(local_peer), *own_work)
         except TimeoutError:
-            self._report_event(events.TaskFailed("leave", "what was in hand could not be ended in time"))
-        await local_peer.ledger.finish(max(0.1, until - loop_time()), reason)
+            self._report_event(events.TaskFailed("leave", "open work could not be ended in time"))
+        await local_peer.ledger.finish(max(0.1, deadline - loop_time()), reason)
 
     async def _announce_leaving(self, local_peer: LocalPeer) -> None:
-        """Says in the directory that this peer leaves; gives up after ANNOUNCE_S, which is reported."""
+        """Publishes this peer's claim with the state "leaving"; gives up after ANNOUNCE_S and reports that."""
         try:
             async with asyncio.timeout(ANNOUNCE_S):
-                await local_peer.membership.announce("leaving")
+                await local_peer.membership.set_state("leaving")
         except TimeoutError:
             self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
     async def _close(self) -> None:
-        """Closes the span and the peer within CLOSE_S.
+        """Closes the span and the local peer, sets both to None, and adds their traffic to the total of the past.
 
-        What is not closed in time is reported and left to the end of the process; any other error is raised.
+        After CLOSE_S it reports that, and leaves the rest to the end of the process. Other errors are raised.
         """
-        self._past_traffic = self._traffic()
+        self._past_traffic = self._total_traffic()
         self.loaded = self.local_peer = None
         try:
             async with asyncio.timeout(CLOSE_S):

@@ -17,7 +17,7 @@ from agora.averaging.group import ReplicaGroup
 from agora.averaging.replica_progress import live_replicas
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.net.fair_share import Holder
+from agora.fair_share import Holder
 from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
 from agora.node.local_peer import LocalPeer
@@ -39,14 +39,19 @@ from agora.train.compute import Compute
 from agora.train.trained_stage import stage_layout
 
 MAX_UNSUPERVISED = 64
-"""At least one of this many tokens of a microbatch is assumed to be supervised, however few were measured."""
+"""At least this part of a microbatch's tokens, 1 in 64, is assumed to be supervised, however few were measured."""
 
 
 class LoadedSpan:
-    """Wires together what works on the stages that this daemon holds: hop, origin, replicas, keeper, collector."""
+    """The stages that this daemon holds, with all that works on them: hop, origin, replicas, keeper, collector.
+
+    load_span makes it, starts its `tasks`, and closes them when the stages are given up. loaded_at: when it was made,
+    on the loop's clock. origin: sends this peer's microbatches, None without stage 0. epoch_gossip: None unless the run
+    trains on samples and stage 0 is held.
+    """
 
     def __init__(self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, data: TrainingData | None) -> None:
-        """data: the data that the origin draws from; None without stage 0."""
+        """data: the data that the origin draws from; None without stage 0: then there is no origin."""
         startup, signed, manifest = local_peer.startup, local_peer.signed, local_peer.manifest
         self._local_peer = local_peer
         self.compute = compute
@@ -74,7 +79,7 @@ class LoadedSpan:
             on_trained=self._on_trained,
         )
         self._epochs = data if isinstance(data, Epochs) else None
-        self.epoch_gossip = None if self._epochs is None else self._share_epochs(self._epochs)
+        self.epoch_gossip = None if self._epochs is None else self._make_epoch_gossip(self._epochs)
         source: MicrobatchSource | None = data.batches if isinstance(data, Epochs) else data
         self.origin = None if source is None else self._make_origin(source)
         self.collector = StageCollector(
@@ -87,11 +92,15 @@ class LoadedSpan:
             report_offence=local_peer.offences.report_offence,
         )
         self.tasks = BackgroundTasks()
+        self.loaded_at = loop_time()
 
-    def _share_epochs(self, epochs: Epochs) -> EpochGossip:
-        """Returns the gossip by which origins share the epochs of the samples; tells `epochs` who the others are."""
+    def _make_epoch_gossip(self, epochs: Epochs) -> EpochGossip:
+        """Returns the gossip by which origins divide the samples of each epoch.
+
+        Also gives `epochs` the function that names the other origins, `_other_origins`.
+        """
         local_peer = self._local_peer
-        epochs.circle.others = self._other_origins
+        epochs.other_origins.peers = self._other_origins
         return EpochGossip(
             epochs.batches.shares,
             local_peer.network,
@@ -101,61 +110,69 @@ class LoadedSpan:
         )
 
     def _other_origins(self) -> set[PeerId]:
-        """Returns the other replicas of stage 0, without those that are known to be gone."""
+        """Returns the other replicas of stage 0 in the view, except those whose gossip was heard and is too old now."""
         gossip = self.replicas.gossip
-        known, listed = gossip.known_progress(0), gossip.others_in_view(0)
+        known = gossip.known_progress(0)
+        listed = gossip.others_in_view(0)
         live = live_replicas(known, listed, loop_time())
         return {peer for peer in listed if peer in live or peer not in known}
 
     def _make_origin(self, source: MicrobatchSource) -> Origin:
-        """Returns the origin of this peer, which sends the microbatches of `source` through the swarm."""
+        """Returns the origin, not started, which sends the microbatches of `source` through the swarm."""
         startup, manifest = self._local_peer.startup, self._local_peer.manifest
         config = OriginConfig(
             me=startup.me,
             stage_count=manifest.stage_count,
-            ceiling=self._local_peer.seats if not self._is_synchronous else usual_in_flight(manifest),
+            ceiling=self._local_peer.slots if not self._is_synchronous else usual_in_flight(manifest),
             max_in_flight=manifest.schedule.max_in_flight,
             objective=manifest.objective.kind,
         )
-        return Origin(config, self.hop, source, startup.report_event, self._look_around)
+        return Origin(config, self.hop, source, startup.report_event, self._gather_opening_inputs)
 
-    def _look_around(self) -> OpeningInputs:
-        """Returns what the origin decides by: whether every stage has enough replicas, the path's time, and its limits.
+    def _gather_opening_inputs(self) -> OpeningInputs:
+        """Returns the facts by which the origin decides whether to open (send) another microbatch.
 
-        While this peer is not in its own view, it counts as the only origin.
+        These are: whether every stage has enough replicas, the path's time, and the limit, by step or by staleness, in
+        microbatches. All peers that serve stage 0 count as origins; while this peer is not among them, only itself.
         """
         local_peer, manifest = self._local_peer, self._local_peer.manifest
-        view, me = local_peer.membership.view, local_peer.startup.me
-        least, path_s = manifest.schedule.least_replicas, self.hop.path_s()
-        ready = least == 1 or all(len(view.replicas(stage)) >= least for stage in range(manifest.stage_count))
+        me = local_peer.startup.me
+        view = local_peer.membership.view
+        path_s = self.hop.path_s()
+        needed = manifest.schedule.least_replicas
+        ready = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
         origins = [seen.peer for seen in view.replicas(0)]
         rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
-        each = max(self._tokens_per_microbatch(), 1.0)
-        whole = math.ceil(manifest.optimizer.target_tokens / each)
+        tokens_each = max(self._tokens_per_microbatch(), 1.0)
+        per_step = math.ceil(manifest.optimizer.target_tokens / tokens_each)
         if not self._is_synchronous:
-            if (lacking := self.replicas.tokens_until_origins_wait(0)) is not None:
-                before_mean = math.ceil(lacking / each)
+            if (lacking_tokens := self.replicas.tokens_until_origins_wait(0)) is not None:
+                before_mean = math.ceil(lacking_tokens / tokens_each)
                 return OpeningInputs(ready, None, path_s, before_mean=before_mean)
-            most = opening.staleness_limit(manifest.schedule.staleness, whole, rank, count)
-            return OpeningInputs(ready, None, path_s, most)
-        lacking = math.ceil(self.replicas.missing_tokens(0) / each)
-        return OpeningInputs(ready, StepState(self.compute.step_of(0), whole, lacking, rank, count), path_s)
+            ceiling = opening.staleness_limit(manifest.schedule.staleness, per_step, rank, count)
+            return OpeningInputs(ready, None, path_s, ceiling)
+        lacking = math.ceil(self.replicas.missing_tokens(0) / tokens_each)
+        return OpeningInputs(ready, StepState(self.compute.step_of(0), per_step, lacking, rank, count), path_s)
 
     def _tokens_per_microbatch(self) -> float:
-        """Returns how many tokens of a microbatch count, on average: of samples, only the supervised ones."""
+        """Returns how many tokens of a microbatch count for a step.
+
+        That is all of its tokens; if only marked tokens are trained on, their measured mean, at least all /
+        MAX_UNSUPERVISED, and all until it is measured.
+        """
         manifest = self._local_peer.manifest
         measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
-        whole = manifest.tokens_per_microbatch
-        return whole if measured is None else max(measured, whole / MAX_UNSUPERVISED)
+        all_tokens = manifest.tokens_per_microbatch
+        return all_tokens if measured is None else max(measured, all_tokens / MAX_UNSUPERVISED)
 
     @property
     def span(self) -> Span:
-        """The stages held."""
+        """The stages that this daemon holds."""
         return self.compute.span
 
     @property
     def in_hand(self) -> int:
-        """Number of microbatches that this peer has accepted or originated and not finished."""
+        """Number of microbatches in progress here, plus those that this origin has open; one in both counts twice."""
         return self._local_peer.ledger.taken + (self.origin.open_count if self.origin else 0)
 
     def take_span_report(self) -> SpanReport:
@@ -179,15 +196,15 @@ class LoadedSpan:
 
     def _steps_behind(self, stage: int) -> int:
         """Returns how many steps the stage is behind the live replica that has taken most; 0 if it is not behind."""
-        gossip, step = self.replicas.gossip, self.compute.step_of(stage)
+        step = self.compute.step_of(stage)
+        gossip = self.replicas.gossip
         live = live_replicas(gossip.known_progress(stage), gossip.others_in_view(stage), loop_time())
         return max([0, *(last.direct.step - step for last in live.values())])
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers a request of WORK_REQUESTS: Process by the hop, GossipEpochs by the epoch gossip, the others by the
-        replica group.
+        """Answers a request of WORK_REQUESTS by the hop, the epoch gossip or the replica group; asserts that it is one.
 
-        Raises NotMyStage for GossipEpochs if this peer draws no samples.
+        Raises NotMyStage for GossipEpochs if this peer draws no samples, and whatever the object that answers raises.
         """
         match call.message:
             case Process() as request:
@@ -207,12 +224,15 @@ class LoadedSpan:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     def _on_trained(self) -> None:
-        """Called when a training microbatch has left the hop: a share of a step may now be complete."""
+        """Tells the replica group, for each stage, that a training microbatch has left the hop: a step may be due."""
         for stage in self.span.stages:
             self.replicas.on_microbatch_left(stage, self.hop.training_count)
 
     async def follow_steps(self) -> None:
-        """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled."""
+        """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled.
+
+        At each step of stage 0 also records the epochs. Of a closed share of a step it tells the replicas only.
+        """
         async for event in self.compute.step_events():
             if isinstance(event, ShareClosed):
                 self.replicas.on_share_closed(event.stage)
@@ -226,7 +246,10 @@ class LoadedSpan:
                     waiting.notify_step()
 
     def _record_epochs(self, step: int) -> None:
-        """Records the state of the epochs at a step of stage 0, and reports SamplesCounted; nothing without epochs."""
+        """Remembers the epochs' present state as that of `step` of stage 0, and reports SamplesCounted.
+
+        Does nothing without epochs. That step's checkpoint writes the remembered state to disk.
+        """
         if self._epochs is None:
             return
         self._epochs.record.remember(step, self._epochs.batches.shares.snapshot())
@@ -235,9 +258,9 @@ class LoadedSpan:
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))
 
     async def write_checkpoints(self, within_s: float) -> None:
-        """Stops taking and following steps, and writes a checkpoint of every stage, within `within_s` for all together.
+        """Ends the replica group's steps and rounds for good, records the epochs, writes a checkpoint of each stage.
 
-        A timeout or an AgoraError is reported as TaskFailed, never raised.
+        All of this takes `within_s` seconds at most. A timeout or an AgoraError is reported as TaskFailed, not raised.
         """
         try:
             async with asyncio.timeout(within_s):

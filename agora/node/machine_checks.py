@@ -17,55 +17,45 @@ State = Literal["pass", "warn", "fail"]
 MIN_PYTHON: Final = (3, 11)
 MIN_OPEN_FILES: Final = 1024
 MAX_CLOCK_OFFSET_S: Final = MAX_TOLERATED_S
-"""Seconds; a clock that is further off is corrected by the swarm's, but something is wrong with this machine's."""
+"""Seconds; a clock that is further off is corrected to the swarm's time, but should be set right."""
 SLOW_ROUND_TRIP_S: Final = 1.0
 MIB: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One result: the measured value, its limit, and what to do about it; remedy: "" if it passes. Immutable."""
+    """One row of the doctor's result."""
 
     name: str
     state: State
-    value: str
-    limit: str = ""
-    remedy: str = ""
+    value: str  # what was read
+    limit: str = ""  # what is required of the value; "" for nothing
+    remedy: str = ""  # what the owner can do; "" if the check passes
 
 
 @dataclass(frozen=True, slots=True)
 class PackageReading:
-    """One package that the daemon needs. installed: its version, "" when it is missing.
-
-    required: a version specifier, such as ">=2.0". is_allowed: whether `installed` fits it. problem: "" for none.
-    """
+    """One package that the daemon needs."""
 
     name: str
-    required: str
-    installed: str
-    is_allowed: bool
-    problem: str = ""
+    required: str  # a version specifier, such as ">=2.0"; "" for any version
+    installed: str  # its version; "" if it is missing
+    is_allowed: bool  # whether `installed` fits `required`
+    problem: str = ""  # why the package cannot be used; "" if it can
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReading:
-    """One address of the run. round_trip_s: of a TCP connection, None when there was none, for the reason `problem`."""
+    """The result of opening a TCP connection to one address of the run."""
 
     address: str
-    round_trip_s: float | None
-    problem: str = ""
+    round_trip_s: float | None  # how many seconds it took; None if it failed
+    problem: str = ""  # why it failed; "" if it did not
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """All facts about the machine and, if one was named, about the run. Immutable; a problem of "" is none.
-
-    memory_needed: bytes that the daemon and the smallest stage take at least. clock_offset_s: of the swarm's clocks
-    minus this one's, None when no peer told. names: host names in the run's addresses, and whether each was resolved.
-    daemon_pid: of the daemon in this data directory, None without one; peers_in_sight: others that it sees, None
-    when it does not answer; resting: why that daemon rests, "" when it works; reachability: as that daemon has found
-    out, "" when unknown. unit_state: see readings.py.
-    """
+    """All facts about the machine and, if one was named, about the run. A problem of "" is none."""
 
     python: tuple[int, int, int] = (3, 11, 0)
     packages: tuple[PackageReading, ...] = ()
@@ -73,59 +63,59 @@ class Readings:
     settings_problem: str = ""
     device: str = "cpu"
     device_problem: str = ""
-    memory_free: float = 0.0
-    memory_needed: float = 0.0
-    disk_free: float = 0.0
+    memory_free: float = 0.0  # bytes
+    memory_needed: float = 0.0  # bytes that the daemon and the smallest stage need
+    disk_free: float = 0.0  # bytes
     disk_problem: str = ""
-    runtime_problem: str = ""
-    identity: str = ""
+    runtime_problem: str = ""  # of the directory of sockets
+    identity: str = ""  # the peer id; "" before the first start
     identity_problem: str = ""
-    open_files: int = 0
+    open_files: int = 0  # how many a process may have
     clock_is_synchronised: bool | None = None
-    clock_offset_s: float | None = None
-    listen_problems: tuple[tuple[str, str], ...] = ()
+    clock_offset_s: float | None = None  # the swarm's time minus this clock's; None if no peer told it
+    listen_problems: tuple[tuple[str, str], ...] = ()  # addresses, and why they cannot be listened on
     has_ipv4: bool = True
     has_ipv6: bool = True
     has_public_address: bool = False
-    announces: bool = False
-    names: tuple[tuple[str, bool], ...] = ()
-    run: str = ""
+    announces: bool = False  # whether the owner names addresses to announce
+    names: tuple[tuple[str, bool], ...] = ()  # host names in the run's addresses, and whether each was resolved
+    run: str = ""  # its name and id; "" if none was named
     run_problem: str = ""
-    peers: tuple[PeerReading, ...] = ()
-    answer_problem: str = ""
-    daemon_pid: int | None = None
-    peers_in_sight: int | None = None
-    resting: str = ""
-    reachability: str = ""
-    unit_state: str = ""
+    peers: tuple[PeerReading, ...] = ()  # one for each address that was dialled
+    answer_problem: str = ""  # why no peer knows the run
+    daemon_pid: int | None = None  # of the daemon in this data directory; None without one
+    peers_in_sight: int | None = None  # how many others that daemon sees; None if it does not answer
+    pause_reason: str = ""  # why that daemon is paused; "" if it works
+    reachability: str = ""  # of that daemon; "" if unknown
+    unit_state: str = ""  # systemd's state of the unit agora-node; "" without one
 
 
 def judge_machine(readings: Readings) -> list[Check]:
-    """Returns all checks, in the order in which a start would meet them."""
+    """Returns all checks, in the order in which a start would meet them; those of the run only if one was named."""
     checks = [check for judge_one in _MACHINE for check in judge_one(readings)]
     if readings.run:
         checks += [check for judge_one in _RUN for check in judge_one(readings)]
     return checks
 
 
-def worst(checks: list[Check]) -> State:
-    """Returns "fail" if any check fails, otherwise "warn" if any warns, otherwise "pass"."""
+def worst_state(checks: list[Check]) -> State:
+    """Returns "fail" if any check fails, otherwise "warn" if any warns; "pass" otherwise, and for an empty list."""
     states = {check.state for check in checks}
     return "fail" if "fail" in states else "warn" if "warn" in states else "pass"
 
 
-def _python(readings: Readings) -> list[Check]:
-    """Judges the interpreter's version."""
+def _check_python(readings: Readings) -> list[Check]:
+    """Returns one check of Python's version: fails below MIN_PYTHON."""
     value, limit = ".".join(map(str, readings.python)), ".".join(map(str, MIN_PYTHON)) + " or newer"
     if readings.python[:2] >= MIN_PYTHON:
         return [Check("python", "pass", value, limit)]
     return [Check("python", "fail", value, limit, "make the virtual environment with a newer Python")]
 
 
-def _packages(readings: Readings) -> list[Check]:
-    """Judges each package that the daemon needs, and hivemind's network process, p2pd.
+def _check_packages(readings: Readings) -> list[Check]:
+    """Returns a check for each package that the daemon needs, and one for hivemind's network process, p2pd.
 
-    Fails for a missing, broken or wrong version, and if p2pd does not run.
+    Fails for a package that is missing, broken or of a wrong version, and if p2pd does not run.
     """
     checks = []
     for package in readings.packages:
@@ -146,31 +136,31 @@ def _packages(readings: Readings) -> list[Check]:
     return [*checks, Check("p2pd", "pass", "runs", "runs")]
 
 
-def _settings(readings: Readings) -> list[Check]:
-    """Judges agora.toml and the AGORA_* variables."""
+def _check_settings(readings: Readings) -> list[Check]:
+    """Returns one check of the owner's settings (command line, AGORA_* variables, agora.toml): fails for a problem."""
     if readings.settings_problem:
         return [Check("settings", "fail", readings.settings_problem, "", "correct that setting")]
-    return [Check("settings", "pass", "as they should be")]
+    return [Check("settings", "pass", "valid")]
 
 
-def _device(readings: Readings) -> list[Check]:
-    """Judges the device on which the daemon would compute."""
+def _check_device(readings: Readings) -> list[Check]:
+    """Returns one check of the computing device: fails if it cannot multiply two matrices."""
     if readings.device_problem:
-        remedy = "say --device cpu, or install the driver and a build of torch that fits it"
+        remedy = "pass --device cpu, or install the driver and a build of torch that fits it"
         return [Check("device", "fail", readings.device_problem, "multiplies two matrices", remedy)]
     return [Check("device", "pass", readings.device, "multiplies two matrices")]
 
 
-def _memory(readings: Readings) -> list[Check]:
-    """Judges the free memory of this machine."""
+def _check_memory(readings: Readings) -> list[Check]:
+    """Returns one check of the memory: fails if fewer bytes are free than the daemon and the smallest stage need."""
     value, limit = f"{readings.memory_free / MIB:,.0f} MiB free", f"{readings.memory_needed / MIB:,.0f} MiB"
     if readings.memory_free >= readings.memory_needed:
         return [Check("memory", "pass", value, limit)]
     return [Check("memory", "fail", value, limit, "end other programs, or join a run whose stages are smaller")]
 
 
-def _disk(readings: Readings) -> list[Check]:
-    """Judges the data directory, by space and permissions, and, if it is wrong, the directory of sockets."""
+def _check_disk(readings: Readings) -> list[Check]:
+    """Returns a check of the data directory, which fails for a problem, and, if bad, one of the sockets' directory."""
     limit = f"{MIN_FREE_BYTES / MIB:,.0f} MiB"
     checks = [Check("disk", "pass", f"{readings.disk_free / MIB:,.0f} MiB free", limit)]
     if readings.disk_problem:
@@ -182,35 +172,39 @@ def _disk(readings: Readings) -> list[Check]:
     return checks
 
 
-def _identity(readings: Readings) -> list[Check]:
-    """Judges the file with this machine's key."""
+def _check_identity(readings: Readings) -> list[Check]:
+    """Returns one check of the file with this machine's key: fails for a problem with it, passes if it is missing."""
     if readings.identity_problem:
         remedy = "run `chmod 600` and `chown` on it as the user who runs the daemon, or move it away to get a new key"
         return [Check("identity", "fail", readings.identity_problem, "yours alone, mode 0600", remedy)]
-    return [Check("identity", "pass", readings.identity or "made at the first start", "yours alone, mode 0600")]
+    return [Check("identity", "pass", readings.identity or "created at first start", "yours alone, mode 0600")]
 
 
-def _open_files(readings: Readings) -> list[Check]:
-    """Judges how many files and connections the process may have open."""
+def _check_open_files(readings: Readings) -> list[Check]:
+    """Returns one check of the open files and connections allowed to a process: fails below MIN_OPEN_FILES."""
     value, limit = f"{readings.open_files:,}", f"{MIN_OPEN_FILES:,}"
     if readings.open_files >= MIN_OPEN_FILES:
         return [Check("open files", "pass", value, limit)]
     return [Check("open files", "fail", value, limit, "raise it with `ulimit -n 65536` or LimitNOFILE=")]
 
 
-def _clock(readings: Readings) -> list[Check]:
-    """Judges the clock: fails beyond MAX_CLOCK_OFFSET_S from the swarm's; passes if no peer has told the time."""
+def _check_clock(readings: Readings) -> list[Check]:
+    """Returns one check of the clock: fails beyond MAX_CLOCK_OFFSET_S from the swarm's, passes if no peer told it."""
     offset = readings.clock_offset_s
     if offset is not None:
-        value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'before'} the swarm"
+        value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the swarm"
         state: State = "pass" if abs(offset) <= MAX_CLOCK_OFFSET_S else "fail"
         return [Check("clock", state, value, f"{MAX_CLOCK_OFFSET_S:.0f} s", REMEDY if state == "fail" else "")]
-    value = "follows a time server" if readings.clock_is_synchronised else "not compared: name a run whose peers tell"
+    unknown = "not checked: name a run to compare with its peers"
+    value = "follows a time server" if readings.clock_is_synchronised else unknown
     return [Check("clock", "pass", value, f"{MAX_CLOCK_OFFSET_S:.0f} s")]
 
 
-def _network(readings: Readings) -> list[Check]:
-    """Judges addresses and ports: fails without any address or if a port cannot be listened on; warns without IPv4."""
+def _check_network(readings: Readings) -> list[Check]:
+    """Returns a check of IPv4 and IPv6, and a failed one for each port that cannot be listened on, or one passed.
+
+    The first fails without any address, and warns with IPv6 only.
+    """
     families = [name for name, has in (("IPv4", readings.has_ipv4), ("IPv6", readings.has_ipv6)) if has]
     checks = [Check("addresses", "pass", " and ".join(families), "IPv4")]
     if not readings.has_ipv4:
@@ -231,17 +225,17 @@ _REACHED: Final[dict[str, tuple[State, str]]] = {
     "relayed": ("warn", "behind a NAT; others reach it through other peers' relays"),
     "unreachable": ("warn", "behind a NAT, and no peer relays for it"),
 }
-"""Of a daemon's reachability: the state of the check, and the value."""
+"""By a daemon's reachability: the state and the value of the check."""
 
 
-def _reachable(readings: Readings) -> list[Check]:
-    """Judges whether others can connect to this machine: as its daemon has found out, else by its addresses.
+def _check_reachable(readings: Readings) -> list[Check]:
+    """Returns one check whether others can connect to this machine: as its daemon found out, else by its addresses.
 
-    Warns if it has only private ones and announces none.
+    Warns if others need a relay, or if it has only private addresses and announces none; never fails.
     """
     remedy = (
-        "forward the port of --listen in the router and say AGORA_ANNOUNCE=/ip4/ADDRESS/tcp/PORT, or AGORA_UPNP=true; "
-        "on one LAN or VPN say AGORA_ALLOW_PRIVATE=true"
+        "forward the port of --listen in the router and set AGORA_ANNOUNCE=/ip4/ADDRESS/tcp/PORT, or AGORA_UPNP=true; "
+        "on one LAN or VPN set AGORA_ALLOW_PRIVATE=true"
     )
     if readings.reachability in _REACHED:
         state, value = _REACHED[readings.reachability]
@@ -252,10 +246,11 @@ def _reachable(readings: Readings) -> list[Check]:
     return [Check("reachable", state, value, "a public address", remedy if state != "pass" else "")]
 
 
-def _service(readings: Readings) -> list[Check]:
-    """Judges the systemd unit, where there is one, and the daemon in the data directory, where one runs.
+def _check_service(readings: Readings) -> list[Check]:
+    """Returns a check of the systemd unit, if there is one, and of the daemon in the data directory, if one runs.
 
-    Fails if the unit has failed or the daemon does not answer; warns if it rests or sees no other peer.
+    The unit's fails if it has failed or is about to be restarted. The daemon's fails if the daemon does not answer; it
+    warns if the daemon is paused or sees no other peer.
     """
     checks = []
     if readings.unit_state in ("failed", "auto-restart"):
@@ -268,24 +263,25 @@ def _service(readings: Readings) -> list[Check]:
     if readings.peers_in_sight is None:
         remedy = f"stop it with `kill {readings.daemon_pid}`, then start it again"
         return [*checks, Check("daemon", "fail", "it does not answer", "it answers", remedy)]
-    if readings.resting:
+    if readings.pause_reason:
         remedy = "run `agora-node resume`, or look at `hours` in agora.toml"
-        return [*checks, Check("daemon", "warn", readings.resting, "it works", remedy)]
+        return [*checks, Check("daemon", "warn", readings.pause_reason, "it works", remedy)]
     if readings.peers_in_sight == 0:
         remedy = "wait for others to come, or start it with another peer's invite"
         return [*checks, Check("daemon", "warn", "it sees no other peer", "1 other peer", remedy)]
-    return [*checks, Check("daemon", "pass", f"it sees {readings.peers_in_sight} other peers", "1 other peer")]
+    sees = f"it sees {readings.peers_in_sight} other peer{'s' * (readings.peers_in_sight > 1)}"
+    return [*checks, Check("daemon", "pass", sees, "1 other peer")]
 
 
-def _run(readings: Readings) -> list[Check]:
-    """Judges the manifest: whether it can be read, and whether it admits this machine."""
+def _check_run(readings: Readings) -> list[Check]:
+    """Returns one check of the manifest: fails if it cannot be read, or does not admit this machine."""
     if readings.run_problem:
-        return [Check("run", "fail", readings.run_problem, "readable, and it admits this peer", "see the sentence")]
+        return [Check("run", "fail", readings.run_problem, "readable, and it admits this peer", "see the message")]
     return [Check("run", "pass", readings.run, "readable, and it admits this peer")]
 
 
-def _names(readings: Readings) -> list[Check]:
-    """Judges whether the host names in the run's addresses can be resolved; [] if they have none."""
+def _check_names(readings: Readings) -> list[Check]:
+    """Returns one check that fails if a host name in the run's addresses cannot be resolved; [] without names."""
     lost = [name for name, is_resolved in readings.names if not is_resolved]
     if lost:
         remedy = "look at /etc/resolv.conf and the network's name server"
@@ -293,10 +289,10 @@ def _names(readings: Readings) -> list[Check]:
     return [Check("names", "pass", f"{len(readings.names)} resolved", "all")] if readings.names else []
 
 
-def _peers(readings: Readings) -> list[Check]:
-    """Judges how many of the run's addresses answer, how fast, and whether they speak of the same run.
+def _check_peers(readings: Readings) -> list[Check]:
+    """Returns one check: how many of the run's addresses answer, how fast, and whether a peer there knows the run.
 
-    Passes if no address is known. Fails if none answers, or none tells of the run; warns beyond SLOW_ROUND_TRIP_S.
+    Passes if no address is known. Fails if none answers or knows the run; warns if all take over SLOW_ROUND_TRIP_S.
     """
     if not readings.peers:
         return [Check("peers", "pass", "no address is known: this machine would begin the run", "")]
@@ -304,31 +300,30 @@ def _peers(readings: Readings) -> list[Check]:
     value, limit = f"{len(round_trips)} of {len(readings.peers)} answer", "1"
     if not round_trips:
         why = readings.peers[0].problem
-        remedy = "ask for a newer invite; look whether a firewall lets this machine out to that port"
+        remedy = "ask for a newer invite; check that no firewall blocks outgoing connections to that port"
         return [Check("peers", "fail", f"{value} ({why})", limit, remedy)]
     if readings.answer_problem:
-        return [Check("peers", "fail", readings.answer_problem, "they tell of the run", "ask for a newer invite")]
+        return [Check("peers", "fail", readings.answer_problem, "one knows the run", "ask for a newer invite")]
     nearest = min(round_trips)
     value += f", the nearest in {1000 * nearest:.0f} ms"
     if nearest > SLOW_ROUND_TRIP_S:
-        return [
-            Check("peers", "warn", value, f"{SLOW_ROUND_TRIP_S:.0f} s", "use a line with less delay, if there is one")
-        ]
+        remedy = "use a connection with lower latency, if there is one"
+        return [Check("peers", "warn", value, f"{SLOW_ROUND_TRIP_S:.0f} s", remedy)]
     return [Check("peers", "pass", value, limit)]
 
 
 _MACHINE: Final[tuple[Callable[[Readings], list[Check]], ...]] = (
-    _python,
-    _packages,
-    _settings,
-    _device,
-    _memory,
-    _disk,
-    _identity,
-    _open_files,
-    _clock,
-    _network,
-    _reachable,
-    _service,
+    _check_python,
+    _check_packages,
+    _check_settings,
+    _check_device,
+    _check_memory,
+    _check_disk,
+    _check_identity,
+    _check_open_files,
+    _check_clock,
+    _check_network,
+    _check_reachable,
+    _check_service,
 )
-_RUN: Final[tuple[Callable[[Readings], list[Check]], ...]] = (_run, _names, _peers)
+_RUN: Final[tuple[Callable[[Readings], list[Check]], ...]] = (_check_run, _check_names, _check_peers)

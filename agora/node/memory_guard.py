@@ -4,12 +4,12 @@ Knows: resident memory, the limit, the table below. Must not know: what the memo
 
 | resident memory, of the limit | what follows |
 |---|---|
-| under EASE_SHARE | nothing; new work is taken again |
-| SHRINK_SHARE and more | freed memory is given back to the kernel, and one seat is given up at each look |
-| REFUSE_SHARE and more | new work is refused as well, until it is under EASE_SHARE |
-| above 1, with nothing in hand, for PATIENCE_LOOKS | the daemon leaves in order, and says what it needs |
+| under EASE_FRACTION | nothing; new work is taken again |
+| SHRINK_FRACTION and more | at each reading, freed memory goes back to the kernel, and the slots are cut |
+| REFUSE_FRACTION and more | new work is refused as well, until it is under EASE_FRACTION |
+| above 1, idle, for MAX_POLLS_OVER_LIMIT readings | the daemon leaves in order, and says what it needs |
 
-A GPU's memory has the same limit: torch refuses what goes beyond, which costs a seat, or is a clean error at the start.
+A GPU's memory has the same limit: torch refuses what goes beyond, which costs a slot, or is a clean error at the start.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from agora.observe import events
 from agora.train.device import choose_device
 from agora.train.memory import give_back_freed_memory, limit_memory, resident_bytes
 
-LOOK_S: Final = 0.5
+POLL_S: Final = 0.5
 """Seconds between two readings: what is allocated in between may go beyond the limit."""
-EASE_SHARE, SHRINK_SHARE, REFUSE_SHARE = 0.8, 0.85, 0.95
-"""Parts of the limit at which the reactions of the table above begin and end."""
-PATIENCE_LOOKS: Final = 60
-"""Readings in a row above the limit, with nothing in hand, after which the daemon leaves."""
+EASE_FRACTION, SHRINK_FRACTION, REFUSE_FRACTION = 0.8, 0.85, 0.95
+"""Fractions of the limit at which the reactions of the table above begin and end."""
+MAX_POLLS_OVER_LIMIT: Final = 60
+"""Readings in a row above the limit, with nothing in progress, after which the daemon leaves."""
 SHORT: Final = "short of memory"
 """Completes "this peer is ..." for callers whose work is refused."""
 
 
 class Reaction(enum.Enum):
-    """What the daemon does after one reading of its memory, by the module's table."""
+    """What the daemon does after one reading of its memory.
+
+    SHRINK: returns freed memory and cuts the slots. REFUSE: also refuses new work. LEAVE: also ends, in order.
+    """
 
     NOTHING = "nothing"
     SHRINK = "shrink"
@@ -48,85 +51,93 @@ class Reaction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """What is kept between readings. looks_over: how many in a row were above the limit with nothing in hand."""
+    """What MemoryGuard keeps between readings. is_refusing: whether new work is refused.
+
+    polls_over: how many readings in a row were above the limit with nothing in progress.
+    """
 
     is_refusing: bool = False
-    looks_over: int = 0
+    polls_over: int = 0
 
 
 def judge_memory(state: MemoryState, used: int, limit: int, in_hand: int) -> tuple[MemoryState, Reaction]:
-    """Returns the next state and the reaction to a reading, by the module's table.
+    """Returns the next state and the reaction to one reading of the memory.
 
-    used, limit: resident bytes, and how many are allowed. in_hand: microbatches in work.
+    LEAVE after MAX_POLLS_OVER_LIMIT readings in a row above the limit with nothing in progress; REFUSE from
+    REFUSE_FRACTION of the limit until it is under EASE_FRACTION; SHRINK from SHRINK_FRACTION on; otherwise NOTHING.
+    used: resident bytes. limit: how many are allowed. in_hand: number of microbatches in progress.
     """
-    share = used / limit
-    looks_over = state.looks_over + 1 if share > 1.0 and in_hand == 0 else 0
-    if looks_over >= PATIENCE_LOOKS:
-        return replace(state, looks_over=looks_over), Reaction.LEAVE
-    if share >= REFUSE_SHARE or (state.is_refusing and share >= EASE_SHARE):
-        return MemoryState(True, looks_over), Reaction.REFUSE
-    return MemoryState(False, looks_over), Reaction.SHRINK if share >= SHRINK_SHARE else Reaction.NOTHING
+    fraction = used / limit
+    polls_over = state.polls_over + 1 if fraction > 1.0 and in_hand == 0 else 0
+    if polls_over >= MAX_POLLS_OVER_LIMIT:
+        return replace(state, polls_over=polls_over), Reaction.LEAVE
+    if fraction >= REFUSE_FRACTION or (state.is_refusing and fraction >= EASE_FRACTION):
+        return MemoryState(True, polls_over), Reaction.REFUSE
+    return MemoryState(False, polls_over), Reaction.SHRINK if fraction >= SHRINK_FRACTION else Reaction.NOTHING
 
 
-class Seats(Protocol):
-    """Protocol: what the guard needs of a work ledger."""
+class Slots(Protocol):
+    """Protocol: what the guard needs of a work ledger, which has a slot for each microbatch in progress."""
 
     shortage: str
-    """Completes "this peer is ..." while new work is refused for it; "" when it is not."""
+    """Completes "this peer is ..." while new work is refused for lack of memory; "" while it is taken."""
 
     @property
     def taken(self) -> int:
-        """How many microbatches are in work."""
+        """Number of microbatches in progress."""
 
-    def give_up_a_seat(self, reason: str) -> None:
-        """Lowers how many microbatches may be in work at once to one fewer than now. reason: for the log."""
+    def reduce_slots(self, reason: str) -> None:
+        """Lowers the number of slots to one fewer than are taken or offered now, at least 1. reason: for the log."""
 
 
 class MemoryGuard:
-    """Reads the memory of this process and its children every LOOK_S, and takes seats away when it is short."""
+    """Reads the memory of this process and its children every POLL_S, and takes slots away when memory is short.
 
-    def __init__(self, limit_bytes: int, seats: Seats, report: events.Report) -> None:
+    slots: the work ledger, which has a slot for each microbatch in progress.
+    """
+
+    def __init__(self, limit_bytes: int, slots: Slots, report: events.Report) -> None:
         self._limit = limit_bytes
-        self._seats = seats
+        self._slots = slots
         self._report = report
         self._state = MemoryState()
 
     async def run(self, read: Callable[[], int] | None = None) -> None:
-        """Calls `look` every LOOK_S until cancelled. Raises OutOfMemory when the limit cannot be kept.
+        """Reads the memory and calls `react_to` every POLL_S until cancelled. Raises OutOfMemory as `react_to` does.
 
-        read: returns the resident bytes; tests replace it.
+        read: returns the resident bytes, called in a thread; by default resident_bytes.
         """
         read = read or resident_bytes
         while True:
-            await asyncio.sleep(LOOK_S)
-            self.look(await asyncio.to_thread(read))
+            await asyncio.sleep(POLL_S)
+            self.react_to(await asyncio.to_thread(read))
 
-    def look(self, used: int) -> None:
+    def react_to(self, used: int) -> None:
         """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.
 
-        Near the limit it refuses new work and tells the owner, once; with each reaction it returns freed memory to the
-        system and gives up a seat. Raises OutOfMemory when the daemon must leave.
+        Has the ledger refuse new work or take it again, and reports OwnerTold when it begins to refuse. At each
+        reaction but NOTHING, returns freed memory to the system and cuts the slots. LEAVE then raises OutOfMemory.
         """
         former = self._state
-        self._state, reaction = judge_memory(former, used, self._limit, self._seats.taken)
-        self._seats.shortage = SHORT if self._state.is_refusing else ""
+        self._state, reaction = judge_memory(former, used, self._limit, self._slots.taken)
+        self._slots.shortage = SHORT if self._state.is_refusing else ""
         if self._state.is_refusing and not former.is_refusing:
             self._report(events.OwnerTold(f"{self._describe(used)}: it takes no new work until some is free"))
         if reaction is not Reaction.NOTHING:
             give_back_freed_memory()
-            self._seats.give_up_a_seat(f"the owner's limit of memory is near: {self._describe(used)}")
+            self._slots.reduce_slots(f"the owner's limit of memory is near: {self._describe(used)}")
         if reaction is Reaction.LEAVE:
-            raise OutOfMemory(f"{self._describe(used)}, with no work in hand; raise --memory, or hold fewer stages")
+            raise OutOfMemory(f"{self._describe(used)}, with no work in progress; raise --memory, or hold fewer stages")
 
     def _describe(self, used: int) -> str:
-        """Returns a phrase with what is used and what is allowed."""
+        """Returns a phrase that says how many MiB are used and how many are allowed."""
         return f"{used / 2**20:,.0f} MiB of the {self._limit / 2**20:,.0f} MiB allowed are in use"
 
 
 def limit_device(name: str, limit_bytes: int) -> None:
-    """Sets the memory limit of this process: for what is planned, and for torch on a GPU that `name` means.
+    """Sets the memory limit of this process, which available_bytes keeps to; on a GPU also torch's own limit.
 
-    Raises DeviceError when there is no such device.
+    name: the device setting, such as "auto" or "cuda:1". Raises DeviceError when there is no such device.
     """
     limit_memory(limit_bytes)
     device = choose_device(name)

@@ -21,7 +21,7 @@ from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.swarm.health import Health
 from agora.swarm.stage_tokens import sum_accounts
-from agora.swarm.status import RunIdentity, SamplesTold, status
+from agora.swarm.status import RunIdentity, SampleReport, build_status
 from agora.swarm.view import View, merge
 
 if TYPE_CHECKING:
@@ -31,92 +31,89 @@ RATE_WINDOW_S = 15.0
 """Seconds over which tokens per second are averaged."""
 NO_TRAFFIC = Traffic(0, 0, 0)
 IDLE_BELOW = 0.9
-"""A device that is busy for a smaller part of its time has time left: what limits it is then noted."""
+"""A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it."""
 MIN_BEHIND = 2
-"""Steps behind its replicas that are worth a note: replicas take a step within moments of each other, not at once."""
+"""Steps behind its replicas from which a stage gets a note: replicas take a step one after another, not at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """A snapshot of the span held here. Immutable.
-
-    waits_for: what each stage waits for, in words. gradient_wire: how gradients are sent, and why.
-    behind: how many steps each stage is behind the replica that is furthest, 0 for none.
-    busy_fraction: the part of its time that the device thread spends on jobs. queue: microbatches at the device.
-    path_s: seconds from here to the last stage and back, None until measured. loss, metrics: the origin's averages.
-    credit: in words how many microbatches it may have in flight. shortage: the setting that allows it fewer than it
-    could use, in words, "" for none.
-    """
+    """A snapshot of the span held here."""
 
     span: Span
-    stages: Sequence[StageProgress]
-    waits_for: Mapping[int, str]
-    behind: Mapping[int, int]
-    gradient_wire: GradientWire
-    busy_fraction: float
-    in_hand: int
-    queue: int
-    path_s: float | None
+    stages: Sequence[StageProgress]  # the progress of each, in stage order
+    waits_for: Mapping[int, str]  # what each stage does or waits for, in words
+    behind: Mapping[int, int]  # how many steps each stage is behind the live replica with the most
+    gradient_wire: GradientWire  # how gradients are sent, and why
+    busy_fraction: float  # fraction of its time that the device thread works
+    in_hand: int  # microbatches in progress or opened here
+    queue: int  # microbatches at the device
+    path_s: float | None  # median seconds from here to the last stage and back; None until measured
     is_origin: bool
-    loss: float | None
-    metrics: Mapping[str, float]
-    credit: str
-    shortage: str
+    loss: float | None  # the origin's average; None without an origin
+    metrics: Mapping[str, float]  # the origin's averages; {} without an origin
+    credit: str  # in words, how many microbatches the origin may have in flight
+    shortage: str  # the setting that allows it fewer than it could use, in words; "" for none
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A snapshot of one daemon. Immutable.
-
-    state: the state of its claim (joining, serving, leaving). step_of_start: the step of its start that runs, or "".
-    resting: why it rests, "" when it works. clock_remark: a sentence on its clock, "" for none.
-    tokens_per_second: the rate of tokens counted here over the last 15 s. paths: how each connected peer is reached.
-    span: the report of the span, None while no stages are loaded.
-    """
+    """A snapshot of one daemon."""
 
     peer: PeerId
     incarnation: int
     run: RunIdentity
-    state: str
-    step_of_start: str
-    resting: str
-    link: str
+    state: str  # of its claim: joining, serving or leaving
+    startup_step: str  # the step of its start that runs, or ""
+    pause_reason: str  # why it is paused; "" when it works
+    link: str  # the emulated link; "" for none
     health: Health
     now_unix: float
     counters: Counters
-    tokens_per_second: float = 0.0
+    tokens_per_second: float = 0.0  # the rate of tokens counted here over RATE_WINDOW_S
     view: View = field(default_factory=View)
-    paths: Mapping[PeerId, str] = field(default_factory=dict)
+    paths: Mapping[PeerId, str] = field(default_factory=dict)  # how each connected peer is reached: direct, punched...
     traffic: Traffic = NO_TRAFFIC
-    span: SpanReport | None = None
-    clock_remark: str = ""
+    span: SpanReport | None = None  # None while no stages are loaded
+    clock_remark: str = ""  # a sentence that its clock is wrong; "" if it is not
 
     @property
     def empty_stages(self) -> list[int]:
-        """The stages that no peer serves."""
+        """The stages of the run that no peer of the view serves, in order."""
         return [stage for stage in range(self.run.stage_count) if not self.view.replicas(stage)]
 
 
 def status_json(report: NodeReport) -> dict[str, Any]:
-    """Returns what `swarm status --json` prints, and what a peer's GetStatus is answered with."""
-    view, own, paths = report.view, progress_record(report), {**report.paths, report.peer: "self"}
+    """Returns the status for `swarm status --json` and for GetStatus, from the report's view.
+
+    This peer's own progress is taken from the report itself, which is newer than what it has published.
+    """
+    view = report.view
+    paths = {**report.paths, report.peer: "self"}
+    own = progress_record(report)
     if own is not None:  # newer than what this peer has published
         view = merge(view, [own], report.now_unix, 0.0)
-    return status(view, report.run, report.health, report.now_unix, paths, sample_counts(report))
+    return build_status(view, report.run, report.health, report.now_unix, paths, sample_counts(report))
 
 
-def sample_counts(report: NodeReport) -> SamplesTold | None:
-    """Returns the counts of samples at this peer's newest step of stage 0; None unless it is an origin on samples."""
+def sample_counts(report: NodeReport) -> SampleReport | None:
+    """Returns how many samples were seen, repeated and missed by this peer's newest step of stage 0.
+
+    None before the first such step, and for a peer that is not an origin of a run on samples.
+    """
     counted = report.counters.samples
     if counted is None or report.span is None or not report.span.is_origin:
         return None  # the counts from before a move to other stages are out of date
-    return SamplesTold(
+    return SampleReport(
         peer_name(report.peer), counted.step, counted.epoch, counted.seen, counted.repeated, counted.missed
     )
 
 
 def progress_record(report: NodeReport) -> Progress | None:
-    """Returns this peer's progress record for the directory, not signed yet; None while no span is loaded."""
+    """Returns this peer's progress record for the directory, not signed yet; None while no span is loaded.
+
+    The record's loss: the origin's; without an origin, that of the last stage if it is held; otherwise None.
+    """
     span, counters = report.span, report.counters
     if span is None:
         return None
@@ -132,17 +129,19 @@ def progress_record(report: NodeReport) -> Progress | None:
         completed=max(counters.counted.values(), default=0),
         accounts=tuple(tuple(stage.account) for stage in span.stages),
         metrics=tuple(span.metrics.values()),
-        waits_for=_printable(_by_stage(span.waits_for), MAX_TEXT_BYTES // 4),
-        note=_printable("; ".join(notes_of(report)), MAX_TEXT_BYTES),
+        waits_for=_to_printable_ascii(_join_by_stage(span.waits_for), MAX_TEXT_BYTES // 4),
+        note=_to_printable_ascii("; ".join(notes_of(report)), MAX_TEXT_BYTES),
     )
 
 
 def notes_of(report: NodeReport) -> list[str]:
-    """Returns remarks on this daemon: what its owner has set, its clock, how far and why stages are behind their
-    replicas, and what limits its gradients' format and its work. [] if there is nothing to remark.
+    """Returns remarks on this daemon, [] for none.
+
+    They are: why it is paused, its emulated link, that its clock is wrong; and, while a span is loaded, stages that are
+    MIN_BEHIND or more steps behind their replicas, a limited format of gradients, and what keeps its device idle.
     """
-    notes = [report.resting] * bool(report.resting) + [f"link {report.link}"] * bool(report.link)
-    notes += [report.clock_remark] * bool(report.clock_remark)
+    link_note = f"link {report.link}" if report.link else ""
+    notes = [note for note in (report.pause_reason, link_note, report.clock_remark) if note]
     span = report.span
     if span is None:
         return notes
@@ -156,20 +155,23 @@ def notes_of(report: NodeReport) -> list[str]:
     return notes
 
 
-def _by_stage(texts: Mapping[int, str]) -> str:
-    """Returns the texts of all stages as one text, with the stages' numbers if there are several."""
+def _join_by_stage(texts: Mapping[int, str]) -> str:
+    """Returns the texts as one: that of the only stage as it is, otherwise "stage N: ..." for each that is not "".
+
+    texts: by stage, at least one.
+    """
     if len(texts) == 1:
         return next(iter(texts.values()))
     return "; ".join(f"stage {stage}: {text}" for stage, text in texts.items() if text)
 
 
-def _printable(text: str, most: int) -> str:
-    """Returns at most `most` characters of the text, with "?" for whatever is not printable ASCII, for a record."""
-    return re.sub("[^ -~]", "?", text)[:most]
+def _to_printable_ascii(text: str, max_characters: int) -> str:
+    """Returns the text cut to `max_characters`, with "?" for each character that is not printable ASCII."""
+    return re.sub("[^ -~]", "?", text)[:max_characters]
 
 
 def service_status(report: NodeReport, sentence: str) -> str:
-    """Returns systemd's STATUS line: health, `sentence` (the watchdog's, about the work), steps, tokens per second."""
+    """Returns systemd's STATUS line: health, the watchdog's `sentence`, newest step of each held stage, tokens/s."""
     held = report.span.span.stages if report.span else range(0)
     taken = {stage: step for stage, step in sorted(report.counters.steps.items()) if stage in held}
     steps = ", ".join(f"stage {stage} step {step}" for stage, step in taken.items())
@@ -177,14 +179,14 @@ def service_status(report: NodeReport, sentence: str) -> str:
 
 
 def report_json(report: NodeReport) -> dict[str, Any]:
-    """Returns the answer to the control question "report": the counters, the daemon's state and its span's, if any.
+    """Returns the answer to the control question "report": the counters, the daemon's state and, if any, its span's.
 
-    relays: the peers through which its own claim says that it is reached.
+    Its field `relays` has the peers through which this peer's claim says that it can be reached.
     """
     span = report.span
     own = {
         "peer": report.peer,
-        "paused": bool(report.resting),
+        "paused": bool(report.pause_reason),
         "link": report.link or None,
         "state": report.state,
         "in_hand": span.in_hand if span is not None else 0,
@@ -221,18 +223,21 @@ def report_json(report: NodeReport) -> dict[str, Any]:
 
 
 def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
-    """Returns the sums of the two, field by field."""
+    """Returns the sum of two traffic counts, field by field."""
     return Traffic(*map(sum, zip(astuple(former), astuple(latter), strict=True)))
 
 
 class WindowedRate:
-    """Computes the rate per second of a growing total over the last RATE_WINDOW_S."""
+    """Computes the rate per second of a growing total over about the last RATE_WINDOW_S."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
     def update(self, now: float, total: int) -> float:
-        """Records the total at `now`, in seconds, and returns the rate per second; 0 before the second call."""
+        """Records the total at `now`, in seconds, and returns the rate per second; 0 at the first call.
+
+        If calls are rarer than RATE_WINDOW_S, the rate is that since the last call.
+        """
         self._samples.append((now, total))
         while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()

@@ -8,59 +8,67 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.node import doctor
+from agora.node.memory_offer import measure_offer
 from agora.node.settings import Settings
 from agora.plan.cost import RunCost
 from agora.plan.cost_of_run import run_cost
+from agora.plan.machine import Machine
 from agora.plan.profile import find_profile
 from agora.swarm.placement import Ability, StageDemands
 from agora.threads import run_in_thread
 from agora.train.device import choose_device
-from agora.train.memory import available_bytes, resident_bytes
+from agora.train.memory import resident_bytes
 
 
 class OwnAbility:
-    """Measures this machine's ability for placement. demands: what the run's stages ask of a machine.
+    """This machine's ability for placement, as measured so far. demands: what the run's stages ask of a machine.
 
-    `ability` is complete once `look_at_machine` has returned, and more exact after each `measure`.
+    `ability` has the spans that fit once `assess_machine` has returned, and a measured speed after
+    `record_measurement`. base_bytes: memory that the daemon takes without stages.
     """
 
     def __init__(self, manifest: Manifest, settings: Settings, folder: Path) -> None:
-        """folder: where the profile of an earlier start lies."""
+        """folder: where the profile of an earlier start lies, and a new one is written."""
         self._manifest = manifest
         self._settings = settings
         self._folder = folder
         self._cost = run_cost(manifest)
         # With a limit, what this process has taken by now counts against it; else only what is free matters.
         self.base_bytes = max(doctor.BASE_BYTES, resident_bytes() if settings.memory_bytes else 0)
-        self._longest: tuple[int, ...] = ()
+        self._max_span_lengths: tuple[int, ...] = ()
         self._speed = 0.0
         self._bandwidth = 0.0
         self.demands = demands_of(self._cost)
 
-    async def look_at_machine(self) -> None:
+    async def assess_machine(self) -> None:
         """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
 
-        The speed comes from a profile that an earlier start has written, or that is measured now in about a second.
-        Where that would take longer, it stays unknown (0) until `measure`.
+        The speed comes from a profile that an earlier start has written, or that is measured now in about a second. If
+        that would take longer, or fails, it stays unknown (0) until `record_measurement`. A speed once known is kept.
         """
-        self._longest = await run_in_thread(self._longest_spans)
+        self._max_span_lengths = await run_in_thread(self._longest_spans)
         if not self._speed:
             self._speed = await run_in_thread(self._profiled_speed)
 
     def _longest_spans(self) -> tuple[int, ...]:
-        """Returns for each first stage how many stages fit into the memory that is free now, see longest_spans."""
-        free, settings = available_bytes(torch.device("cpu"), within_limit=False), self._settings
-        allowed = doctor.allowed_bytes(free, settings.memory_gib) - self.base_bytes
-        return longest_spans(run_cost(self._manifest, in_flight=1), allowed, settings.most_stages)
+        """Returns, for each first stage, how many stages fit into the memory that is free and allowed now.
+
+        Counts with one microbatch in flight, and at most the setting most_stages.
+        """
+        offer = measure_offer(self._settings.device, self._settings.memory_gib)
+        cost = run_cost(self._manifest, in_flight=1)
+        return longest_spans(cost, offer.for_stages(self.base_bytes), self._settings.most_stages)
 
     def _profiled_speed(self) -> float:
-        """Returns the speed by the machine's profile, in stages of mean work per second; 0 where there is none."""
+        """Returns the speed by the machine's profile, in stages of mean work per second; 0 if there is none.
+
+        Measures and writes a profile if that is quick, see find_profile. The setting `slowdown` divides the speed.
+        """
         try:
             profile = find_profile(self._folder, self._manifest, choose_device(self._settings.device))
         except (AgoraError, RuntimeError):  # the device itself says what is wrong when stages are built
@@ -73,13 +81,14 @@ class OwnAbility:
 
     @property
     def ability(self) -> Ability:
-        """What this machine can do, as far as it is known: 0 for an unknown speed or bandwidth."""
-        return Ability(self._speed, self._bandwidth, self._longest)
+        """What this machine can do, as far as known: 0 for an unknown speed or bandwidth, () for unknown spans."""
+        return Ability(self._speed, self._bandwidth, self._max_span_lengths)
 
-    def measure(self, span: Span, service_s: float, bandwidth: float | None) -> float:
-        """Records how fast this machine is; returns the microbatches per second that it can do in `span`.
+    def record_measurement(self, span: Span, service_s: float, bandwidth: float | None) -> float:
+        """Records this machine's speed and uplink; returns the microbatches per second that it can do in `span`.
 
-        service_s: device seconds of one microbatch in `span`. bandwidth: of the uplink, in bytes per second, or None.
+        service_s: device seconds of one microbatch in `span`. bandwidth: of the uplink, in bytes per second; None keeps
+        the one recorded last.
         """
         capacity = 1.0 / max(service_s, 1e-9)
         self._speed = capacity * sum(self.demands.work[stage] for stage in span.stages)
@@ -88,22 +97,25 @@ class OwnAbility:
 
 
 def demands_of(cost: RunCost) -> StageDemands:
-    """Returns what the run's stages ask of a machine."""
+    """Returns what the run's stages ask of a machine: work and state bytes of each, and the larger boundary's bytes."""
     boundary_bytes = max(cost.forward_bytes, cost.backward_bytes)
     return StageDemands(cost.work, boundary_bytes, tuple(stage.state_bytes for stage in cost.stages))
 
 
-def longest_spans(cost: RunCost, allowed_bytes: float, most_stages: int) -> tuple[int, ...]:
-    """Returns for each first stage how many stages from it on fit into `allowed_bytes`; 0 if it does not fit itself.
+def longest_spans(cost: RunCost, machine: Machine, most_stages: int) -> tuple[int, ...]:
+    """Returns, for each first stage, how many stages from it on fit into the memory; 0 if not even that one does.
 
-    most_stages: the largest number to return, 0 for no limit.
+    Where the machine has host memory beside its device's, optimizer state may lie there. most_stages: the largest
+    number to return, 0 for no limit.
     """
-    count, length = cost.stage_count, 0
+    count = cost.stage_count
+    length = 0
     longest: list[int] = []
     for first in range(count):
         length = max(0, length - 1)
         while length < min(most_stages or count, count - first):
-            if cost.memory(Span(first, first + length)).device > allowed_bytes:
+            span = Span(first, first + length)
+            if not any(cost.memory(span, in_host=in_host).fits(machine) for in_host in (False, True)):
                 break
             length += 1
         longest.append(length)

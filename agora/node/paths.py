@@ -5,7 +5,7 @@ because every command uses it before anything heavy. Layout of a data directory 
 
     agora.toml                 settings, optional
     identity.key               this machine's Ed25519 key, mode 0600
-    daemon.lock                names the process that holds the directory
+    daemon.lock                names the process that uses the directory
     incarnation                the number of the last start, which the next one exceeds
     ports                      the TCP ports that the daemon listened on last
     paused                     there while the owner has paused the daemon
@@ -39,7 +39,7 @@ RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """One daemon's data directory; says where each file in it is."""
+    """The data directory `root` of one daemon, with the path of each file in it; the files need not exist."""
 
     root: Path
 
@@ -50,7 +50,7 @@ class Home:
 
     @property
     def incarnation(self) -> Path:
-        """The file with the number of the last start."""
+        """The file with the incarnation number of the last start."""
         return self.root / "incarnation"
 
     @property
@@ -60,7 +60,7 @@ class Home:
 
     @property
     def paused(self) -> Path:
-        """The file that is there while the owner has paused the daemon."""
+        """The file that exists while the owner has paused the daemon."""
         return self.root / "paused"
 
     @property
@@ -99,12 +99,15 @@ class Home:
 
     @property
     def socket_stem(self) -> str:
-        """A hash of this directory's path, for the names of its socket and registry file; the same at every start."""
+        """A hash (16 hex digits) of this directory's path, with which its socket and registry file are named."""
         return hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:16]
 
 
 def home_at(directory: Path | None = None) -> Home:
-    """Returns the given data directory; by default AGORA_HOME, or XDG_DATA_HOME/agora, or ~/.local/share/agora."""
+    """Returns the given data directory; by default AGORA_HOME, or XDG_DATA_HOME/agora, or ~/.local/share/agora.
+
+    Creates nothing.
+    """
     if directory is not None:
         return Home(directory.expanduser().absolute())
     if named := os.environ.get(HOME_VARIABLE):
@@ -113,7 +116,7 @@ def home_at(directory: Path | None = None) -> Home:
 
 
 def runtime_directory() -> Path:
-    """Returns the directory of the sockets of this user's daemons.
+    """Returns the directory of the sockets of this user's daemons; does not create it.
 
     It is the first one set of AGORA_RUNTIME_DIR, systemd's RUNTIME_DIRECTORY and XDG_RUNTIME_DIR/agora; otherwise
     /tmp/agora-UID. A directory whose path is too long for a socket's is skipped.
@@ -126,9 +129,9 @@ def runtime_directory() -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Creates the directory with mode 0700 if missing. Raises PermissionError if it is a link or another user's.
+    """Creates the directory with mode 0700 if it is missing; leaves the mode of an existing one as it is.
 
-    Leaves the mode of an existing directory as it is.
+    Raises PermissionError if it is a link or another user's, another OSError if it is a file or cannot be created.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
@@ -140,7 +143,11 @@ def make_private(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DaemonEntry:
-    """A running daemon, as the registry file next to its socket describes it. Immutable."""
+    """A daemon of this machine, as the registry file next to its control socket describes it.
+
+    run: the run's id, "" for an unsigned draft; name and founder: the run's. peer: the daemon's peer id. root: its data
+    directory. socket: the path of its control socket.
+    """
 
     run: str
     name: str
@@ -152,7 +159,7 @@ class DaemonEntry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process with that id exists and is this user's; a killed daemon leaves its files behind."""
+        """Whether a process with the daemon's pid exists and is this user's; it need not be the daemon any more."""
         try:
             os.kill(self.pid, 0)
         except OSError:  # another user's process may have the number now
@@ -166,12 +173,18 @@ def socket_of(home: Home) -> Path:
 
 
 def register(entry: DaemonEntry) -> None:
-    """Writes the registry file by which commands find a running daemon; replaces its data directory's earlier one."""
+    """Writes the registry file by which commands find a running daemon, in place of its data directory's earlier one.
+
+    Raises OSError.
+    """
     replace_text(Path(entry.socket).with_suffix(".json"), json.dumps(asdict(entry)))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file, replacing an old one atomically: a reader sees the old text or all of the new. Raises OSError."""
+    """Writes a file in place of an old one, atomically: a reader sees the old text or all of the new. Raises OSError.
+
+    Uses `path` with the suffix ".new" meanwhile. Does not wait until the text is on the disk.
+    """
     temporary = path.with_suffix(".new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -183,8 +196,11 @@ def unregister(socket: Path) -> None:
     socket.with_suffix(".json").unlink(missing_ok=True)
 
 
-def daemons() -> list[DaemonEntry]:
-    """Returns this user's running daemons from their registry files; removes the files of daemons that were killed."""
+def find_running_daemons() -> list[DaemonEntry]:
+    """Returns this user's running daemons from their registry files; removes the files of daemons that were killed.
+
+    Skips files that are unreadable or malformed.
+    """
     running: list[DaemonEntry] = []
     for path in sorted(runtime_directory().glob("*.json")):
         try:

@@ -1,6 +1,6 @@
-"""Whether the owner of this machine wants the daemon to rest: by a pause, kept in a file, or outside its hours.
+"""Whether the owner of this machine wants the daemon to pause: by a pause, kept in a file, or outside its hours.
 
-Knows: the file, the hours, the local time of day. Must not know: what a daemon does to rest (lifecycle.py).
+Knows: the file, the hours, the local time of day. Must not know: what a daemon does in a pause (lifecycle.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from agora_protocol.errors import DiskError
 
 from agora.node.hours import Hours
 
-LOOK_S: Final = 1.0
+POLL_S: Final = 1.0
 """Seconds between two checks of the time of day."""
 BY_OWNER: Final = "paused by its owner"
 
 
 class OwnersPause:
-    """Knows whether the daemon is to rest, and why: a pause by its owner, or the time of day.
+    """Whether the daemon is to be paused, and why: by its owner's command, or by the time of day.
 
-    A pause lasts until `resume`, even after a restart. `changed` is set at each pause and resume.
+    The owner's pause lasts until `resume`, even after a restart. changed: set at each pause and resume.
     """
 
     def __init__(self, file: Path, hours: Hours, unix: Callable[[], float]) -> None:
@@ -36,7 +36,7 @@ class OwnersPause:
 
     @property
     def reason(self) -> str:
-        """Why the daemon rests, to complete "this daemon is ..."; "" while it is to work."""
+        """Why the daemon is paused, to complete "this daemon is ..."; "" while it is to work."""
         if self._is_paused:
             return BY_OWNER
         minute = self._minute()
@@ -46,13 +46,16 @@ class OwnersPause:
 
     @property
     def remedy(self) -> str:
-        """A phrase that tells the owner how the rest ends; only meaningful while `reason` is not ""."""
+        """A phrase that tells the owner how the pause ends; meaningless while `reason` is ""."""
         if self._is_paused:
             return "run `agora-node resume` to go on"
         return "it goes on by itself; `hours` in agora.toml says when"
 
     def pause(self) -> None:
-        """Makes the daemon rest until `resume`. Raises DiskError when a restart will not remember it."""
+        """Pauses the daemon until `resume`, also after a restart, by creating a file.
+
+        Raises DiskError when that cannot be written; the daemon is then paused until it is restarted.
+        """
         self._is_paused = True
         self.changed.set()
         try:
@@ -62,9 +65,9 @@ class OwnersPause:
             raise DiskError(f"{text}; free some space and pause it again.") from error
 
     def resume(self) -> str:
-        """Ends the owner's pause; returns why the daemon still rests (hours), or "".
+        """Ends the owner's pause, if there is one; returns why the daemon is still paused (its hours), or "".
 
-        Raises DiskError if the file stays.
+        Raises DiskError if the file cannot be removed; the pause goes on then.
         """
         try:
             self._file.unlink(missing_ok=True)
@@ -74,17 +77,17 @@ class OwnersPause:
         self.changed.set()
         return self.reason
 
-    async def wait_until(self, *, resting: bool) -> None:
-        """Waits until the daemon is to rest (resting=True), or to work (False); returns at once if that is so."""
-        while bool(self.reason) is not resting:
+    async def wait_until(self, *, paused: bool) -> None:
+        """Waits until the daemon is to pause (paused=True), or to work (False); returns at once if it is so already."""
+        while bool(self.reason) is not paused:
             self.changed.clear()
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_S):
                     await self.changed.wait()
             except TimeoutError:
                 continue
 
     def _minute(self) -> int:
-        """Returns the minute of the day, in local time."""
+        """Returns the present minute of the day, in local time: 0 to 1439."""
         local = time.localtime(self._unix())
         return 60 * local.tm_hour + local.tm_min

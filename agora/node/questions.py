@@ -21,22 +21,23 @@ from agora.state.collector import COLLECT_S
 from agora.state.files import replace_tensors
 
 if TYPE_CHECKING:
-    from agora.node.lifecycle import Node
+    from agora.node.lifecycle import Daemon
     from agora.node.run_admission import RunAdmission
 
 DRAIN_S = 90.0
 """Seconds that `drain` waits for open microbatches."""
 EVALUATE_S = 300.0
+"""Seconds within which the answers of an evaluation must be back."""
 EVALUATE_BATCHES = 16
-"""Held-out batches of an evaluation, unless the question says how many."""
+"""Maximum number of held-out batches of an evaluation, unless the question says another."""
 MAX_EVALUATE_BATCHES = 4096
 MOVE_S = 3600.0
 """Seconds that a move may take, including the fetch of the new stages' state."""
 
 
-def questions_of(node: Node) -> Mapping[str, Question]:
-    """Returns all questions that the control socket of `node` answers, by name, with arguments and deadlines."""
-    answers = ControlAnswers(node)
+def questions_of(daemon: Daemon) -> Mapping[str, Question]:
+    """Returns all questions that the daemon's control socket answers: by name, method, its arguments and deadline."""
+    answers = ControlAnswers(daemon)
     return {
         "status": Question(answers.status, {}),
         "report": Question(answers.report, {}),
@@ -57,92 +58,111 @@ def questions_of(node: Node) -> Mapping[str, Question]:
 
 
 class ControlAnswers:
-    """Answers the control socket's questions about one node, each by a method, which may raise an AgoraError."""
+    """Answers the control socket's questions about one daemon: each method returns its answer, or raises an AgoraError.
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    An answer is a dict for JSON; its field "text", if any, is a sentence to print. Methods about the span raise
+    LocalError while none is held.
+    """
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
 
     async def status(self) -> Answer:
         """Returns the swarm as this daemon sees it: what `swarm status --json` prints."""
-        return status_json(self._node.take_node_report())
+        return status_json(self._daemon.take_node_report())
 
     async def report(self) -> Answer:
-        """Returns what this daemon has counted, and the state of its span."""
-        return report_json(self._node.take_node_report())
+        """Returns what this daemon has counted, and the state of its span; see report_json."""
+        return report_json(self._daemon.take_node_report())
 
     async def invite(self) -> Answer:
-        """Returns the invite of the run, with addresses of this peer and of some others in it."""
-        return {"invite": str(self._node.invite())}
+        """Returns {"invite": text of an invite}, with addresses of this peer and of some others of the run.
+
+        Raises LocalError before this peer's run and addresses are known.
+        """
+        return {"invite": str(self._daemon.invite())}
 
     async def pause(self) -> Answer:
-        """Makes the daemon rest until `resume`, and answers at once; within 10 s only its control socket is left."""
-        self._node.pause.pause()
+        """Pauses the daemon until `resume`, even after a restart, and answers at once.
+
+        Within 10 s it has ended its work and closed everything but its control socket.
+        """
+        self._daemon.pause.pause()
         text = "paused: it finishes what it holds, withdraws its claim and closes all connections within 10 s"
         return {"text": f"{text}. It stays so after a restart; go on with `agora-node resume`."}
 
     async def resume(self) -> Answer:
-        """Ends a pause, and answers at once: the daemon joins again unless it is outside its hours."""
-        still = self._node.pause.resume()
-        return {"text": f"resumed, but it is {still}." if still else "resumed: it joins again."}
+        """Ends the owner's pause, and answers at once: the daemon joins the run again unless outside its hours."""
+        reason = self._daemon.pause.resume()
+        return {"text": f"resumed, but it is {reason}." if reason else "resumed: it joins again."}
 
     async def leave(self) -> Answer:
-        """Makes the daemon leave, and answers at once; it is gone within 10 s."""
-        self._node.reason = "asked to leave by its owner"
-        self._node.stop.set()
+        """Makes the daemon leave the run and end, and answers at once; it is gone within 10 s."""
+        self._daemon.leave_reason = "asked to leave by its owner"
+        self._daemon.stop.set()
         return {"text": "leaving: it finishes what it holds and is gone within 10 s."}
 
     async def move(self, stages: str = "") -> Answer:
-        """Changes the stages that the daemon holds to `stages` ("A-B"); returns when the new ones are served."""
-        wanted, began = Span.parse(stages), loop_time()
-        former = self._node.serving_span().span
-        await self._node.move(wanted)
+        """Moves the daemon from its stages to `stages` ("A-B"); returns those and the seconds once they are served.
+
+        Raises InputError for malformed stages, and as Daemon.move does.
+        """
+        wanted = Span.parse(stages)
+        began = loop_time()
+        former = self._daemon.serving_span().span
+        await self._daemon.move(wanted)
         seconds = loop_time() - began
         text = f"moved from stages {former} to stages {wanted} in {seconds:.1f} s; it serves them."
         return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
 
     async def ban(self, peer: str = "") -> Answer:
-        """Bans a peer from this machine, in every run, until its line in banned.txt is removed.
+        """Bans a peer from this machine, in every run of this data directory, until its line in banned.txt is removed.
 
-        Raises InputError for what is not a peer id, DiskError or LocalError when banned.txt cannot take it.
+        Adds that line first, and then ends the connection. Raises InputError for what is not a peer id, DiskError when
+        banned.txt cannot be written; LocalError, with the line added, while the daemon starts or is paused.
         """
-        banned = admission_files.add_banned(self._node.startup.home, peer)
-        self._admission().ban_here(banned)
+        banned = admission_files.add_banned(self._daemon.startup.home, peer)
+        self._require_admission().ban_here(banned)
         return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}
 
     async def revoke(self, revocation: str = "") -> Answer:
-        """Enforces a sealed revocation, in hex, and sends it to all neighbours; returns {"new": how many were new}.
+        """Enforces a sealed revocation, in hex, and sends it to all neighbours; returns {"new": 1}, or 0 if known.
 
-        Raises InputError for one that does not count.
+        Raises InputError for malformed hex or an invalid revocation, LocalError while the daemon starts or is paused.
         """
         try:
-            new, refused = self._admission().take([bytes.fromhex(revocation)])
+            new, refused = self._require_admission().take_revocations([bytes.fromhex(revocation)])
         except ValueError:
             raise InputError("A revocation is hex, as `swarm ban` sends it.") from None
         if refused:
             raise InputError("The revocation does not count; it must be signed by the run's founder or a delegate.")
         return {"new": new}
 
-    def _admission(self) -> RunAdmission:
-        """Returns the node's admission. Raises LocalError while the daemon has no network."""
-        if self._node.local_peer is None:
-            raise LocalError("this daemon is still starting; ask again in a moment")
-        return self._node.local_peer.admission
+    def _require_admission(self) -> RunAdmission:
+        """Returns the daemon's admission. Raises LocalError while the daemon starts or is paused."""
+        if self._daemon.local_peer is None:
+            raise LocalError(f"this daemon is {self._daemon.describe_state()}; ask again when it serves")
+        return self._daemon.local_peer.admission
 
     async def link(self, rate: str = "") -> Answer:
-        """Changes the rate of this peer's imitated link, such as "20Mbit"; returns the link as text.
+        """Changes the rate of this peer's emulated link, such as "20Mbit"; returns {"link": its new RATE,RTT text}.
 
-        Raises LocalError without a link, LinkError for a malformed rate.
+        Raises LocalError without a link, also while the daemon starts or is paused; LinkError for a malformed rate.
         """
-        local_peer = self._node.local_peer
+        local_peer = self._daemon.local_peer
         link = local_peer.host.link if local_peer is not None else None
         if link is None:
-            raise LocalError("this peer imitates no link; start it with --link RATE,RTT")
+            raise LocalError("this peer emulates no link; start it with --link RATE,RTT")
         link.change_rate(rate)
         return {"link": link.spec.text}
 
     async def drain(self) -> Answer:
-        """Makes this origin open no more microbatches until `refill`; returns how many are open after 90 s at most."""
-        origin, deadline = self._node.serving_span().origin, loop_time() + DRAIN_S
+        """Has this origin open no more microbatches until `refill`, and waits DRAIN_S at most for the open ones.
+
+        Returns {"in_flight": how many are still open}; 0 without an origin.
+        """
+        deadline = loop_time() + DRAIN_S
+        origin = self._daemon.serving_span().origin
         if origin is None:
             return {"in_flight": 0}
         origin.pause()
@@ -151,18 +171,19 @@ class ControlAnswers:
         return {"in_flight": origin.open_count}
 
     async def refill(self) -> Answer:
-        """Lets this origin, if there is one, open microbatches again after `drain`; returns how many are open now."""
-        origin = self._node.serving_span().origin
+        """Has this origin, if any, open microbatches again after `drain`; returns {"in_flight": how many are open}."""
+        origin = self._daemon.serving_span().origin
         if origin is not None:
             origin.resume()
         return {"in_flight": 0 if origin is None else origin.open_count}
 
     async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
-        """Sends held-out batches from this peer through the swarm; returns their loss.
+        """Sends up to `batches` held-out microbatches through the swarm; returns their mean loss per token and metrics.
 
-        Raises LocalError without stage 0.
+        Raises LocalError without stage 0 or for a number out of range, Unavailable when the answers are not back within
+        EVALUATE_S or no text is held out.
         """
-        origin = self._node.serving_span().origin
+        origin = self._daemon.serving_span().origin
         if origin is None:
             raise LocalError("this peer does not hold stage 0, so it has no text; ask one that does")
         if not 1 <= batches <= MAX_EVALUATE_BATCHES:
@@ -177,23 +198,29 @@ class ControlAnswers:
         }
 
     async def weights(self, average: bool = False) -> Answer:
-        """Writes the weights of every stage held, or their moving averages, as files; returns the files' paths."""
-        compute, files = self._node.serving_span().compute, {}
-        run = self._node.invite().run
-        folder = self._node.startup.home.runs / run / "weights"
+        """Writes the weights of every stage held here as safetensors files; returns {"files": path by stage}.
+
+        average: writes the moving averages of the weights instead, or the plain weights in a run that keeps none.
+        Replaces files written earlier.
+        """
+        files: dict[str, str] = {}
+        compute = self._daemon.serving_span().compute
+        run = self._daemon.invite().run
+        folder = self._daemon.startup.home.runs / run / "weights"
         for progress in compute.progress():
             tensors = await compute.copy_weights(progress.stage, average=average)
-            stage, path = str(progress.stage), folder / f"stage-{progress.stage}.safetensors"
-            about = {"run": run, "stage": stage, "step": str(progress.step)}
-            await asyncio.to_thread(replace_tensors, path, tensors, about)
+            stage = str(progress.stage)
+            path = folder / f"stage-{stage}.safetensors"
+            metadata = {"run": run, "stage": stage, "step": str(progress.step)}
+            await asyncio.to_thread(replace_tensors, path, tensors, metadata)
             files[stage] = str(path)
         return {"files": files}
 
     async def collect(self, average: bool = False) -> Answer:
-        """Writes the weights of every stage, or their moving averages, as files; returns the paths, and the steps.
+        """Writes the weights of every stage of the run as files; returns {"files": path, "steps": step}, each by stage.
 
-        Fetches the stages not held here. Without averages in the run, it writes the weights.
+        Fetches the stages not held here from other peers. average: as for `weights`.
         """
-        collected = await self._node.serving_span().collector.collect(average=average)
+        collected = await self._daemon.serving_span().collector.collect(average=average)
         files = {str(file.stage): str(file.path) for file in collected}
         return {"files": files, "steps": {str(file.stage): file.step for file in collected}}

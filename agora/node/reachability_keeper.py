@@ -34,16 +34,16 @@ from agora.swarm.reachability import (
     Announcement,
     Findings,
     RelayRefusals,
-    announce,
+    build_announcement,
     choose_relays,
     confirmed_addresses,
     needs_relays,
 )
 from agora.swarm.view import View
 
-LOOK_S: Final = 2.0
+UPDATE_S: Final = 2.0
 """Seconds between two checks of what is due: asking neighbours, renewing reservations, announcing."""
-FIRST_LOOKS_S: Final = 0.25
+FIRST_UPDATES_S: Final = 0.25
 """Seconds between two checks while nobody has said yet whether this peer can be dialled, in its first NEW_S."""
 NEW_S: Final = 10.0
 """Seconds for which a peer counts as just started."""
@@ -54,11 +54,11 @@ DIAL_S: Final = 3.0
 ANSWER_S: Final = 6.0
 """Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them."""
 FINDING_S: Final = 2.5
-"""Seconds for which a hole waits until neighbours have said for the first time whether this peer can be dialled."""
+"""Seconds that hole punching waits for neighbours to say for the first time whether this peer can be dialled."""
 AGAIN_S: Final = 1.5
 """Seconds after which a peer that should dial this one is told so again."""
 NO_HOLE_S: Final = 300.0
-"""Seconds before hole punching to a peer is retried after a failure."""
+"""Seconds before hole punching to a peer, or replacing its circuit, is tried again."""
 POLL_S: Final = 0.1
 """Seconds between two checks whether an expected peer has connected."""
 MAX_HELPED: Final = 16
@@ -68,7 +68,8 @@ MAX_HELPED: Final = 16
 class ReachabilityKeeper:
     """Keeps this peer reachable: asks neighbours to dial back, holds relay reservations, announces the addresses.
 
-    Also punches holes to peers behind NATs, and does for others what their keepers ask: see `answer`.
+    Also punches holes to peers behind NATs, and answers what other peers' keepers ask: see `answer`. findings: what
+    this peer knows of its own reachability.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class ReachabilityKeeper:
         self._host = host
         self._network = network
         self._membership = membership
-        self._own = host.own
-        self._may_be_used: Callable[[str], bool] = (lambda _: True) if allow_private else lambda a: not is_private(a)
+        self._own = host.own_addresses
+        self._is_allowed: Callable[[str], bool] = (lambda _: True) if allow_private else lambda a: not is_private(a)
         self._has_upnp = upnp
         self._relays_for = relays_for
         self._holes = HolePuncher(host)
@@ -92,45 +93,51 @@ class ReachabilityKeeper:
         self._renewed_at: dict[PeerId, float] = {}
         self._refusals = RelayRefusals()
         self._helped = 0
-        self._has_asked = asyncio.Event()
+        self._has_answers = asyncio.Event()
 
     def announcement(self) -> Announcement:
-        """Returns what this peer's claim and HELLO are to say now of how to connect to it."""
+        """Returns how others can connect to this peer now, for its claim and HELLO: addresses and reachability.
+
+        Private addresses are left out unless the owner allows them.
+        """
         seen = self._membership.view.peers
         addresses = {peer: public_or_any(seen[peer].addresses) for peer in self.findings.relays if peer in seen}
-        own = [address for address in self._own if self._may_be_used(address)]
-        return announce(self._host.peer, own, self.findings, addresses, self._relays_for)
+        own = [address for address in self._own if self._is_allowed(address)]
+        return build_announcement(self._host.peer, own, self.findings, addresses, self._relays_for)
 
     def may_dial(self, address: str) -> bool:
         """Returns whether an address that a peer announces may be dialled: a private one only with allow_private."""
-        return self._may_be_used(address)
+        return self._is_allowed(address)
 
     async def run(self) -> None:
-        """Does every LOOK_S what is due (see `_look`), until it is cancelled; then closes all holes.
+        """Calls `_update_reachability` every UPDATE_S until it is cancelled; then closes all holes.
 
-        In its first seconds it looks more often: hole punching waits until a neighbour has said whether this peer
-        can be dialled.
+        In its first NEW_S every FIRST_UPDATES_S, until neighbours have answered, because hole punching waits for that.
         """
         began = loop_time()
         try:
             while True:
-                await self._look()
-                is_new = self.findings.asked_at is None and loop_time() - began < NEW_S
-                await asyncio.sleep(FIRST_LOOKS_S if is_new else LOOK_S)
+                await self._update_reachability()
+                is_new = self.findings.answered_at is None and loop_time() - began < NEW_S
+                await asyncio.sleep(FIRST_UPDATES_S if is_new else UPDATE_S)
         finally:
             await self._holes.close()
 
-    async def _look(self) -> None:
-        """Asks neighbours if that is due, makes or renews relay reservations if they are needed, then announces."""
+    async def _update_reachability(self) -> None:
+        """Asks neighbours to dial back if that is due, reserves relays if they are needed, and announces the addresses.
+
+        Before the announcement it also replaces a circuit, see `_replace_a_circuit`, and writes the relays to
+        `findings`. With UPnP it first asks p2pd for its present addresses.
+        """
         if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
             listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
-            self._own = tuple(dict.fromkeys((*self._host.own, *listed)))
+            self._own = tuple(dict.fromkeys((*self._host.own_addresses, *listed)))
         if self.findings.is_due(loop_time()):
             await self._ask_neighbours()
         # Neighbours are asked first: a peer that can be dialled must not be met through a relay, since a circuit stays.
-        is_needed = self.findings.asked_at is not None and needs_relays(self.findings, self._own)
+        is_needed = self.findings.answered_at is not None and needs_relays(self.findings, self._own)
         relays = await self._hold_relays(self._membership.view) if is_needed else ()
-        await self._leave_a_circuit()
+        await self._replace_a_circuit()
         was_punched = self.findings.was_punched or "punched" in self._network.paths.values()
         self.findings = replace(self.findings, relays=relays, was_punched=was_punched)
         await self._membership.announce_addresses(self.announcement())
@@ -138,9 +145,10 @@ class ReachabilityKeeper:
     # --- finding out
 
     async def _ask_neighbours(self) -> None:
-        """Asks up to ASKED directly connected neighbours to dial back; records which addresses they confirm as reached.
+        """Asks up to ASKED random directly connected peers, all at once, to dial back; writes the result to `findings`.
 
-        Without any connection it first dials peers of the view. When nobody answers, the former findings stay.
+        The result is at which of its addresses this peer was reached, and whether enough peers were asked to confirm
+        it. Without any connection it first dials up to ASKED peers of the view. If none answers, `findings` stays.
         """
         if not self._network.paths:
             known = [seen for seen in self._membership.view.peers.values() if seen.peer != self._host.peer]
@@ -148,43 +156,43 @@ class ReachabilityKeeper:
             await asyncio.gather(*map(self.try_to_connect, dialled[:ASKED]))
         neighbours = [peer for peer, path in self._network.paths.items() if path == "direct"]
         chosen = random.sample(neighbours, min(ASKED, len(neighbours)))
-        answers = [answer for answer in await asyncio.gather(*map(self._ask, chosen)) if answer is not None]
-        if answers:
-            reached = confirmed_addresses(
-                [self._addresses_reported_by(answer) for answer in answers], self._own, len(chosen)
-            )
-            findings = replace(self.findings, asked_at=loop_time(), reached=reached)
+        answers = await asyncio.gather(*map(self._ask_to_dial_back, chosen))
+        reported = [self._addresses_reported_by(answer) for answer in answers if answer is not None]
+        if reported:
+            reached = confirmed_addresses(reported, self._own, len(chosen))
+            findings = replace(self.findings, answered_at=loop_time(), reached=reached)
             is_confirmed = len(chosen) >= CONFIRMING or not needs_relays(findings, self._own)
             self.findings = replace(findings, is_confirmed=is_confirmed)
-            self._has_asked.set()
+            self._has_answers.set()
 
     def _addresses_reported_by(self, answer: DialedBack) -> set[str]:
         """Returns the addresses, without /p2p/PEER, at which a neighbour says that it reached this peer.
 
-        Left out are ports that it was not asked to dial, and private addresses unless these are allowed.
+        Leaves out ports that the neighbour was not asked to dial, and private addresses unless the owner allows them.
         """
         seen = host_and_port(answer.seen)
-        if seen is None or not self._may_be_used(answer.seen):
+        if seen is None or not self._is_allowed(answer.seen):
             return set()
-        return {f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._ports()}
+        return {f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._own_ports()}
 
-    async def _ask(self, peer: PeerId) -> DialedBack | None:
-        """Asks a neighbour to dial this peer back, and returns its answer; None if none comes within ANSWER_S."""
+    async def _ask_to_dial_back(self, peer: PeerId) -> DialedBack | None:
+        """Asks a neighbour to dial this peer back, and returns the answer; None if it fails or takes over ANSWER_S."""
         try:
-            reply = await self._network.call(peer, DialBack(tuple(self._ports())), deadline=loop_time() + ANSWER_S)
+            reply = await self._network.call(peer, DialBack(tuple(self._own_ports())), deadline=loop_time() + ANSWER_S)
         except AgoraError:
             return None
         return reply.message if isinstance(reply.message, DialedBack) else None
 
-    def _ports(self) -> list[int]:
+    def _own_ports(self) -> list[int]:
         """Returns the TCP ports of this peer's own addresses (listening or announced): distinct, at most MAX_PORTS."""
         ports = [parts[2] for parts in map(host_and_port, self._own) if parts is not None]
         return list(dict.fromkeys(ports))[:MAX_PORTS]
 
     async def _hold_relays(self, view: View) -> tuple[PeerId, ...]:
-        """Makes or renews reservations at the chosen relays; returns the relays where this peer now holds one.
+        """Reserves a place at each relay that choose_relays names, one after another; renews it after RENEW_S.
 
-        A relay that fails or refuses is remembered, and not asked again for a while.
+        Returns the relays where this peer holds a reservation now. A relay that fails or refuses is not asked again for
+        a minute, see RelayRefusals.
         """
         now = loop_time()
         self._renewed_at = {peer: at for peer, at in self._renewed_at.items() if peer in self._network.paths}
@@ -201,13 +209,14 @@ class ReachabilityKeeper:
                     self._renewed_at.pop(peer, None)
         return tuple(peer for peer in chosen if peer in self._renewed_at)
 
-    async def _leave_a_circuit(self) -> None:
-        """Replaces the circuit to a peer that its claim calls public, if there is one, by a direct connection.
+    async def _replace_a_circuit(self) -> None:
+        """Replaces one circuit to a peer whose claim says "public", if there is one, by a direct connection.
 
-        It came about before the peer knew that it is public, and would stay; over it nothing can be reserved there.
-        Calls in progress are made again. A peer that does not answer directly keeps its circuit for NO_HOLE_S.
+        Only if one of the peer's addresses opens; calls in progress over the circuit fail. Each peer is tried once in
+        NO_HOLE_S. Such a circuit is from before the peer knew that it is public; relays cannot be reserved over it.
         """
-        now, view = loop_time(), self._membership.view
+        now = loop_time()
+        view = self._membership.view
         self._circuit_until = {known: until for known, until in self._circuit_until.items() if until > now}
         circuits = [peer for peer, path in self._network.paths.items() if path == "relayed"]
         for peer in circuits:
@@ -215,12 +224,12 @@ class ReachabilityKeeper:
             if seen is None or seen.reachability != "public" or peer in self._circuit_until:
                 continue
             self._circuit_until[peer] = now + NO_HOLE_S
-            places = [host_and_port(address) for address in seen.addresses if self._may_be_used(address)]
-            direct = [place for place in places if place is not None]
-            if any(await asyncio.gather(*(_can_open(place[1], place[2]) for place in direct))):
+            endpoints = [host_and_port(address) for address in seen.addresses if self._is_allowed(address)]
+            direct = [endpoint for endpoint in endpoints if endpoint is not None]
+            if any(await asyncio.gather(*(_can_open(endpoint[1], endpoint[2]) for endpoint in direct))):
                 with contextlib.suppress(ConnectionBroken):
                     await self._host.disconnect(peer)
-                await self._network.greet(peer, anew=True)  # the stream may not have noticed yet that it is gone
+                await self._network.greet(peer, reconnect=True)  # the stream may not have noticed yet that it is gone
             return
 
     # --- holes
@@ -228,7 +237,8 @@ class ReachabilityKeeper:
     async def punch_hole(self, peer: PeerId, relay_peer: PeerId) -> None:
         """Connects directly to a peer behind a NAT by hole punching, coordinated by `relay_peer`.
 
-        Raises an AgoraError when that fails, and then for NO_HOLE_S at once for the same peer.
+        Raises an AgoraError when that fails, or when too many are in progress. For NO_HOLE_S after a failure or a
+        cancellation each call for the same peer fails at once.
         """
         now = loop_time()
         self._no_hole_until = {known: until for known, until in self._no_hole_until.items() if until > now}
@@ -242,36 +252,38 @@ class ReachabilityKeeper:
             undo.pop_all()
 
     async def _punch(self, peer: PeerId, relay_peer: PeerId) -> None:
-        """Asks the relay for an introduction, then punches a hole, or waits to be dialled if this peer is public.
+        """Has the relay introduce this peer to `peer`; then punches a hole or, if this peer is public, awaits a dial.
 
-        Raises an AgoraError when that fails.
+        First waits for neighbours' first answers. Raises an AgoraError when it fails.
         """
-        await self._until_asked()
+        await self._wait_for_first_answer()
         now = loop_time()
         reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
         if self.findings.reached:
-            await self._await_dial(peer, relay_peer)
+            await self._wait_for_dial(peer, relay_peer)
             return
-        if not isinstance(reply.message, Meeting) or not self._may_be_used(reply.message.seen):
+        if not isinstance(reply.message, Meeting) or not self._is_allowed(reply.message.seen):
             raise ConnectionBroken("the relay gave no address that may be dialled")
         await self._holes.connect(peer, reply.message.seen)
 
-    async def _until_asked(self) -> None:
-        """Waits until neighbours have said for the first time whether this peer is public, for FINDING_S at most.
+    async def _wait_for_first_answer(self) -> None:
+        """Waits until neighbours have said for the first time whether this peer is public, or until FINDING_S are over.
 
-        A public peer that does not know it yet would go through a relay, and a circuit stays until it ends.
+        Without their answers a public peer would use a relay, and a circuit stays until it ends.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINDING_S):
-                await self._has_asked.wait()
+                await self._has_answers.wait()
 
-    async def _await_dial(self, peer: PeerId, relay_peer: PeerId) -> None:
-        """Waits until a peer, which the relay told to dial this one, is connected. ConnectionBroken after PUNCH_S.
+    async def _wait_for_dial(self, peer: PeerId, relay_peer: PeerId) -> None:
+        """Waits until `peer`, which was told through the relay to dial this peer, is connected, for PUNCH_S at most.
 
-        The relay tells it again every AGAIN_S: it dials once it has read in the directory that this peer is public.
+        Has the relay tell `peer` again every AGAIN_S: `peer` dials only once it has read in the directory that this
+        peer is public. Raises ConnectionBroken after PUNCH_S, and the AgoraError of a refused or failed introduction.
         """
         now = loop_time()
-        until, again_at = now + PUNCH_S, now + AGAIN_S
+        until = now + PUNCH_S
+        again_at = now + AGAIN_S
         while not await self._host.is_connected(peer):
             now = loop_time()
             if now > until:
@@ -286,7 +298,7 @@ class ReachabilityKeeper:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers a DialBack, Introduce, Meet or GetAddresses request of an admitted peer.
 
-        Raises Busy when MAX_HELPED are being answered; Refused for other messages, and when it cannot help.
+        Raises Busy while MAX_HELPED others are answered, Refused for other messages and when this peer cannot help.
         """
         if self._helped >= MAX_HELPED:
             raise Busy("this peer helps many others now; ask another", 1000)
@@ -294,21 +306,21 @@ class ReachabilityKeeper:
         try:
             match call.message:
                 case DialBack() as request:
-                    return Reply(await self._dial_back(call.peer, request))
+                    return Reply(await self._answer_dial_back(call.peer, request))
                 case Introduce() as request:
-                    return Reply(await self._introduce(call, request.peer))
+                    return Reply(await self._answer_introduce(call, request.peer))
                 case Meet() as request:
-                    return Reply(self._meet(request))
+                    return Reply(self._answer_meet(request))
                 case GetAddresses() as request:
                     return Reply(PeerAddresses(self._network.addresses_of(request.peer)))
             raise Refused("this peer cannot answer that; ask another")
         finally:
             self._helped -= 1
 
-    async def _dial_back(self, peer: PeerId, request: DialBack) -> DialedBack:
+    async def _answer_dial_back(self, peer: PeerId, request: DialBack) -> DialedBack:
         """Opens and closes TCP connections to the caller's ports, only at the IP address that it calls from.
 
-        Returns the address that this peer sees, and the ports that opened; "" and none for a caller through a relay.
+        Returns the caller's address as seen here, and the ports that opened; "" and () for a caller through a relay.
         """
         seen = self._host.remote_address(peer)
         parts = host_and_port(seen)
@@ -320,14 +332,14 @@ class ReachabilityKeeper:
         return DialedBack(f"/{parts[0]}/{parts[1]}/tcp/{parts[2]}", reached)
 
     async def try_to_connect(self, peer: PeerId) -> None:
-        """Connects to a peer unless it is connected. Errors are ignored: whoever needs the connection dials again."""
+        """Connects to a peer unless it is connected. Ignores failures: whoever needs the connection dials again."""
         with contextlib.suppress(AgoraError):
             await self._network.connect(peer)
 
-    async def _introduce(self, call: IncomingCall, peer: PeerId) -> Meeting:
-        """Sends `peer` a Meet with the caller's address as seen here; returns a Meeting with that of `peer`.
+    async def _answer_introduce(self, call: IncomingCall, peer: PeerId) -> Meeting:
+        """Sends `peer` a Meet with the caller's address as seen here; returns a Meeting with the address of `peer`.
 
-        Raises Refused unless both are connected to this peer directly, or an AgoraError when `peer` does not agree.
+        Raises Refused unless `peer` and the caller are connected here directly, and the AgoraError of a failed Meet.
         """
         caller_seen, peer_seen = self._host.remote_address(call.peer), self._host.remote_address(peer)
         is_direct = self._network.paths.get(peer) == "direct" == self._network.paths.get(call.peer)
@@ -336,16 +348,17 @@ class ReachabilityKeeper:
         await self._network.call(peer, Meet(call.peer, caller_seen), deadline=call.deadline)
         return Meeting(peer_seen)
 
-    def _meet(self, request: Meet) -> Meeting:
-        """Starts dialling the peer that asked for the introduction if it is public; else starts to open a hole to it.
+    def _answer_meet(self, request: Meet) -> Meeting:
+        """Starts dialling the peer that asked for a meeting if its claim says "public"; otherwise starts a hole to it.
 
-        Does not wait for either. Raises Refused for a private address, Busy when too many holes are being opened.
+        Returns an empty Meeting at once. For a hole, raises Refused if the peer's address is private and the owner
+        allows none, Busy when too many holes are open.
         """
         seen = self._membership.view.peers.get(request.peer)
         if seen is not None and seen.reachability == "public":
             self._network.spawn(self.try_to_connect(request.peer))
             return Meeting("")
-        if not self._may_be_used(request.seen):
+        if not self._is_allowed(request.seen):
             raise Refused("this peer dials no private addresses; its owner can say allow_private = true")
         if not self._holes.has_room():
             raise Busy("this peer opens many holes now; ask again", 1000)
@@ -354,7 +367,7 @@ class ReachabilityKeeper:
 
 
 def public_or_any(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the first two public ones of a relay's addresses; the first two of all if none is public."""
+    """Returns the first two public ones of a relay's addresses; if none is public, the first two of all."""
     return (public_only(addresses) or addresses)[:2]
 
 

@@ -41,43 +41,44 @@ from agora.swarm.admission_book import AdmissionBook
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest, SignedManifest
 
-PRODUCT: Final = "agora-swarm"
-CONNECT_S: Final = 3.0
-STATUS_S: Final = 6.0
+PRODUCT: Final = "agora-swarm"  # the name of the installed package
+CONNECT_S: Final = 3.0  # within which an address of the run must accept a TCP connection
+STATUS_S: Final = 6.0  # within which a peer of the run must tell its status
 MAX_ADDRESSES_TRIED: Final = 16
-UNIT: Final = "agora-node"
-MINIMUM_STAGE_BYTES: Final = 256 * 2**20
-"""Memory that is asked for in addition to the daemon's own while no run is named."""
-TIME_ERROR: Final = 5
-"""What adjtimex(2) returns while the kernel's clock is not synchronised."""
+UNIT: Final = "agora-node"  # the systemd unit
+MINIMUM_STAGE_BYTES: Final = 256 * 2**20  # needed in addition to the daemon's own memory while no run is named
+TIME_ERROR: Final = 5  # what adjtimex(2) returns while the kernel's clock is not synchronised
 
 
 def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -> Readings:
-    """Returns the facts for a daemon in `home` with the settings `flags`, and for the run that `run` names, if any."""
+    """Measures this machine for a daemon in `home`; unless `run` is None, also finds that run and asks its peers.
+
+    flags: the command line's settings. run: as for `_read_run`. Ports are tried only while no daemon runs in `home`.
+    """
     chosen, settings_problem = _read_settings(home, flags)
     identity, identity_problem = _read_identity(home)
     daemon = _read_daemon(home)
     device, device_problem = _try_device(chosen.device)
-    listen = [] if daemon.pid is not None else [(address, listen_problem(address)) for address in chosen.listen]
+    listen = [] if daemon.pid is not None else [(address, find_listen_problem(address)) for address in chosen.listen]
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
     of_run = _read_run(run, home, identity) if run else {}
     manifest = of_run.pop("manifest", None)
     return Readings(
         python=sys.version_info[:3],
-        packages=tuple(map(_package, _requirements())),
-        p2pd_problem=_p2pd_problem(),
+        packages=tuple(map(_read_package, _read_requirements())),
+        p2pd_problem=_find_p2pd_problem(),
         settings_problem=settings_problem,
         device=device,
         device_problem=device_problem,
-        memory_free=_free_memory(chosen),
-        memory_needed=_needed_memory(manifest),
-        disk_free=_free_disk(home.root),
-        disk_problem=_disk_problem(home.root, chosen.disk_bytes),
-        runtime_problem=_runtime_problem(),
+        memory_free=_read_free_memory(chosen),
+        memory_needed=_compute_needed_memory(manifest),
+        disk_free=_read_free_disk(home.root),
+        disk_problem=_find_disk_problem(home.root, chosen.disk_bytes),
+        runtime_problem=_find_runtime_problem(),
         identity=identity,
         identity_problem=identity_problem,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        clock_is_synchronised=_clock_is_synchronised(),
+        clock_is_synchronised=_read_clock_sync(),
         listen_problems=tuple((address, problem) for address, problem in listen if problem),
         has_ipv4=any(_is_routable(a.address) for a in addresses if a.family == socket.AF_INET),
         has_ipv6=any(_is_routable(a.address) for a in addresses if a.family == socket.AF_INET6),
@@ -85,7 +86,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         announces=bool(chosen.announce),
         daemon_pid=daemon.pid,
         peers_in_sight=daemon.in_sight,
-        resting=daemon.resting,
+        pause_reason=daemon.pause_reason,
         reachability=daemon.reachability,
         unit_state=_read_unit_state(),
         **of_run,
@@ -95,7 +96,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
 # --- this machine
 
 
-def _requirements() -> list[Requirement]:
+def _read_requirements() -> list[Requirement]:
     """Returns the packages that the installed product requires, without its extras; a fixed list if not installed."""
     try:
         texts = importlib.metadata.requires(PRODUCT) or []
@@ -105,8 +106,8 @@ def _requirements() -> list[Requirement]:
     return [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
-def _package(required: Requirement) -> PackageReading:
-    """Returns the reading of one required package. Does not import it: two of them cannot be imported together."""
+def _read_package(required: Requirement) -> PackageReading:
+    """Returns whether and in which version a package is installed, by its metadata: imported packages might clash."""
     spec = str(required.specifier)
     try:
         version = importlib.metadata.version(required.name)
@@ -115,8 +116,8 @@ def _package(required: Requirement) -> PackageReading:
     return PackageReading(required.name, spec, version, required.specifier.contains(version, prereleases=True))
 
 
-def _p2pd_problem() -> str:
-    """Returns why hivemind's network process p2pd cannot run here; "" if it runs."""
+def _find_p2pd_problem() -> str:
+    """Runs hivemind's network process as `p2pd -help`, for 10 s at most; returns why it cannot run here, or ""."""
     found = importlib.util.find_spec("hivemind")
     if found is None or found.origin is None:
         return "hivemind, which ships p2pd, is not installed"
@@ -129,7 +130,7 @@ def _p2pd_problem() -> str:
 
 
 def _read_settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Settings, str]:
-    """Returns the settings in force and "", or the defaults and the problem with the settings."""
+    """Returns the settings in force (`flags` come first) and "", or the defaults and the problem with the settings."""
     try:
         return settings.load(home.root / "agora.toml", flags), ""
     except AgoraError as error:
@@ -161,8 +162,8 @@ def _try_device(name: str) -> tuple[str, str]:
         return name, (str(error).splitlines() or [repr(error)])[0][:200]
 
 
-def _free_memory(chosen: settings.Settings) -> float:
-    """Returns the bytes of memory that the daemon may use: what is free, at most what its owner allows."""
+def _read_free_memory(chosen: settings.Settings) -> float:
+    """Returns the bytes of host memory (never GPU) that the daemon may use: what is free, at most its owner's limit."""
     free = float(psutil.virtual_memory().available)
     with contextlib.suppress(ImportError):
         import torch
@@ -173,8 +174,8 @@ def _free_memory(chosen: settings.Settings) -> float:
     return min(free, chosen.memory_gib * 2**30) if chosen.memory_gib else free
 
 
-def _needed_memory(manifest: Manifest | None) -> float:
-    """Returns the memory in bytes of a daemon with the run's smallest stage; with MINIMUM_STAGE_BYTES without a run."""
+def _compute_needed_memory(manifest: Manifest | None) -> float:
+    """Returns the bytes that a daemon with the run's smallest stage needs (if no run, one of MINIMUM_STAGE_BYTES)."""
     if manifest is None:
         return float(doctor.BASE_BYTES + MINIMUM_STAGE_BYTES)
     spans = [Span(stage, stage) for stage in range(manifest.stage_count)]
@@ -184,11 +185,11 @@ def _needed_memory(manifest: Manifest | None) -> float:
 
 
 def _nearest_existing(directory: Path) -> Path:
-    """Returns the directory, or the nearest one above it that exists."""
+    """Returns the directory if it exists, otherwise the nearest of its parents that does."""
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
-def _free_disk(directory: Path) -> float:
+def _read_free_disk(directory: Path) -> float:
     """Returns the free bytes of the disk where the data directory is or would be; 0 if that cannot be read."""
     try:
         return float(shutil.disk_usage(_nearest_existing(directory)).free)
@@ -196,8 +197,8 @@ def _free_disk(directory: Path) -> float:
         return 0.0
 
 
-def _disk_problem(directory: Path, limit_bytes: int) -> str:
-    """Returns why the data directory cannot be used: not writable, too little space free or allowed; "" if it can."""
+def _find_disk_problem(directory: Path, limit_bytes: int) -> str:
+    """Writes a probe; returns why the data directory is unusable (not writable, full, over `limit_bytes`), or ""."""
     existing = _nearest_existing(directory)
     try:
         if not existing.is_dir():
@@ -211,7 +212,7 @@ def _disk_problem(directory: Path, limit_bytes: int) -> str:
     return ""
 
 
-def _runtime_problem() -> str:
+def _find_runtime_problem() -> str:
     """Creates the runtime directory if missing; returns why sockets cannot be created in it, or ""."""
     directory = paths.runtime_directory()
     try:
@@ -221,8 +222,8 @@ def _runtime_problem() -> str:
         return error.strerror or str(error)
 
 
-def _clock_is_synchronised() -> bool | None:
-    """Returns whether the kernel says that its clock follows a time server; None where it does not say."""
+def _read_clock_sync() -> bool | None:
+    """Returns whether the kernel says that its clock follows a time server; None where it says nothing."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None
@@ -230,8 +231,8 @@ def _clock_is_synchronised() -> bool | None:
     return None if state < 0 else bool(state != TIME_ERROR)
 
 
-def listen_problem(multiaddr: str) -> str:
-    """Tries to bind the TCP port of `multiaddr`; returns why that fails. "" if it works, or for nothing to try."""
+def find_listen_problem(multiaddr: str) -> str:
+    """Binds the TCP port of `multiaddr` for a moment; returns why that fails, or "" (untried for a name or port 0)."""
     parts = multiaddr.strip("/").split("/")
     fields = dict(zip(parts[::2], parts[1::2], strict=False))
     host, port = fields.get("ip4") or fields.get("ip6"), fields.get("tcp")
@@ -249,7 +250,7 @@ def listen_problem(multiaddr: str) -> str:
 
 
 def _is_routable(address: str) -> bool:
-    """Returns whether an interface's address is neither loopback nor link-local."""
+    """Returns whether an interface's address is an IP address, and neither loopback nor link-local."""
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
         return not (parsed.is_loopback or parsed.is_link_local)
@@ -257,7 +258,7 @@ def _is_routable(address: str) -> bool:
 
 
 def _is_public(address: str) -> bool:
-    """Returns whether an interface's address can be dialled from anywhere."""
+    """Returns whether an interface's address is an IP address of the public internet."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_global
     return False
@@ -266,34 +267,31 @@ def _is_public(address: str) -> bool:
 class _DaemonReading(NamedTuple):
     """What the daemon in a data directory says of itself; None and "" for what is not known.
 
-    in_sight: how many other peers it sees. resting: why it rests, "" if it works.
+    pid: None without a daemon. in_sight: how many other peers it sees. pause_reason: why it is paused, "" if it works.
     """
 
     pid: int | None = None
     in_sight: int | None = None
-    resting: str = ""
+    pause_reason: str = ""
     reachability: str = ""
 
 
 def _read_daemon(home: paths.Home) -> _DaemonReading:
-    """Finds the running daemon of this data directory and asks it for its status; returns what it says."""
+    """Asks this data directory's running daemon, if any, for its status; gives only its pid if it does not answer."""
     root = str(home.root.resolve())
-    entry = next((entry for entry in paths.daemons() if str(Path(entry.root).resolve()) == root), None)
+    entry = next((entry for entry in paths.find_running_daemons() if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
         return _DaemonReading()
     with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
         status = control_client.ask(Path(entry.socket), "status")
         own = [str(peer["reachability"]) for peer in status["peers"] if peer["peer"] == entry.peer]
-        resting = status["health"]["why"] if status["health"]["state"] == "PAUSED" else ""
-        return _DaemonReading(entry.pid, len(status["peers"]) - len(own), resting, own[0] if own else "")
+        pause_reason = status["health"]["why"] if status["health"]["state"] == "PAUSED" else ""
+        return _DaemonReading(entry.pid, len(status["peers"]) - len(own), pause_reason, own[0] if own else "")
     return _DaemonReading(entry.pid)
 
 
 def _read_unit_state() -> str:
-    """Returns what systemd says of the unit agora-node; "" where there is no systemd, or no such unit.
-
-    That is its active state, or "auto-restart" while it waits to be started again after a failure.
-    """
+    """Returns systemd's state of the unit agora-node ("auto-restart" between failure and restart); "" without one."""
     if shutil.which("systemctl") is None:
         return ""
     command = ["systemctl", "show", "--property=ActiveState,SubState,LoadState", UNIT]
@@ -309,8 +307,8 @@ def _read_unit_state() -> str:
 # --- the run
 
 
-def _admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me: PeerId) -> str:
-    """Returns why the run does not admit this machine as a member, "" if it does. ticket: that of an invite, or ""."""
+def _find_admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me: PeerId) -> str:
+    """Returns why the run does not admit this machine, "" if it does. ticket: an invite's; "": use the stored proof."""
     run, policy = signed.run_id, AdmissionPolicy.of(signed.manifest)
     try:
         proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else admission_files.read_proof(home, run)
@@ -321,20 +319,22 @@ def _admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me
 
 
 def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
-    """Returns the fields of Readings about the run, by name, and its `manifest` if that is on this machine."""
+    """Finds the run by `run` (an invite, file, name or id), dials its addresses, and asks its peers for the status.
+
+    Returns the fields of Readings about it, and `manifest`, None if not on this disk. me: this peer's id, or "".
+    """
     try:
         reference = runs.resolve(run, home)
     except AgoraError as error:
         return {"run": run, "run_problem": str(error)}
-    manifest = reference.signed.manifest if reference.signed is not None else reference.draft
-    problem = (
-        _admission_problem(reference.signed, reference.ticket, home, PeerId(me)) if reference.signed and me else ""
-    )
-    peers = read_peers(reference.addresses[:MAX_ADDRESSES_TRIED])
+    signed = reference.signed
+    manifest = signed.manifest if signed is not None else reference.draft
+    problem = _find_admission_problem(signed, reference.ticket, home, PeerId(me)) if signed and me else ""
+    peers = time_connections(reference.addresses[:MAX_ADDRESSES_TRIED])
     found: dict[str, Any] = {
         "run": f"{reference.name or 'unnamed'} ({reference.run[:12] or 'unsigned'})",
         "run_problem": problem,
-        "names": tuple((name, _is_resolved(name)) for name in _names_in(reference.addresses)),
+        "names": tuple((name, _is_resolved(name)) for name in _dns_names_in(reference.addresses)),
         "peers": peers,
         "manifest": manifest,
     }
@@ -344,7 +344,10 @@ def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
 
 
 def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
-    """Asks the run's peers for its status; returns {"clock_offset_s": ...}, or {"answer_problem": why none answers}."""
+    """Asks the peers at `addresses` for the run's status, until one answers.
+
+    Returns {"clock_offset_s": their time minus this clock's}, {} if they tell none, or {"answer_problem": why}.
+    """
     from agora.net import light
 
     asked_unix = time.time()
@@ -360,17 +363,15 @@ def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
     return {"clock_offset_s": -earliest if earliest > 0 else -latest if latest < 0 else 0.0}
 
 
-def read_peers(addresses: Iterable[str]) -> tuple[PeerReading, ...]:
-    """Opens a TCP connection to each address, in parallel; returns how long each took, or why it failed."""
+def time_connections(addresses: Iterable[str]) -> tuple[PeerReading, ...]:
+    """Opens a TCP connection to each distinct address, all at once; returns how long each took, or why it failed."""
     listed = list(dict.fromkeys(addresses))
-    if not listed:
-        return ()
-    with ThreadPoolExecutor(max_workers=len(listed)) as pool:
-        return tuple(pool.map(_connect, listed))
+    with ThreadPoolExecutor(max_workers=max(1, len(listed))) as pool:
+        return tuple(pool.map(_time_connection, listed))
 
 
-def _connect(multiaddr: str) -> PeerReading:
-    """Opens and closes a TCP connection to `multiaddr`; returns how long that took, or why it failed."""
+def _time_connection(multiaddr: str) -> PeerReading:
+    """Opens and closes a TCP connection to `multiaddr`; returns how long it took, or why it failed within CONNECT_S."""
     parts = multiaddr.strip("/").split("/")
     fields = dict(zip(parts[::2], parts[1::2], strict=False))
     host = next((fields[kind] for kind in ("ip4", "ip6", "dns4", "dns6", "dns") if kind in fields), None)
@@ -384,15 +385,15 @@ def _connect(multiaddr: str) -> PeerReading:
         return PeerReading(multiaddr, None, getattr(error, "strerror", None) or str(error) or type(error).__name__)
 
 
-def _names_in(addresses: Iterable[str]) -> list[str]:
-    """Returns the distinct DNS names in multiaddrs."""
+def _dns_names_in(addresses: Iterable[str]) -> list[str]:
+    """Returns the distinct DNS names with which the multiaddrs begin, in their order."""
     parts = [address.strip("/").split("/") for address in addresses]
     named = [fields[1] for fields in parts if len(fields) > 1 and fields[0] in ("dns", "dns4", "dns6")]
     return list(dict.fromkeys(named))
 
 
 def _is_resolved(name: str) -> bool:
-    """Returns whether a host name has an address."""
+    """Resolves a host name; returns whether it has an address."""
     try:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):

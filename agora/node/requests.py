@@ -53,9 +53,9 @@ from agora.pipeline.ledger import WorkLedger
 from agora.swarm.conduct import Offence, ReportOffence
 
 JOINING_RETRY_MS = 1000
-"""Milliseconds after which a caller may ask again that was refused while no span was held."""
+"""Milliseconds after which a caller that was refused while no span was held may ask again."""
 STATUS_S: Final = 0.25
-"""Seconds for which the same status is sent again: making one costs more than sending it."""
+"""Seconds for which a status is kept and sent to further callers: making one costs more than sending it."""
 
 WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
 """Requests that the span answers about its work."""
@@ -66,7 +66,7 @@ BASE_REQUESTS: Final = (GetBase, GetPiece)
 ADMISSION_REQUESTS: Final = (ShareRevocations,)
 """Requests that the local peer's admission answers."""
 REACH_REQUESTS: Final = (DialBack, Introduce, Meet, GetAddresses)
-"""Requests by which members of the run find out how they can be reached, and meet; the local peer answers them."""
+"""Requests by which members of the run find out how they can be reached, and connect; the local peer answers them."""
 LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS + ADMISSION_REQUESTS
 """Requests that the local peer answers, whichever stages it holds."""
 
@@ -75,7 +75,7 @@ LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS + ADMISSION_REQUESTS
 class SentTensors:
     """Counts the bytes of tensors that this peer has sent: boundaries and their gradients, averaging, state.
 
-    state_bytes: of snapshots, and of the base model.
+    state_bytes: of stages' states, and of the base model.
     """
 
     boundary_bytes: int = 0
@@ -83,7 +83,10 @@ class SentTensors:
     state_bytes: int = 0
 
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
-        """Counts tensors sent with `request` or its answer; not the tokens that are sent together with a boundary."""
+        """Counts the bytes of tensors that were sent with `request` or with the answer to it, by the request's type.
+
+        Of a Process counts only the first tensor: its others are tokens. Other types are not counted.
+        """
         sizes = [tensor.nbytes for tensor in tensors]
         match request:
             case Process():
@@ -95,7 +98,7 @@ class SentTensors:
 
 
 class RequestHandler:
-    """Answers other peers' requests, which the gate has admitted: some itself, most by the span that is held."""
+    """Answers other peers' requests, which the gate has admitted: some itself, the others by what `answering` set."""
 
     def __init__(
         self,
@@ -109,12 +112,13 @@ class RequestHandler:
         self._status = status
         self._report_offence = report_offence
         self._ledger = ledger
-        self._status_bytes, self._status_at = b"", -math.inf
+        self._status_bytes = b""
+        self._status_at = -math.inf
         self._answerers: dict[type[Message], Callable[[IncomingCall], Awaitable[Reply]]] = {}
 
     @contextmanager
     def answering(self, kinds: Sequence[type[Message]], answer: Handler) -> Iterator[None]:
-        """Context manager: requests of these kinds are answered by `answer` within it, and refused Busy otherwise."""
+        """Context manager: within it, `answer` answers the requests of these message types; afterwards nothing does."""
         self._answerers |= dict.fromkeys(kinds, answer)
         try:
             yield
@@ -123,9 +127,10 @@ class RequestHandler:
                 del self._answerers[kind]
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers one request (the network's handler). An AgoraError that it raises becomes a typed refusal.
+        """Answers one request; the network's handler, which turns a raised AgoraError into a typed refusal.
 
-        Raises as `_pass_on` does, and Unsupported for a request of another kind.
+        Answers GetStatus, GetManifest and Ping itself, the others by `_pass_on`, and raises as that does. Raises
+        Unsupported for a type that no peer answers.
         """
         match call.message:
             case messages.GetStatus():
@@ -140,9 +145,11 @@ class RequestHandler:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
-        """Has a request answered by what `answering` set for its type, or a repeated Process by the ledger.
+        """Returns the answer of what `answering` has set for the request's type.
 
-        Raises Busy when there is neither. A malformed request (not Process, Contribute) is an offence of the caller.
+        If nothing is set, as while no span is held, a repeated Process gets the answer that the ledger has kept; other
+        requests raise Busy. Raises what the answerer raises; a ProtocolError is also recorded as an offence of the
+        caller, except for Process and Contribute.
         """
         answerer = self._answerers.get(type(request))
         if answerer is None:
@@ -159,18 +166,20 @@ class RequestHandler:
             raise
 
     def _recent_status(self) -> bytes:
-        """Returns the status as JSON, made again when the last one is older than STATUS_S."""
+        """Returns the status as JSON; it is made at most once in STATUS_S, and may be that old."""
         if loop_time() - self._status_at >= STATUS_S:
-            self._status_bytes, self._status_at = encode_status(self._status()), loop_time()
+            self._status_bytes = encode_status(self._status())
+            self._status_at = loop_time()
         return self._status_bytes
 
 
 def encode_status(status: dict[str, Any]) -> bytes:
-    """Returns the status as JSON of at most MAX_STATUS_BYTES.
+    """Returns the status as JSON, at most MAX_STATUS_BYTES long: as long as it is longer, halves the list `peers`.
 
-    If it is longer, only some of its peers are kept, and `peers_left_out` says how many are not.
+    The first peers stay, and the field `peers_left_out` says how many are missing. Without any it may still be longer.
     """
-    data, peers = json.dumps(status).encode(), status["peers"]
+    data = json.dumps(status).encode()
+    peers = status["peers"]
     kept = len(peers)
     while len(data) > MAX_STATUS_BYTES and kept:
         kept //= 2

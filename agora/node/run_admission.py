@@ -44,13 +44,16 @@ BAN_LIST_S = 10.0
 BAN_LIST_LIFETIME_S = 60.0
 """Seconds after which a published ban list expires, unless it is published again."""
 BAN_SHARD = Shard(0)
-"""Where ban lists are published."""
+"""The shard of the DHT in which ban lists are published."""
 
 
 def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:
-    """Returns what this machine knows of a run's admission: its manifest, bans and revocations. Raises DiskError."""
-    policy, banned = AdmissionPolicy.of(signed.manifest), admission_files.read_banned(home)
-    book = AdmissionBook(signed.run_id, policy, banned)
+    """Returns the admission book of a run: the manifest's policy, and the bans and revocations on this disk.
+
+    Leaves out revocations that are invalid by now. Raises DiskError when a file cannot be read.
+    """
+    banned = admission_files.read_banned(home)
+    book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest), banned)
     for sealed in admission_files.read_revocations(home, signed.run_id):
         with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
             book.add_revocation(sealed, now_unix)
@@ -58,16 +61,17 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionB
 
 
 class PeerDataHolder(Protocol):
-    """Protocol: something that keeps data of peers, and drops those that are banned or expired."""
+    """Protocol: an object that keeps data of peers, and can drop those of peers that are not admitted any more."""
 
     def forget_refused(self) -> None:
-        """Drops the data of all peers that must not be called any more."""
+        """Drops the data of all peers that are not admitted any more: banned, or with an expired ticket."""
 
 
 class RunAdmission:
-    """Judges who takes part in a run, keeps its bans, and is the guard of its DHT (a DhtGuard).
+    """Who may take part in the run: judges peers, keeps the run's bans, and guards its DHT (a DhtGuard).
 
-    gate: for the network. proof: this machine's own tickets, b"" for none. Bans reach connections after `attach`.
+    gate: for the network, judges HELLOs. proof: this machine's own tickets, b"" for none. book: what is known of the
+    run's admission. Bans end connections, and are passed on, only after `attach`.
     """
 
     def __init__(
@@ -78,7 +82,10 @@ class RunAdmission:
         proof: bytes,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        """Reads the revocations and bans that are on this disk. Raises DiskError."""
+        """Reads the revocations and bans that are on this disk. Raises DiskError.
+
+        addresses: this peer's, told in HELLO. unix: returns the present unix time.
+        """
         self._startup = startup
         self._run = run = signed.run_id
         self._unix = unix
@@ -91,44 +98,48 @@ class RunAdmission:
             addresses,
             proof=proof,
             judge=lambda peer, shown: self.book.judge(peer, shown, self._unix()).role,
-            why_not=lambda peer: self.book.why_not_to_call(peer, self._unix()),
+            refusal_reason=lambda peer: self.book.refusal_reason(peer, self._unix()),
         )
         self._network: Network | None = None
         self._data_holders: tuple[PeerDataHolder, ...] = ()
 
     def attach(self, network: Network, *data_holders: PeerDataHolder) -> None:
-        """From now on, sends revocations over `network`, and has each of `data_holders` drop peers that are banned.
+        """Connects this object with the network and the holders of peers' data, for later bans; itself bans nobody.
 
-        Peers whose tickets have expired are dropped in the same way.
+        From now on `enforce` ends connections of `network` with peers that are not admitted any more, and has
+        `data_holders` forget them; and each member that says HELLO is sent all revocations.
         """
-        self._network, self._data_holders = network, data_holders
+        self._network = network
+        self._data_holders = data_holders
         network.on_met.append(self._send_revocations)
 
     # --- who takes part (a DhtGuard)
 
     def is_member(self, peer: PeerId) -> bool:
-        """Returns whether `peer` is a member by the last proof that it has shown, or without one in an open run."""
+        """Returns whether `peer` is a member now, by the last proof that it has shown; in an open run it needs none."""
         return self.book.is_member(peer, self._unix())
 
     def may_call(self, peer: PeerId) -> bool:
-        """Returns whether `peer` may be dialled."""
-        return self.gate.refusal(peer) is None
+        """Returns whether `peer` may be dialled: it is not banned, and a member as far as its proof is known."""
+        return self.gate.find_refusal(peer) is None
 
-    def is_greeted(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with `peer`, which is a member of the run."""
-        return self.gate.is_greeted(peer)
+    def is_admitted_member(self, peer: PeerId) -> bool:
+        """Returns whether `peer` has said HELLO as a member since this daemon's start, and is still admitted."""
+        return self.gate.is_admitted_member(peer)
 
-    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection (anew: in any case); returns if it is a member.
+    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
+        """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is connected as a member now.
 
-        named_by: who is asked for its addresses if need be.
+        reconnect: ends an existing connection and exchanges HELLOs again. named_by: the neighbour that is asked for the
+        addresses of `peer` if none is known or answers. Returns False for every failure, and before `attach`.
         """
-        return self._network is not None and await self._network.greet(peer, anew=anew, named_by=named_by)
+        return self._network is not None and await self._network.greet(peer, reconnect=reconnect, named_by=named_by)
 
-    def is_by_member(self, record: Record) -> bool:
-        """Returns whether a verified record is kept: of a member, which a claim proves by the proof in it.
+    def is_from_member(self, record: Record) -> bool:
+        """Returns whether the DHT node may keep a verified record: its peer is a member, or it is a ban list.
 
-        A ban list is always kept: the signatures in it count, whoever publishes it.
+        A claim is judged by the proof in it, which the book remembers. A ban list may come from anybody: the signatures
+        of its revocations count.
         """
         if isinstance(record, Claim):
             return self.book.is_member_by_proof(record.peer, record.proof, self._unix())
@@ -137,16 +148,17 @@ class RunAdmission:
     # --- bans
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers ShareRevocations (the network's handler)."""
+        """Answers a ShareRevocations request: takes the revocations; replies how many are new and how many invalid."""
         assert isinstance(call.message, ShareRevocations)
-        return Reply(TookRevocations(*self.take(call.message.revocations)))
+        return Reply(TookRevocations(*self.take_revocations(call.message.revocations)))
 
-    def take(self, sealed: Sequence[bytes]) -> tuple[int, int]:
-        """Verifies revocations; new ones are written to disk, enforced, and sent to all neighbours.
+    def take_revocations(self, sealed: Sequence[bytes]) -> tuple[int, int]:
+        """Verifies sealed revocations; reports new ones, writes them to disk, enforces them, sends them to neighbours.
 
-        Returns how many were new, and how many do not count; those known already are neither.
+        Returns, before they are sent, (number of new ones, number of invalid ones); those known already are neither.
         """
-        new, refused = list[bytes](), 0
+        new = list[bytes]()
+        refused = 0
         for data in sealed:
             try:
                 revocation = self.book.add_revocation(data, self._unix())
@@ -160,61 +172,67 @@ class RunAdmission:
             self._write_revocations()
             self.enforce()
             for peer in self._network.members() if self._network is not None else ():
-                self._send(peer, new)
+                self._start_sending(peer, new)
         return len(new), refused
 
     def ban_here(self, peer: PeerId) -> None:
-        """Bans a peer from this machine until the daemon ends; the caller writes it to banned.txt for later starts."""
+        """Bans a peer from this machine at once, and reports it. The caller writes banned.txt, for later starts."""
         self.book.banned_here.add(peer)
         self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
         self.enforce()
 
     def enforce(self) -> None:
-        """Ends connections with peers that take part no more, and has everything forget them."""
+        """Ends connections with peers that are not admitted any more, and has the attached data holders forget them.
+
+        Does nothing before `attach`.
+        """
         if self._network is not None:
             self._network.end_refused()
         for each in self._data_holders:
             each.forget_refused()
 
     def _write_revocations(self) -> None:
-        """Writes the revocations to the disk; when that fails, it is reported and they hold until the daemon ends."""
+        """Writes all known revocations to disk. A failure is reported; they then hold only until the daemon ends."""
         try:
-            admission_files.write_revocations(self._startup.home, self._run, self.book.sealed_revocations())
+            admission_files.write_revocations(self._startup.home, self._run, self.book.signed_revocations())
         except DiskError as error:
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
     def _send_revocations(self, peer: PeerId) -> None:
-        """Called when HELLO was exchanged with a member: sends it all revocations that are known here."""
-        if sealed := self.book.sealed_revocations():
-            self._send(peer, sealed)
+        """Called when HELLO was exchanged with a member: starts sending it all revocations that are known here."""
+        if sealed := self.book.signed_revocations():
+            self._start_sending(peer, sealed)
 
-    def _send(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Sends revocations to a neighbour, in a task. If that fails, it gets them at its next HELLO or by the DHT."""
+    def _start_sending(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
+        """Starts a task that sends revocations to a neighbour; does nothing before `attach`.
+
+        Failures are ignored: the neighbour then gets them at its next HELLO or from the DHT.
+        """
         if self._network is not None:
             self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))
 
     async def _call_in_parts(
         self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]
     ) -> None:
-        """Sends revocations by `call`, MAX_SHARED_REVOCATIONS at a time; stops at the first failure."""
+        """Sends revocations to `peer` by `call`, MAX_SHARED_REVOCATIONS at a time; stops silently at an AgoraError."""
         with contextlib.suppress(AgoraError):
             for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
                 request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))
                 await call(peer, request, deadline=loop_time() + SHARE_S)
 
     async def exchange_ban_lists(self, directory: Directory) -> None:
-        """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes those of others.
+        """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes others' from there.
 
-        Also drops peers whose tickets have expired.
+        Then ends connections with peers whose tickets have expired. Ignores failures of the DHT until the next time.
         """
         while True:
             await asyncio.sleep(BAN_LIST_S)
             with contextlib.suppress(AgoraError):
-                if newest := self.book.sealed_revocations()[-MAX_SHARED_REVOCATIONS:]:
+                if newest := self.book.signed_revocations()[-MAX_SHARED_REVOCATIONS:]:
                     record = BanList(self._startup.me, Span(0, 0), tuple(newest))
                     await directory.publish(record, self._startup.identity, BAN_LIST_LIFETIME_S, [BAN_SHARD])
                 found = await directory.read_many(BanList, [BAN_SHARD])
                 for record_found in found.get(BAN_SHARD, []):
                     if isinstance(record_found, BanList):
-                        self.take(record_found.revocations)
+                        self.take_revocations(record_found.revocations)
             self.enforce()

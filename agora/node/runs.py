@@ -27,17 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunReference:
-    """What is known of a run before any peer is asked: its id ("" for a draft), name, and addresses of its peers.
+    """What is known of a run before any peer is asked."""
 
-    signed: None when the manifest must be fetched, or is a draft. file: where the manifest or draft is, if anywhere.
-    """
-
-    run: str
+    run: str  # its id; "" for a draft
     name: str
-    addresses: tuple[str, ...] = ()
-    signed: SignedManifest | None = None
-    draft: Manifest | None = None
-    file: Path | None = None
+    addresses: tuple[str, ...] = ()  # of its peers
+    signed: SignedManifest | None = None  # the signed manifest; None when it must be fetched, or for a draft
+    draft: Manifest | None = None  # an unsigned manifest
+    file: Path | None = None  # the user's file with the manifest or draft; None for a run given by name or invite
     ticket: str = ""  # carried by the invite, see agora_protocol.tickets.InviteTicket
 
     @property
@@ -46,7 +43,10 @@ class RunReference:
         return self.file.parent.absolute() if self.file is not None else Path.cwd()
 
     def is_of(self, entry: paths.DaemonEntry) -> bool:
-        """Returns whether a running daemon takes part in this run; for a draft, in the run that its founder signed."""
+        """Returns whether a daemon takes part in this run.
+
+        For a draft: whether the daemon's run is the one that results if the founder of that run signs this draft.
+        """
         if self.run:
             return entry.run == self.run
         return self.draft is not None and self.draft.model_copy(update={"founder": entry.founder}).run_id == entry.run
@@ -74,10 +74,10 @@ def resolve(text: str, home: paths.Home) -> RunReference:
 
 
 def from_file(path: Path, home: paths.Home) -> RunReference:
-    """Returns what a manifest file says of its run; an unsigned one is a draft.
+    """Returns a reference to the run of a manifest file: its signed manifest, or its draft if it is unsigned.
 
-    With a signed one go the addresses that `home` remembers of its run.
-    Raises ManifestError for a file that is not text, malformed or wrongly signed, DiskError for an unreadable one.
+    A signed one's reference also has the addresses that `home` remembers of the run. Raises ManifestError for a file
+    that is not text, malformed or wrongly signed, DiskError for an unreadable one.
     """
     from agora_protocol.manifest import Manifest, SignedManifest, is_signed
 
@@ -96,8 +96,11 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
     )
 
 
-def entries_of(text: str, home: paths.Home, entries: Sequence[paths.DaemonEntry]) -> list[paths.DaemonEntry]:
-    """Returns which of `entries` take part in the run `text`: the name or id they give it, or what `resolve` takes."""
+def entries_of_run(text: str, home: paths.Home, entries: Sequence[paths.DaemonEntry]) -> list[paths.DaemonEntry]:
+    """Returns which of `entries` take part in the run `text`: a name or id among `entries`, or what `resolve` accepts.
+
+    Raises as `resolve` does, unless an entry has that name or id.
+    """
     if named := [entry for entry in entries if text in (entry.name, entry.run)]:
         return named
     reference = resolve(text, home)
@@ -105,50 +108,58 @@ def entries_of(text: str, home: paths.Home, entries: Sequence[paths.DaemonEntry]
 
 
 def sign(
-    reference: RunReference, identity: Identity, founded: Callable[[SignedManifest], None]
+    reference: RunReference, identity: Identity, on_signed: Callable[[SignedManifest], None]
 ) -> tuple[SignedManifest, str]:
     """Signs a draft and writes the signature into its file; returns the signed manifest and a note of what was done.
 
-    The file is locked until `founded` has registered the daemon, so that two that start from one draft found one run. A
-    file signed meanwhile is read; one that cannot be written stays unsigned.
+    If the file was signed meanwhile, returns the manifest in it instead; if it cannot be written, it stays unsigned.
+    on_signed: called with the returned manifest while the file is locked, so that two daemons that start from one draft
+    found one run. Raises ManifestError if the file is not a manifest any more, and what `on_signed` raises.
     """
     from agora_protocol.manifest import SignedManifest, is_signed
 
     assert reference.draft is not None and reference.file is not None
-    path, signed = reference.file, SignedManifest.sign(reference.draft, identity)
+    path = reference.file
+    signed = SignedManifest.sign(reference.draft, identity)
     try:
         with path.open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             text = file.read()
             if is_signed(text, str(path)):
-                return SignedManifest.from_toml(text, str(path)), f"{path} was signed meanwhile"
+                found = SignedManifest.from_toml(text, str(path))
+                on_signed(found)
+                return found, f"{path} was signed meanwhile"
             file.seek(0)
-            file.write(_with_signature(text, signed, str(path)))
+            file.write(_with_signature(text, signed))
             file.truncate()
             file.flush()
-            founded(signed)
+            on_signed(signed)
     except OSError as error:
-        founded(signed)
+        on_signed(signed)
         return signed, f"{path} stays unsigned ({error.strerror}); the signed copy is in the data directory"
     return signed, f"signed {path} as founder"
 
 
-def _with_signature(text: str, signed: SignedManifest, source: str) -> str:
-    """Returns the draft's text plus founder and [signed], comments kept; if that is invalid, a newly written text."""
+def _with_signature(text: str, signed: SignedManifest) -> str:
+    """Returns a draft's text with founder and [signed] added.
+
+    Keeps the comments, unless the result would be invalid: then returns the signed manifest's own text.
+    """
     from agora_protocol.manifest import SignedManifest
 
-    table, lines = signed.to_toml().rpartition("\n[signed]")[2], text.rstrip().split("\n")
+    table = signed.to_toml().rpartition("\n[signed]")[2]
+    lines = text.rstrip().split("\n")
     begin = next((i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
     lines.insert(begin, f'founder = "{signed.founder}"')
     whole = "\n".join(lines) + f"\n\n[signed]{table}"
     try:
-        return whole if SignedManifest.from_toml(whole, source) == signed else signed.to_toml()
+        return whole if SignedManifest.from_toml(whole, "the signed draft") == signed else signed.to_toml()
     except ManifestError:
         return signed.to_toml()
 
 
-def remember(home: paths.Home, signed: SignedManifest) -> None:
-    """Writes the signed manifest to the data directory, so that its name is enough next time.
+def remember_manifest(home: paths.Home, signed: SignedManifest) -> None:
+    """Writes the signed manifest to the data directory, so that the run's name is enough next time.
 
     Raises DiskError when it cannot be written.
     """
@@ -161,12 +172,15 @@ def remember(home: paths.Home, signed: SignedManifest) -> None:
 
 
 def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> None:
-    """Replaces the file with addresses of the run's peers, for the next start. Raises OSError."""
+    """Writes addresses of the run's peers to the data directory, in place of earlier ones. Raises OSError.
+
+    The run's directory must exist.
+    """
     home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
 
 
 def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
-    """Returns at most 16 addresses of the run's peers that an earlier start has written; () if there are none."""
+    """Returns at most 16 of the addresses that remember_addresses wrote last, in order; () if none can be read."""
     try:
         return tuple(home.peers(run).read_text(encoding="utf-8").split()[:16])
     except (OSError, UnicodeDecodeError):
@@ -174,11 +188,12 @@ def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
 
 
 def _by_name(text: str, home: paths.Home) -> RunReference:
-    """Returns the run joined here, or by a running daemon, of this name, id, or beginning of an id (6 characters).
+    """Returns a reference to the run that `text` names: by name, id, or the first 6 or more characters of its id.
 
-    A full id that was not joined gives a reference with only the id. Raises InputError for no run or several.
+    It must be joined in `home` or in a running daemon's directory. A full id that no joined run has gives a reference
+    with only the id. Raises InputError for no run or several.
     """
-    roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.daemons())])
+    roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.find_running_daemons())])
     joined = {reference.run: reference for root in roots for reference in _find_joined(paths.Home(root))}
     matching = [r for r in joined.values() if text in (r.name, r.run) or (len(text) >= 6 and r.run.startswith(text))]
     if len(matching) == 1:
@@ -194,7 +209,7 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
 
 
 def _find_joined(home: paths.Home) -> Iterator[RunReference]:
-    """Yields a reference for each joined run with a readable signed manifest.
+    """Yields a reference for each run joined in `home`; skips unreadable, malformed and unsigned manifests.
 
     `file` is None, so that relative paths are resolved from the working directory.
     """

@@ -31,7 +31,10 @@ _HOST_PORT = re.compile(r"(?P<host>\d+\.\d+\.\d+\.\d+):(?P<port>\d+)")
 
 
 class SettingsError(LocalError):
-    """Raised for an unknown or impossible setting; the sentence names its source and what would be right."""
+    """Raised for an unknown or impossible setting; the text names its source and what would be right.
+
+    source: FLAGS, ENVIRONMENT or the file's path; the command's exit code is 2 for FLAGS, otherwise 1.
+    """
 
     code = "settings"
 
@@ -47,7 +50,7 @@ def _check_rate(text: str) -> str:
 
 
 class Settings(pydantic.BaseModel):
-    """What the owner of a machine decides about its daemon: device, stages, addresses, link, memory, log; read only."""
+    """What the owner of a machine decides about its daemon: device, stages, addresses, limits, hours."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +64,7 @@ class Settings(pydantic.BaseModel):
     relay_peers: int = pydantic.Field(16, ge=0, le=MAX_RELAYED_PEERS)  # for how many it relays, if it can be dialled
     relay_mbit: float = pydantic.Field(0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
-    """RATE,RTT[,JITTER[,LOSS]] that this peer's streams imitate; "" is the network as it is."""
+    """RATE,RTT[,JITTER[,LOSS]] that this peer's streams emulate; "" is the network as it is."""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes this many times slower, by sleeping
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
@@ -74,20 +77,23 @@ class Settings(pydantic.BaseModel):
     upload_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # over all traffic, such as 1MB/s; "" is none
     download_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # likewise
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
-    """FROM-TO[,FROM-TO] in local time, such as 22-07: outside it rests; "" is all day."""
+    """FROM-TO[,FROM-TO] in local time, such as 22-07: outside it is paused; "" is all day."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @pydantic.field_validator("listen", "announce", mode="before")
     @classmethod
     def _split_addresses(cls, value: object) -> object:
-        """Before validation, turns a text with commas, or a list, into a tuple of multiaddrs."""
+        """Turns a text with commas, or a list, into a tuple of multiaddrs before validation; leaves other types.
+
+        Raises ValueError for what is not an address.
+        """
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(_as_multiaddr(str(part)) for part in value) if isinstance(value, list | tuple) else value
 
     @property
     def link_spec(self) -> LinkSpec | None:
-        """The imitated link that the owner asked for; None: the network as it is."""
+        """The emulated link that the owner asked for; None: the network as it is."""
         return LinkSpec.parse(self.link) if self.link else None
 
     @property
@@ -97,12 +103,12 @@ class Settings(pydantic.BaseModel):
 
     @property
     def disk_bytes(self) -> int:
-        """What the data directory may hold, in bytes; 0: no limit."""
+        """The bytes that the data directory may hold; 0: no limit."""
         return int(self.disk_gib * 2**30)
 
     @property
     def rate_limits(self) -> RateLimits:
-        """What the daemon may send and receive, over all traffic."""
+        """The owner's limits of the rates at which the daemon sends and receives, over all traffic."""
         return RateLimits(parse_rate(self.upload_limit), parse_rate(self.download_limit))
 
     @property
@@ -111,8 +117,8 @@ class Settings(pydantic.BaseModel):
         return Hours.parse(self.hours)
 
     @property
-    def base_model_folder(self) -> Path | None:
-        """The folder of the base model that the owner named, or its id on the Hub; None: none was named."""
+    def named_base_model(self) -> Path | None:
+        """The base model as the owner named it: its folder, or its Hugging Face Hub id as a Path; None for none."""
         return Path(self.base_model).expanduser() if self.base_model else None
 
     @property
@@ -132,10 +138,10 @@ def _as_multiaddr(address: str) -> str:
 
 
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Returns the settings in force: `flags` win over AGORA_* variables, these over `file`, this over defaults.
+    """Returns the settings in force: `flags` win over AGORA_* variables, these over `file`, the file over defaults.
 
-    flags: those of the command line, None for one not given. Raises SettingsError, which names the source, for an
-    unknown setting, a value that is not valid, and a file that cannot be read.
+    flags: those of the command line, by name, None for one not given. A missing file has no settings. Raises
+    SettingsError, which names the source, for an unknown setting, an invalid value, and a file that cannot be read.
     """
     variables = {key: value for key, value in environment.items() if key not in OTHER_VARIABLES}
     layers: list[tuple[str, dict[str, Any]]] = [
@@ -157,12 +163,16 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
-        reason, source = first["msg"].removeprefix("Value error, ").rstrip("."), origin.get(key, FLAGS)
+        reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+        source = origin.get(key, FLAGS)
         raise SettingsError(f"{source} sets {key} wrongly: {reason}.", source) from None
 
 
 def _nearest(key: str, source: str) -> str:
-    """Returns the end of an error sentence: the setting that is most like the unknown `key`, or all of them."""
+    """Returns the end of an error's text that suggests the setting most like the unknown `key`; if none is, all.
+
+    source: of the key; with ENVIRONMENT the suggestion is written as its AGORA_* variable.
+    """
     close = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.5)
     if not close:
         return f"; known are {', '.join(sorted(Settings.model_fields))}"

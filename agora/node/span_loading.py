@@ -27,18 +27,19 @@ from agora.node.disk_guard import DiskGuard
 from agora.node.loaded_span import LoadedSpan
 from agora.node.local_peer import LocalPeer
 from agora.node.memory_guard import limit_device
+from agora.node.memory_offer import keeps_state_in_host, measure_offer
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.node.training_data import Epochs, TrainingData, open_training_data
 from agora.observe import faults
 from agora.plan.cost_of_run import usual_in_flight
 from agora.state.keeper import StageHolders, StateKeeper
-from agora.swarm.rebalancing import next_look_s
+from agora.swarm.rebalancing import judge_interval_s
 from agora.threads import run_in_thread
 from agora.train.compute import Compute
-from agora.train.memory import available_bytes
+from agora.train.device import DeviceOptions
 
 MAX_LOADS = 3
-"""At most this many spans are loaded, one after another, if others take each meanwhile; the last one is served."""
+"""Maximum number of spans loaded one after another, if others take each of them meanwhile; the last one is served."""
 ASK_S = 3.0
 """Seconds within which a replica must answer how many steps it has taken."""
 T = TypeVar("T")
@@ -46,16 +47,17 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
-    """Claims and loads a span and answers requests for it until the block ends; the caller announces it as serving.
+    """Claims and loads a span, starts its tasks, and answers requests for it until the block ends; then closes it.
 
-    wanted: None lets placement choose. Raises an AgoraError that says what to do.
+    The caller announces it as serving, and starts its origin. wanted: None lets placement choose. Raises an AgoraError
+    that says what to do.
     """
     async with AsyncExitStack() as closing:
         loading = load_until_confirmed(
-            await _claim(local_peer, wanted),
+            await _claim_span(local_peer, wanted),
             load=lambda span: _load_stages(local_peer, span),
-            confirm=lambda: _confirm(local_peer),
-            loads=MAX_LOADS if wanted is None else 1,
+            confirm=lambda: _confirm_claim(local_peer),
+            max_loads=MAX_LOADS if wanted is None else 1,
         )
         compute, data = await closing.enter_async_context(loading)
         epochs = data if isinstance(data, Epochs) else None
@@ -79,15 +81,17 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
 async def _fill_stages(
     local_peer: LocalPeer, compute: Compute, epochs: Epochs | None, closing: AsyncExitStack
 ) -> StateKeeper:
-    """Fills the stages from checkpoints or other replicas. Returns their keeper, which gives others copies of them.
+    """Fills the stages with state from checkpoints or other replicas; returns the keeper of that state.
 
-    epochs: as for _make_keeper.
+    The keeper answers state requests, also during the filling, until `closing` is closed. Before the filling, publishes
+    a progress record with the steps of the checkpoints found, unless all are 0, and reads the directory. epochs: as for
+    _make_keeper. Raises Unavailable as StateKeeper.fill_stages does.
     """
     startup, membership = local_peer.startup, local_peer.membership
     keeper = _make_keeper(local_peer, compute, epochs)
 
     async def answer(call: IncomingCall) -> Reply:
-        """Answers a request of STATE_REQUESTS, by the keeper."""
+        """Has the keeper answer a request of STATE_REQUESTS; passes the fault point "state.giving" first."""
         await faults.reach("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
         return await keeper.answer(call.message)
@@ -105,7 +109,10 @@ async def _fill_stages(
 
 
 def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None) -> StateKeeper:
-    """Returns the StateKeeper that checkpoints and serves the stages' state. epochs: written with stage 0's, if any."""
+    """Returns the StateKeeper, not started, that writes the stages' checkpoints and serves their state to replicas.
+
+    It keeps within the owner's disk limit. epochs: their state is written with each checkpoint of stage 0; may be None.
+    """
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
         startup.me,
@@ -115,7 +122,7 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
     )
 
     def on_written(stage: int, step: int) -> None:
-        """Called when a checkpoint was written: writes the state of the epochs together with that of stage 0."""
+        """Called when a checkpoint of `stage` was written: for stage 0, writes the epochs' state at `step` as well."""
         if epochs is not None and stage == 0:
             epochs.record.write(step)
 
@@ -135,10 +142,13 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
 
 
 async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Asks peers directly how many steps they have taken at a stage; returns the steps of those that answered."""
+    """Asks the peers, all at once, how many steps they have taken at a stage; returns the steps by peer.
+
+    Waits ASK_S at most; leaves out peers that fail or do not say.
+    """
 
     async def ask(peer: PeerId) -> int:
-        """Returns the peer's own step. Raises AgoraError when it does not answer with it."""
+        """Returns the steps that the peer says it has taken. Raises an AgoraError when the peer does not say."""
         reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
         replicas = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
         steps = [entry[1] for entry in replicas if entry[0] == peer]
@@ -150,45 +160,58 @@ async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Ma
     return {peer: step for peer, step in zip(peers, answers, strict=True) if isinstance(step, int)}
 
 
-async def _claim(local_peer: LocalPeer, wanted: Span | None) -> Span:
-    """Claims the wanted span, or the best one, and returns it. Raises InputError or LocalError when it cannot."""
+async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
+    """Checks and measures this machine, claims the wanted span, or the best one if `wanted` is None, and returns it.
+
+    Stands by while placement chooses none. Raises InputError for a stage that the run does not have, another AgoraError
+    when this machine lacks something, such as memory or a package.
+    """
     manifest, supply = local_peer.manifest, local_peer.base_supply
     count = manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with local_peer.startup.steps.step("placement") as note:
         await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
-        await local_peer.ability.look_at_machine()
+        await local_peer.ability.assess_machine()
         span, reason = await _claim_or_stand_by(local_peer, wanted)
         note.text = _check_placement_memory(local_peer, span, reason)
     return span
 
 
 async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
-    """Claims a span, and returns it with the reason; stands by, and says so, as long as placement claims none.
+    """Claims a span; returns it with the reason for it. While placement chooses none, waits and asks it again.
 
-    Raises OutOfMemory when no stage at all fits into this machine's memory.
+    Reports as progress of the start that it stands by. Raises OutOfMemory if `wanted` is None and no stage fits into
+    this machine's memory.
     """
-    own, rng = local_peer.ability, random.Random()
-    if wanted is None and not any(own.ability.longest):
+    own = local_peer.ability
+    rng = random.Random()
+    if wanted is None and not any(own.ability.max_span_lengths):
         _check_placement_memory(local_peer, Span(0, 0), "")
     while True:
         placement = await local_peer.membership.claim_span(own.demands, own.ability, wanted)
         if placement.span is not None:
             return placement.span, placement.reason
         local_peer.startup.steps.report_progress(f"standing by: {placement.reason}")
-        await asyncio.sleep(next_look_s(rng))
+        await asyncio.sleep(judge_interval_s(rng))
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    """Returns in words why the span was chosen and what memory it needs. Raises OutOfMemory if it is not there."""
-    free, limit_gib = available_bytes(torch.device("cpu"), within_limit=False), local_peer.startup.settings.memory_gib
-    need = doctor.check_memory(local_peer.manifest, span, free, limit_gib, local_peer.ability.base_bytes)
+    """Checks that memory for the span is free and allowed; returns a text of the span, `reason` and that memory.
+
+    Raises OutOfMemory if too little is free or allowed.
+    """
+    settings = local_peer.startup.settings
+    offer = measure_offer(settings.device, settings.memory_gib)
+    need = doctor.check_memory(local_peer.manifest, span, offer, local_peer.ability.base_bytes)
     return f"stages {span}: {reason}; {need}"
 
 
-async def _confirm(local_peer: LocalPeer) -> Span | None:
-    """Checks whether this peer's claim still stands. Returns None if so, else another span, which it has claimed."""
+async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
+    """Asks the membership whether this peer's claim still stands. Returns None if so, else the span claimed instead.
+
+    Raises OutOfMemory if that span does not fit.
+    """
     with local_peer.startup.steps.step("confirm") as note:
         placement = await local_peer.membership.confirm()
         if placement is None or placement.span is None:
@@ -203,16 +226,18 @@ async def load_until_confirmed(
     span: Span,
     load: Callable[[Span], AbstractAsyncContextManager[T]],
     confirm: Callable[[], Awaitable[Span | None]],
-    loads: int,
+    max_loads: int,
 ) -> AsyncIterator[T]:
-    """Loads the span; while `confirm` then returns another span, closes it and loads that one instead; yields it.
+    """Loads `span`; as long as `confirm` returns another span, closes the loaded one and loads the other.
 
-    confirm: returns None if the loaded span stands. loads: the most loads in all; the last is not confirmed.
+    Yields what the last `load` gave. confirm: returns None if the loaded span stands. max_loads: how many spans may be
+    loaded; the last is not confirmed.
     """
+    loads_left = max_loads
     while True:
         async with load(span) as loaded:
-            loads -= 1
-            other = await confirm() if loads else None
+            loads_left -= 1
+            other = await confirm() if loads_left else None
             if other is None:
                 yield loaded
                 return
@@ -223,7 +248,8 @@ async def load_until_confirmed(
 async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, TrainingData | None]]:
     """Builds the stages and yields their Compute and the data (None without stage 0); at the end closes the Compute.
 
-    Opens the data first if stage 0 is among the stages, and sets torch's thread count for the whole process.
+    First opens the data, sets torch's thread count and the memory limit of the whole process, if the owner chose these,
+    and fetches tensors of the base model that are missing here. The run's trained state is not loaded yet.
     """
     startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
     data = await open_training_data(local_peer) if 0 in span else None
@@ -232,19 +258,21 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     if settings.memory_bytes:
         limit_device(settings.device, settings.memory_bytes)
     base_model = await local_peer.base_supply.provide(span)
+    machine = measure_offer(settings.device, settings.memory_gib).for_stages(local_peer.ability.base_bytes)
+    in_host = await run_in_thread(lambda: keeps_state_in_host(manifest, span, machine))
     with startup.steps.step("model") as note:
         compute = await Compute.create(
             manifest,
             span,
             report=startup.report_event,
-            device=settings.device,
+            device=DeviceOptions(settings.device, in_host, settings.slowdown, faults.reach_blocking),
             in_flight=usual_in_flight(manifest),
-            slowdown=settings.slowdown,
-            fault=faults.reach_blocking,
             base_model=base_model,
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
+        if in_host:
+            note.text += "; the optimizer's state is in host memory"
     try:
         yield compute, data
     finally:

@@ -28,7 +28,7 @@ WAIT_USEC = 300_000_000
 
 @dataclass
 class StepNote:
-    """Holds the result of a step of the start: the step's block sets `text`, in a few words."""
+    """The result of a step of the start, in a few words: the step's block sets `text`, StartStep reports it."""
 
     text: str = ""
 
@@ -36,7 +36,7 @@ class StepNote:
 class StartSteps:
     """Times the steps of a start: `with steps.step("host") as note:` reports StartStep("host", seconds, note.text).
 
-    `current` names the step that runs, and how far it is, or the one that failed; "" when none does.
+    `current` names the step that runs, and how far it is, or the one that failed; "" if none runs and none failed.
     """
 
     def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
@@ -46,15 +46,20 @@ class StartSteps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[StepNote]:
-        """Tells systemd which step runs, times the block, and reports StartStep when it ends without an error."""
-        note, began, self.current = StepNote(), time.perf_counter(), name
+        """Tells systemd which step runs, times the block, and reports StartStep when the block ends without an error.
+
+        Sets `current` to `name` meanwhile; after an error it stays. Yields the note that StartStep reports.
+        """
+        note = StepNote()
+        began = time.perf_counter()
+        self.current = name
         self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
         yield note
         self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
         self.current = ""
 
     def report_progress(self, text: str) -> None:
-        """Tells systemd how far the running step is, so that it goes on waiting; also sets `current`."""
+        """Tells systemd how far the running step is, so that it goes on waiting; sets `current` to "STEP: text"."""
         name = self.current.partition(":")[0]
         self.current = f"{name}: {text}"
         self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
@@ -76,7 +81,7 @@ class Startup:
     began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
 
     def age_s(self) -> float:
-        """Returns how many seconds this daemon has run."""
+        """Returns for how many seconds this daemon has run, pauses included."""
         return boot_time() - self.began_s
 
     @property

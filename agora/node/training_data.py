@@ -25,27 +25,30 @@ from agora.threads import run_in_thread
 
 
 @dataclass
-class OriginListing:
-    """Holds `others`, which returns the other live origins of the run; the span sets it when it is loaded."""
+class OtherOrigins:
+    """Holds a function: `peers()` returns the other live origins of the run; nobody until the loaded span sets it."""
 
-    others: Callable[[], Collection[PeerId]] = tuple
+    peers: Callable[[], Collection[PeerId]] = tuple
 
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """What an origin on samples needs for its epochs: its batches, the record of them on disk, the other origins."""
+    """What an origin on samples needs for its epochs.
+
+    batches: draws its microbatches. record: the states of the epochs on disk, by step. other_origins: who else draws.
+    """
 
     batches: EpochBatches
     record: EpochRecord
-    circle: OriginListing
+    other_origins: OtherOrigins
 
     def resume(self, step: int) -> None:
         """Restores the state of the epochs that was recorded at `step` of stage 0, or at the newest step before it.
 
-        Without such a record, or with a malformed one, the epoch starts over. Raises DataError
-        if the record is of a different data set.
+        Does nothing without such a record, or with a malformed one: the first epoch begins. Raises DataError if the
+        record is of a different data set.
         """
-        if (state := self.record.newest(step)) is not None:
+        if (state := self.record.latest_up_to(step)) is not None:
             with suppress(ValueError):
                 self.batches.shares.restore(state)
 
@@ -54,10 +57,10 @@ TrainingData = OriginBatches | Epochs
 
 
 async def open_training_data(local_peer: LocalPeer) -> TrainingData:
-    """Opens what the run's origin trains on: an Epochs for samples, else OriginBatches of a corpus.
+    """Opens what the run's origins train on: an Epochs for samples, else OriginBatches of a corpus. May take long.
 
-    Raises LocalError for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError
-    and DiskError.
+    Tokenises the data first, unless that is cached. It is a step of the start, "samples" or "corpus". Raises LocalError
+    for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError and DiskError.
     """
     _require_permission(local_peer)
     if local_peer.manifest.has_marks:
@@ -66,7 +69,10 @@ async def open_training_data(local_peer: LocalPeer) -> TrainingData:
 
 
 def _require_permission(local_peer: LocalPeer) -> None:
-    """Raises LocalError if a run not joined from a local manifest file names local files, without --allow-files."""
+    """Raises LocalError if the run's data or tokenizer are files of this machine that the daemon may not read.
+
+    It may if the owner allows it (allow_files), or started the daemon with a manifest file.
+    """
     startup, data = local_peer.startup, local_peer.manifest.data
     sources = [data.samples] if data.samples else [source for source in data.corpus if source != "stdlib"]
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
@@ -77,52 +83,55 @@ def _require_permission(local_peer: LocalPeer) -> None:
         )
 
 
-def _cache(local_peer: LocalPeer) -> Path:
-    """Returns the folder in which corpora and rows are cached."""
+def _cache_folder(local_peer: LocalPeer) -> Path:
+    """Returns the folder in which corpora and rows are cached: the setting corpus_cache, or DIR/corpus."""
     startup = local_peer.startup
     return Path(startup.settings.corpus_cache or startup.home.root / "corpus")
 
 
 async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
-    """Opens tokenizer and corpus in a thread, and returns the batches of windows that this origin draws from them."""
+    """Opens tokenizer and corpus in a thread; returns the source from which this origin draws microbatches.
+
+    The source keeps the numbers already drawn in drawn.txt, in the run's directory.
+    """
     startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
 
     def load() -> tuple[Sampler, int]:
-        """Opens tokenizer and corpus, which may take long; returns the sampler and how many tokens there are."""
+        """Opens tokenizer and corpus, which may take long; returns the sampler and the corpus' number of tokens."""
         tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
-        corpus = open_corpus(manifest.data.corpus, tokenizer, _cache(local_peer), base=base)
+        corpus = open_corpus(manifest.data.corpus, tokenizer, _cache_folder(local_peer), base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
         return sampler, len(corpus)
 
     with startup.steps.step("corpus") as note:
         sampler, count = await run_in_thread(load)
         note.text = f"{count:,} tokens"
-    reserved = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
-    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, reserved, startup.report_event)
+    drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
+    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
 
 
 async def _open_samples(local_peer: LocalPeer) -> Epochs:
-    """Opens the rows of the samples, in a thread, and returns what a new session draws from them.
+    """Opens the rows of the samples in a thread, and returns the Epochs of a new session, which draws from them.
 
-    That is its batches, the record of the state of the epochs on this disk, and a circle of origins without any yet.
+    It knows no other origins yet, and begins with the first epoch unless `Epochs.resume` restores another state.
     """
     startup, manifest = local_peer.startup, local_peer.manifest
 
     def load() -> SampleRows:
-        """Makes the rows, or opens those that this machine has made before."""
-        return open_sample_rows(manifest, _cache(local_peer), base=startup.reference.base)
+        """Packs the samples into rows, or opens the rows in the cache; returns them."""
+        return open_sample_rows(manifest, _cache_folder(local_peer), base=startup.reference.base)
 
     with startup.steps.step("samples") as note:
         rows = await run_in_thread(load)
-        found = rows.summary
+        summary = rows.summary
         note.text = (
-            f"{found.trained:,} samples in {found.rows:,} rows, {found.supervised:,} supervised tokens; "
-            f"{found.heldout:,} held out, {found.truncated:,} cut, {found.left_out:,} left out"
+            f"{summary.trained:,} samples in {summary.rows:,} rows, {summary.supervised:,} supervised tokens; "
+            f"{summary.heldout:,} held out, {summary.truncated:,} cut, {summary.left_out:,} left out"
         )
-    circle = OriginListing()
+    other_origins = OtherOrigins()
     session = int.from_bytes(os.urandom(8), "big") >> 1
     batches = EpochBatches(
-        rows, manifest.seed, manifest.schedule.microbatch, startup.me, session, lambda: circle.others()
+        rows, manifest.seed, manifest.schedule.microbatch, startup.me, session, lambda: other_origins.peers()
     )
     path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
-    return Epochs(batches, EpochRecord(path, startup.report_event), circle)
+    return Epochs(batches, EpochRecord(path, startup.report_event), other_origins)

@@ -16,20 +16,20 @@ from agora.clock import loop_time
 from agora.node.node_report import NO_TRAFFIC, NodeReport, service_status
 from agora.observe import events
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between two checks of the daemon."""
 TRAFFIC_S = 2.0
 """Seconds between two reports of the traffic."""
 SILENCE_S = 30.0
-"""Seconds for which work in hand may make no progress if systemd gives no interval; otherwise half of that interval."""
+"""Seconds for which work in progress may stand still if systemd gives no interval; else half of that interval."""
 SILENCE_PATHS = 10.0
-"""That time is at least this many times `path_s`, the seconds from here to the last stage and back."""
+"""Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back."""
 
 
 class Notifier:
     """Sends sd_notify datagrams to NOTIFY_SOCKET; does nothing when that is not set (not under systemd).
 
-    `watchdog_s` is the watchdog's interval in seconds, 0 when systemd set no watchdog for this process.
+    watchdog_s: the watchdog's interval in seconds, 0 when systemd set no watchdog for this process.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
@@ -40,7 +40,10 @@ class Notifier:
         self.watchdog_s = int(usec) / 1e6 if usec.isdigit() and is_ours else 0.0
 
     def send(self, **fields: str | int) -> None:
-        """Sends one datagram of KEY=value lines. A datagram that cannot be sent is lost without an error."""
+        """Sends one datagram of KEY=value lines, only the first line of each value; does nothing outside systemd.
+
+        A datagram that cannot be sent at once is lost without an error.
+        """
         if not self._address:
             return
         lines = "\n".join(f"{key}={str(value).splitlines()[0] if str(value) else ''}" for key, value in fields.items())
@@ -50,25 +53,31 @@ class Notifier:
             channel.send(lines.encode())
 
 
-def may_feed(silent_s: float, limit_s: float, in_hand: int, waiting_for: str, resting: str = "") -> tuple[bool, str]:
+def may_feed(
+    silent_s: float, limit_s: float, in_hand: int, waiting_for: str, pause_reason: str = ""
+) -> tuple[bool, str]:
     """Returns whether systemd's watchdog may be fed, and a phrase for its STATUS; unfed, systemd restarts the daemon.
 
-    silent_s: seconds since the daemon made any progress; with microbatches in hand, at most `limit_s` are allowed.
-    waiting_for, resting: what it waits for, why it rests; "" for neither.
+    False only if `in_hand` microbatches (1 or more) are in progress, the daemon is neither paused nor waiting, and
+    `silent_s`, the seconds since its last progress, is above `limit_s`. waiting_for: what the daemon waits for, "" for
+    nothing. pause_reason: why it is paused, "" if it works.
     """
-    if resting:
-        return True, resting
+    if pause_reason:
+        return True, pause_reason
     if waiting_for:
         return True, f"waiting for {waiting_for}"
     if in_hand == 0:
-        return True, "idle: no microbatch in hand"
+        return True, "idle: no open microbatch"
     if silent_s <= limit_s:
         return True, f"working on {in_hand} microbatches"
-    return False, f"no progress for {silent_s:.0f} s with {in_hand} microbatches in hand"
+    return False, f"no progress for {silent_s:.0f} s with {in_hand} open microbatches"
 
 
 class Watchdog:
-    """Takes a report of the node every second: feeds systemd's watchdog while work goes on, and reports changes."""
+    """Takes a report of the node every second: feeds systemd's watchdog unless open work stands still; reports events.
+
+    The events are changes of health, the traffic, and the first microbatch served.
+    """
 
     def __init__(
         self,
@@ -77,7 +86,7 @@ class Watchdog:
         notifier: Notifier,
         age_s: Callable[[], float],
     ) -> None:
-        """age_s: returns for how long the process has run."""
+        """age_s: returns how many seconds the process has run."""
         self._take_node_report = take_node_report
         self._report_event = report_event
         self._notifier = notifier
@@ -87,56 +96,61 @@ class Watchdog:
         self._traffic = NO_TRAFFIC
 
     async def run(self) -> None:
-        """Takes the daemon's report every LOOK_S seconds until cancelled: reports changes of health, feeds systemd.
+        """Every POLL_S, until cancelled, takes the node's report, reports changes of health, and notifies systemd.
 
-        Reports the daemon's traffic every TRAFFIC_S seconds.
+        Every TRAFFIC_S also reports the traffic, if it has changed.
         """
         traffic_due = 0.0
         while True:
             report = self._take_node_report()
             self._report_changes(report)
-            self._feed(report)
+            self._notify_systemd(report)
             if loop_time() >= traffic_due:
                 traffic_due = loop_time() + TRAFFIC_S
                 self.report_traffic(report)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def report_traffic(self, report: NodeReport) -> None:
-        """Reports the byte counts (a Traffic event), if they have changed since the last time."""
+        """Reports the bytes carried since the daemon's start (a Traffic event), unless equal to the last report's."""
         if report.traffic != self._traffic:
             self._traffic = report.traffic
             self._report_event(report.traffic)
 
     def _report_changes(self, report: NodeReport) -> None:
-        """Reports FirstHopServed once the first microbatch is counted, and HealthChanged when the health changes."""
-        first_unix, health, loaded = report.counters.first_counted_unix, report.health, report.span
+        """Reports FirstHopServed, once, after the first microbatch was counted, and HealthChanged for a new state.
+
+        That is the state of the node's health; its changes are not reported while no span is held, except in a pause.
+        """
+        health = report.health
+        loaded = report.span
+        first_unix = report.counters.first_counted_unix
         if first_unix is not None and loaded is not None and not self._has_served:
             self._has_served = True
             served_s = self._age_s() - (report.now_unix - first_unix)
             self._report_event(events.FirstHopServed(loaded.span.first, served_s))
-        is_starting = loaded is None and not report.resting
+        is_starting = loaded is None and not report.pause_reason
         if health.state != self._health and not is_starting:
             self._health = health.state
-            self._report_event(events.HealthChanged(health.state, health.why, health.do or ""))
+            self._report_event(events.HealthChanged(health.state, health.why, health.advice or ""))
 
-    def _feed(self, report: NodeReport) -> None:
-        """Feeds systemd's watchdog if `may_feed` allows it; sends the status, and READY once it has served or rests.
+    def _notify_systemd(self, report: NodeReport) -> None:
+        """Sends systemd the status, feeds its watchdog if `may_feed` allows it, and sends READY.
 
-        Until it has served, it also asks systemd for more time to start.
+        READY goes out with every report from the first microbatch served on, and while the daemon is paused. Before
+        that microbatch, also asks systemd for more time to start whenever it feeds the watchdog.
         """
         path_s, in_hand = (report.span.path_s or 0.0, report.span.in_hand) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
-        if report.step_of_start:
-            waiting_for = f"the step {report.step_of_start!r} of its start"
+        if report.startup_step:
+            waiting_for = f"the step {report.startup_step!r} of its start"
         silent_s = report.now_unix - report.counters.last_sign_unix
-        may, sentence = may_feed(silent_s, limit_s, in_hand, waiting_for, report.resting)
-        if may:
+        is_allowed, phrase = may_feed(silent_s, limit_s, in_hand, waiting_for, report.pause_reason)
+        if is_allowed:
             self._notifier.send(WATCHDOG=1)
-            if not self._has_served:  # more time to start
+            if not self._has_served:  # 120 s more until systemd's start timeout
                 self._notifier.send(EXTEND_TIMEOUT_USEC=120_000_000)
-        if (
-            self._has_served or report.resting
-        ):  # every time, since a datagram may be lost and a second READY changes nothing
+        # Repeated, since a datagram may be lost; a second READY changes nothing.
+        if self._has_served or report.pause_reason:
             self._notifier.send(READY=1)
-        self._notifier.send(STATUS=service_status(report, sentence))
+        self._notifier.send(STATUS=service_status(report, phrase))

@@ -43,7 +43,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class MeshMachine:
-    """One machine of the mesh. endpoint: HOST:PORT at which others dial it, "" behind a NAT. Immutable."""
+    """One machine of the mesh. address: in the mesh. endpoint: HOST:PORT at which others dial it, "" behind a NAT."""
 
     name: str
     public_key: str
@@ -53,7 +53,7 @@ class MeshMachine:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A WireGuard mesh: its address range, its machines, and the UDP port on which all listen. Immutable."""
+    """A WireGuard mesh: its address range, the UDP port on which all machines listen, and its machines."""
 
     network: Network
     port: int
@@ -70,7 +70,11 @@ class Mesh:
 
 
 def read_mesh(text: str, source: str) -> Mesh:
-    """Returns the mesh that a TOML text describes. Raises InputError, which begins with `source`, for a wrong one."""
+    """Returns the mesh that a TOML text describes; machines without an address get free ones of the network, in order.
+
+    Raises InputError, which begins with `source`, for a malformed text, for machines that share a name, key or address,
+    and if no machine has an endpoint.
+    """
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -83,16 +87,16 @@ def read_mesh(text: str, source: str) -> Mesh:
     tables = values.get("machine", [])
     if not isinstance(tables, list) or not 2 <= len(tables) <= MAX_MACHINES:
         raise InputError(f"{source}: a mesh has 2 to {MAX_MACHINES} machines; write a [[machine]] table for each.")
-    taken: dict[str, str] = {}
+    owners: dict[str, str] = {}
     machines: list[MeshMachine] = []
     free = iter(network.hosts())
     requested = {str(table.get("address")) for table in tables if isinstance(table, dict)}
     for number, table in enumerate(tables, 1):
         machine = _parse_machine(table, f"{source}: machine {number}", network, port, free, requested)
         for value in (machine.name, machine.public_key, str(machine.address)):
-            if value in taken:
-                raise InputError(f"{source}: {machine.name} and {taken[value]} both have {value}; each needs its own.")
-            taken[value] = machine.name
+            if value in owners:
+                raise InputError(f"{source}: {machine.name} and {owners[value]} both have {value}; each needs its own.")
+            owners[value] = machine.name
         machines.append(machine)
     mesh = Mesh(network, port, tuple(machines))
     if mesh.hub is None:
@@ -101,10 +105,10 @@ def read_mesh(text: str, source: str) -> Mesh:
 
 
 def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
-    """Returns the text of this machine's configuration for `wg-quick`, without any private key.
+    """Returns the text of the machine `me`'s configuration for `wg-quick`, which reads its private key from KEY_FILE.
 
-    It has a [Peer] for each other machine, unless both lack an endpoint. Traffic between machines behind NATs goes
-    through the hub.
+    It has a [Peer] for each other machine, unless neither of the two has an endpoint. Traffic between machines behind
+    NATs goes through the hub, whose configuration turns on IP forwarding when there are two or more of them.
     """
     others_behind_nat = [machine for machine in mesh.behind_nat() if machine != me]
     lines = [
@@ -120,11 +124,11 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
     for machine in mesh.machines:
         if machine == me or not (machine.endpoint or me.endpoint):
             continue
-        reached = [machine]
+        routed = [machine]
         if machine == mesh.hub and not me.endpoint:
-            reached += others_behind_nat
+            routed += others_behind_nat
         lines += ["", f"# {machine.name}", "[Peer]", f"PublicKey = {machine.public_key}"]
-        lines.append("AllowedIPs = " + ", ".join(f"{each.address}/{each.address.max_prefixlen}" for each in reached))
+        lines.append("AllowedIPs = " + ", ".join(f"{each.address}/{each.address.max_prefixlen}" for each in routed))
         if machine.endpoint:
             lines.append(f"Endpoint = {machine.endpoint}")
         if not me.endpoint:
@@ -133,24 +137,32 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
 
 
 def write_key(path: Path) -> str:
-    """Generates a private key at `path`, mode 0600, unless there is one; returns its public key, in base64.
+    """Generates a private key in the file `path`, mode 0600, unless the file exists; returns the public key, in base64.
 
-    Raises DiskError when it cannot be written, InputError when what is there is no key.
+    Leaves an existing file as it is. Raises DiskError if the file cannot be read or written, and then leaves no part of
+    a key; InputError if it is not a key.
     """
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return _public_key_in(path)
     except OSError as error:
         raise DiskError(f"Cannot write {path} ({error.strerror}); name another file.") from error
     private = X25519PrivateKey.generate()
-    with os.fdopen(handle, "wb") as file:
-        file.write(base64.b64encode(private.private_bytes_raw()) + b"\n")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(base64.b64encode(private.private_bytes_raw()) + b"\n")
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise DiskError(f"Cannot write {path} ({error.strerror}); name another file.") from error
     return _public_key_of(private)
 
 
 def _public_key_in(path: Path) -> str:
-    """Returns the public key of the private one in a file. Raises InputError, DiskError."""
+    """Returns the public key, in base64, that belongs to the private key in a file.
+
+    Raises InputError if the file holds no key, DiskError if it cannot be read.
+    """
     try:
         raw = base64.b64decode(path.read_bytes().strip(), validate=True)
         return _public_key_of(X25519PrivateKey.from_private_bytes(raw))
@@ -161,14 +173,14 @@ def _public_key_in(path: Path) -> str:
 
 
 def _public_key_of(private: X25519PrivateKey) -> str:
-    """Returns the public key in base64."""
+    """Returns the public key that belongs to a private key, in base64."""
     return base64.b64encode(private.public_key().public_bytes_raw()).decode()
 
 
 def _parse_machine(table: Any, source: str, network: Network, port: int, free: Any, requested: set[str]) -> MeshMachine:
-    """Returns one machine of the list. free: iterates over the network's addresses; requested: those asked for.
+    """Returns the machine that a [[machine]] table describes. Raises InputError, which begins with `source`.
 
-    Raises InputError.
+    port: the mesh's, for an endpoint without one. free, requested: see _parse_address.
     """
     if not isinstance(table, dict):
         raise InputError(f"{source}: it must be a [[machine]] table.")
@@ -188,7 +200,10 @@ def _parse_machine(table: Any, source: str, network: Network, port: int, free: A
 
 
 def _check_fields(values: Mapping[str, Any], known: Sequence[str], source: str) -> None:
-    """Raises InputError for the first unknown field, and suggests the nearest."""
+    """Raises InputError for the first key of `values` that is not in `known`; suggests a similar known key.
+
+    source: begins the error's text.
+    """
     for key in values:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -197,18 +212,24 @@ def _check_fields(values: Mapping[str, Any], known: Sequence[str], source: str) 
 
 
 def _check_key(text: str, source: str) -> None:
-    """Raises InputError unless the text is a public key."""
+    """Raises InputError unless the text is a WireGuard public key: 32 bytes as 44 characters of base64.
+
+    source: begins the error's text.
+    """
     try:
         is_key = len(base64.b64decode(text, validate=True)) == 32 and len(text) == 44
     except (binascii.Error, ValueError):
         is_key = False
     if not is_key:
-        made = f"make one on that machine with `swarm mesh --new-key {KEY_FILE}`"
-        raise InputError(f"{source}: public_key must be 44 characters of base64; {made}.")
+        remedy = f"make one on that machine with `swarm mesh --new-key {KEY_FILE}`"
+        raise InputError(f"{source}: public_key must be 44 characters of base64; {remedy}.")
 
 
 def _parse_network(text: Any, source: str) -> Network:
-    """Returns the network in a text. Raises InputError."""
+    """Returns the IP network in a text such as "10.88.0.0/16". Raises InputError for anything else.
+
+    source: begins the error's text.
+    """
     try:
         return ipaddress.ip_network(text if isinstance(text, str) else "")
     except ValueError:
@@ -216,9 +237,10 @@ def _parse_network(text: Any, source: str) -> Network:
 
 
 def _parse_address(text: str, network: Network, free: Any, requested: set[str], source: str) -> Address:
-    """Returns the address in a text; for "" the next free one that no other machine requests.
+    """Returns the address in a text; for "" the next one of `free` that is not in `requested`.
 
-    Raises InputError for an address that is not of the network, and if none is free.
+    free: an iterator over the network's addresses, which this advances. requested: the addresses that machines name, as
+    text. Raises InputError, which begins with `source`, for an address that is not of the network, and if none is free.
     """
     if not text:
         found: Address | None = next((address for address in free if str(address) not in requested), None)
@@ -235,7 +257,10 @@ def _parse_address(text: str, network: Network, free: Any, requested: set[str], 
 
 
 def _parse_endpoint(text: str, port: int, source: str) -> str:
-    """Returns HOST:PORT, with the mesh's port where none is given; "" for "". Raises InputError."""
+    """Returns an endpoint as HOST:PORT, with `port` if it has none; "" for "".
+
+    Raises InputError, which begins with `source`, if the endpoint is malformed.
+    """
     if not text:
         return ""
     match = _ENDPOINT.fullmatch(text)

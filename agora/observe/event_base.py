@@ -16,7 +16,10 @@ Level = Literal["debug", "info", "warning", "error"]
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """Base class of everything that a daemon reports. events.py has all subclasses; each becomes a frozen dataclass."""
+    """Base class of everything that a daemon reports. events.py has all subclasses; each becomes a frozen dataclass.
+
+    level: the severity, by which logs choose what they show. template: see `describe`.
+    """
 
     level: ClassVar[Level] = "debug"
     template: ClassVar[str] = ""  # a sentence with the fields' names in braces; "" lists all fields
@@ -27,7 +30,10 @@ class Event:
         dataclass(frozen=True)(cls)
 
     def describe(self) -> str:
-        """Returns one line for a person: the filled template, or without one the name and all fields."""
+        """Returns a sentence for a person: the filled template, without " " and ";" at its end.
+
+        Without a template, the class's name and all fields. Values are not escaped.
+        """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.template:
             return self.template.format(**values).rstrip(" ;")

@@ -18,7 +18,7 @@ from agora.observe.event_base import Report as Report
 
 
 class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):
-    """Event: a named step of a start, or of a move to other stages, ended after `seconds`; `note`: its result."""
+    """Event: a named phase of a start, or of a move to other stages, ended after `seconds`; `note`: its result."""
 
     name: str
     seconds: float
@@ -26,7 +26,7 @@ class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {not
 
 
 class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_stage}-{last_stage} of run {run:.12}"):
-    """Event: the daemon begins to serve its first span; reported once in a process's life."""
+    """Event: the daemon begins to serve its first span after its start, or after a pause; not after a move."""
 
     peer: str
     run: str
@@ -40,7 +40,7 @@ class PeerStarted(Event, template="peer {peer} (pid {pid}) holds stages {first_s
 class FirstHopServed(Event, level="info", template="first microbatch through stage {stage} after {seconds:.1f} s"):
     """Event: this peer counted its first microbatch, `seconds` after its process started.
 
-    stage: the first of the stages in which it counted the microbatch.
+    stage: the first stage of this peer's span.
     """
 
     stage: int
@@ -61,7 +61,7 @@ class StateChanged(Event, level="info", template="{state}: {reason}"):
 
 
 class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
-    """Event: a task of this daemon failed; `error` is the error's type and text."""
+    """Event: a task of this daemon failed; `error` is what went wrong, mostly the error's type and text."""
 
     task: str
     error: str
@@ -89,7 +89,7 @@ class MicrobatchStarted(Event):
 class MicrobatchCompleted(Event):
     """Event: the origin received a microbatch's answer, `seconds` after it started the microbatch.
 
-    loss_sum: in nats, over its `tokens` supervised tokens. metrics: sums, see agora.metrics.
+    loss_sum: mean loss in nats * `tokens`, the loss weight: supervised tokens, of dpo all. metrics: see agora.metrics.
     """
 
     microbatch: str
@@ -109,7 +109,7 @@ class MicrobatchDropped(Event, level="warning", template="dropped microbatch {mi
 
 
 class MicrobatchRerouted(Event):
-    """Event: a call for `stage` to `from_peer` failed; the microbatch goes to another replica, or to that one again."""
+    """Event: a call for `stage` to `from_peer` failed, other than as Busy; any peer of it gets the microbatch again."""
 
     microbatch: str
     stage: int
@@ -132,11 +132,11 @@ class RepeatServed(Event):
     stage: int
 
 
-class SeatsChanged(Event):
-    """Event: from now on this peer works on at most `seats` microbatches at once; at its start it was `most`."""
+class SlotsChanged(Event):
+    """Event: from now on this peer works on at most `slots` microbatches at once: the slots of its hop."""
 
-    seats: int
-    most: int
+    slots: int
+    most: int  # how many slots it had at its start
     reason: str
 
 
@@ -177,15 +177,15 @@ class SamplesCounted(Event):
 
 
 class StepTaken(Event):
-    """Event: a stage took an optimizer step."""
+    """Event: a stage took an optimizer step, or only set its number of steps to that of its replicas."""
 
     stage: int
-    step: int
+    step: int  # steps taken, with this one
     tokens: int  # of this peer in the step; 0 if only the other replicas took it, and this one only set its number
     loss: float | None  # mean per token of this peer's microbatches; None unless it holds the last stage
-    seconds: float
-    learning_rate: float = 0.0
-    gradient_norm: float | None = None
+    seconds: float  # since the step before
+    learning_rate: float = 0.0  # 0.0 if it only set its number
+    gradient_norm: float | None = None  # None if it only set its number
     staleness: float = 0.0  # mean age of this peer's gradients, in steps
     step_tokens: int | None = None  # of all replicas in their mean gradient; None if the step was along this peer's own
 
@@ -207,7 +207,7 @@ class GradientLate(Event, level="warning"):
     """Event, in synchronous runs: a gradient came after its step's share was closed; the next step uses it."""
 
     stage: int
-    step: int
+    step: int  # steps that the stage has taken
     microbatch: str
     tokens: int
 
@@ -221,16 +221,16 @@ class GradientRefused(Event, level="warning", template="refused a gradient of st
 
 
 class RoundDone(Event):
-    """Event: an averaging round of one stage ended."""
+    """Event: an averaging round of one stage ended at this peer, which is one of its `members`."""
 
     stage: int
     what: str  # what was averaged: "gradient", or "slice" for one slice of the weights
-    round: int
-    parts: int
+    round: int  # its number, counted by stage and `what`
+    parts: int  # into which the values were cut
     failed_parts: int  # parts for which no mean could be used
     contributors: float  # how many of the `members` contributed in time, a mean over the parts
     members: int
-    weight: float
+    weight: float  # tokens behind this peer's values; with 0 they do not enter the mean
     lost: float  # tokens of this replica that came too late for this round and for the one before
     seconds: float
     bytes_out: int
@@ -249,16 +249,16 @@ class PartFailed(Event):
     stage: int
     what: str
     round: int
-    part: int
+    part: int  # its index in the round
     reason: str
 
 
 class CheckpointWritten(Event):
-    """Event: a checkpoint of one stage was written to this peer's disk."""
+    """Event: a checkpoint of one stage was written to this peer's disk, which took `seconds`."""
 
     stage: int
     step: int
-    bytes: int
+    bytes: int  # of the stage's state
     seconds: float
 
 
@@ -326,7 +326,7 @@ class PeerSeen(Event):
 
 
 class PeerGone(Event):
-    """Event: a peer left the view: its claim was withdrawn or not renewed, or it can no longer be reached."""
+    """Event: a peer left the view: its claim ended or is not found any more, it cannot be reached, or it is banned."""
 
     peer: str
     reason: str
@@ -366,7 +366,7 @@ class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offe
     offence: str
     text: str
     follows: str = ""
-    shut_out_s: float = 0.0  # seconds for which the peer is shut out from now
+    suspended_s: float = 0.0  # seconds for which the peer is suspended from now on
 
 
 class PeerBanned(Event, level="warning", template="{peer} is banned {by}: it is neither called nor answered"):

@@ -1,4 +1,4 @@
-"""Named points of the program at which tests kill, freeze or delay a real daemon, or make it send false values.
+"""Named points of the program at which tests kill, freeze or delay a real daemon, or make it send wrong values.
 
 Knows: AGORA_FAULTS ("point:action[=number][:nth[+]][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the
 points. Without AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for
@@ -21,9 +21,9 @@ from typing import Final
 
 from agora_protocol.errors import DeviceError, InputError, LocalError
 
-POINTS = {
-    "hop.accepted": "a seat is taken, nothing is computed",
-    "hop.forwarded": "this span's forward is done, its backward is not",
+POINTS: Final = {
+    "hop.accepted": "a slot is taken, nothing is computed",
+    "hop.forwarded": "this span's forward pass is done, its backward pass is not",
     "hop.before-answer": "everything is counted, the answer is not sent",
     "device.job": "a job of the compute thread begins",
     "state.giving": "a joiner's request for state is understood, nothing is answered",
@@ -31,12 +31,15 @@ POINTS = {
     "averaging.received": "an owner has a member's part and has not averaged it",
     "averaging.gathered": "an owner has averaged a part and not answered this member",
     "averaging.answered": "an owner's answer to one member is ready to leave",
-    "daemon.started": "the process has begun and has read no clock",
+    "daemon.started": "the process has begun and has not read a clock yet",
     "clock.asked": "the other peers' clocks are about to be asked",
     "gossip.step": "the other replicas are told how many steps this one has taken",
     "averaging.scale": "the values of a part are multiplied by this before they are sent: 1",
 }
-ACTIONS = {
+"""Every point, and what holds when the program reaches it."""
+SAY_POINTS: Final = ("gossip.step", "averaging.scale")
+"""The points at which a number is told: there "say" is the only action, and it is one nowhere else."""
+ACTIONS: Final = {
     "kill": "SIGKILL to this process",
     "hang": "this task, or this thread, waits without end; the rest of the process runs on",
     "stop": "SIGSTOP: the whole process freezes",
@@ -46,7 +49,8 @@ ACTIONS = {
     "shift": "shift=SECONDS: the wall clock of this process is set forward, back if negative",
     "say": "say=NUMBER: the others are told this in place of the true number",
 }
-HANG_S = 1e8
+"""Every action of a fault, and what it does."""
+HANG_S: Final = 1e8
 _SECONDS_PATTERN: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
 ACTIONS_WITH_NUMBER: Final = {
     "sleep": re.compile(_SECONDS_PATTERN),
@@ -57,30 +61,27 @@ ACTIONS_WITH_NUMBER: Final = {
 _ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
 ReachFault = Callable[[str], Awaitable[None]]
-"""Called with a point's name when the program reaches it; `reach` outside of tests."""
+"""Type of a function that is awaited with a point's name when the program reaches it; `reach` outside of tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of AGORA_FAULTS: `action` acts at the `nth` arrival at `point`, the first one being 1.
-
-    number: how long a "sleep" lasts and how far a "shift" goes, in seconds; what "say" tells; 0 for other actions.
-    repeats: whether it acts at every later arrival, too.
-    """
+    """One entry of AGORA_FAULTS: the fault `action` happens at the `nth` arrival at `point`."""
 
     point: str
     action: str
-    number: float
-    nth: int
-    repeats: bool
+    number: float  # the seconds of a "sleep" or a "shift", or what "say" tells in place of the truth; otherwise 0
+    nth: int  # counted from 1
+    repeats: bool  # whether the fault happens at every later arrival, too
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Returns the faults of "point:action[=number][:nth[+]][,...]", the text of AGORA_FAULTS.
+    """Returns the faults of "point:action[=number][:nth[+]][,...]", the text of AGORA_FAULTS; skips empty entries.
 
-    number: for "sleep", "shift" and "say", and only for these. nth: the visit to the point on which it acts, from 1, by
-    default the first; with "+" at all later ones, too. Raises InputError for an unknown point or action and for a
-    malformed number.
+    number: for "sleep", "shift" and "say", and only for these. nth: the arrival at the point at which the fault
+    happens, counted from 1, by default the first; with "+" at all later ones, too. Raises InputError for an unknown
+    point or action, an action that the point does not have, and a number or nth that is malformed, missing or out of
+    place.
     """
     return tuple(_parse_fault(entry) for part in text.split(",") if (entry := part.strip()))
 
@@ -88,15 +89,19 @@ def parse(text: str) -> tuple[Fault, ...]:
 def _parse_fault(entry: str) -> Fault:
     """Returns the fault of one entry of AGORA_FAULTS. Raises InputError as `parse` does."""
     point, _, rest = entry.partition(":")
-    what, has_arrival, nth = rest.partition(":")
-    action, has_number, number = what.partition("=")
+    action_text, has_arrival, nth = rest.partition(":")
+    action, has_number, number = action_text.partition("=")
     if point not in POINTS:
         raise InputError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
     if action not in ACTIONS:
         raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
+    if (action == "say") != (point in SAY_POINTS):
+        raise InputError(
+            f"AGORA_FAULTS asks for {action!r} at {point}; say is for {', '.join(SAY_POINTS)}, and they have only say"
+        )
     arrival = _ARRIVAL.fullmatch(nth if has_arrival else "1")
-    wanted = ACTIONS_WITH_NUMBER.get(action)
-    is_number_right = bool(wanted.fullmatch(number)) if wanted else not has_number
+    pattern = ACTIONS_WITH_NUMBER.get(action)
+    is_number_right = bool(pattern.fullmatch(number)) if pattern else not has_number
     if arrival is None or not is_number_right:
         raise InputError(f"AGORA_FAULTS has a malformed number in {entry!r}; write it like sleep=0.5:2 or kill:3+")
     return Fault(point, action, float(number or 0.0), int(arrival[1]), bool(arrival[2]))
@@ -107,17 +112,19 @@ class Faults:
 
     def __init__(self, plan: tuple[Fault, ...], log_path: str | None) -> None:
         """log_path: the file to which a line is appended before each fault acts, or None."""
-        self._plan, self._log_path = plan, log_path
+        self._plan = plan
+        self._log_path = log_path
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def act(self, point: str) -> float:
-        """Counts an arrival at `point`, and carries out the first planned fault that is due there.
+        """Counts an arrival at `point`, and logs and carries out the first planned fault that is due there.
 
         "kill" and "stop" send a signal to this process, "shift" sets its wall clock, "fail" raises DeviceError and
-        "exit" SystemExit. Returns the seconds that the caller must wait, for "hang" and "sleep"; otherwise 0.0.
+        "exit" SystemExit. Does not wait: returns the seconds that the caller must wait, for "hang" and "sleep", else
+        0.0. `point` must not be one of SAY_POINTS.
         """
-        fault = self._due(point)
+        fault = self._find_due(point)
         if fault is None:
             return 0.0
         if fault.action in ("kill", "stop"):
@@ -132,12 +139,18 @@ class Faults:
         return HANG_S if fault.action == "hang" else fault.number
 
     def say(self, point: str, truth: float) -> float:
-        """Counts an arrival at `point`; returns the number of a planned "say" that is due there, else `truth`."""
-        fault = self._due(point)
+        """Counts an arrival at `point`; logs the fault that is due there and returns its number; without one, `truth`.
+
+        point: one of SAY_POINTS.
+        """
+        fault = self._find_due(point)
         return truth if fault is None else fault.number
 
-    def _due(self, point: str) -> Fault | None:
-        """Counts an arrival at `point`; returns the first planned fault that is due there, once it is on record."""
+    def _find_due(self, point: str) -> Fault | None:
+        """Counts an arrival at `point`; returns the first planned fault that is due there, or None.
+
+        Appends a line about that fault to the log file, if there is one.
+        """
         with self._lock:
             self._counts[point] += 1
             count = self._counts[point]
@@ -153,14 +166,14 @@ class Faults:
 
 
 def _shift_wall_clock(seconds: float) -> None:
-    """Replaces time.time and time.time_ns of this process by functions that are `seconds` ahead of them."""
+    """Sets time.time and time.time_ns of this process `seconds` ahead, or back if negative; repeated shifts add up."""
     unix, unix_ns = time.time, time.time_ns
     time.time = lambda: unix() + seconds
     time.time_ns = lambda: unix_ns() + int(seconds * 1e9)
 
 
 def from_environment() -> Faults | None:
-    """Returns the faults of AGORA_FAULTS, None when it is empty. Raises LocalError when it is malformed."""
+    """Returns the faults of AGORA_FAULTS, None if it is unset or empty. Raises LocalError if it is malformed."""
     text = os.environ.get("AGORA_FAULTS", "")
     try:
         return Faults(parse(text), os.environ.get("AGORA_FAULTS_LOG")) if text else None
@@ -171,30 +184,31 @@ def from_environment() -> Faults | None:
 _active: Faults | None = None
 
 
-def activate(faults: Faults | None) -> None:
-    """Sets the faults that `reach` and `reach_blocking` carry out in this process; with None they do nothing."""
+def set_active_faults(faults: Faults | None) -> None:
+    """Sets the faults of `reach`, `reach_blocking` and `say` in this process; with None the points do nothing."""
     global _active
     _active = faults
 
 
 async def reach(point: str) -> None:
-    """Carries out a fault that is due at `point`; coroutines call it there. A delay makes only this task wait.
+    """Injects the fault that is due when a coroutine arrives at `point`, if any; counts the arrival.
 
-    Raises DeviceError or SystemExit as Faults.act does.
+    It may sleep (this task only), raise DeviceError or SystemExit, freeze or kill the process, or shift its wall clock;
+    see Faults.act. Does nothing without active faults.
     """
     if _active is not None and (wait_s := _active.act(point)):
         await asyncio.sleep(wait_s)
 
 
 def reach_blocking(point: str) -> None:
-    """Carries out a fault that is due at `point`; threads other than the event loop's call it. A delay blocks them.
+    """Injects the fault that is due when a thread arrives at `point`, if any; counts the arrival.
 
-    Raises DeviceError or SystemExit as Faults.act does.
+    Does as `reach`, but a sleep blocks the thread.
     """
     if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)
 
 
 def say(point: str, truth: float) -> float:
-    """Returns what to tell other peers at `point`: `truth`, or the number of a "say" that is due there."""
+    """Counts an arrival at `point`; returns what to tell peers: `truth`, or the number of a fault that is due there."""
     return truth if _active is None else _active.say(point, truth)

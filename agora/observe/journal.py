@@ -26,15 +26,22 @@ KEPT_FILES = 3
 
 
 class Journal:
-    """A reporter's sink that appends events to the journal's file; rotates it at `max_file_bytes`, keeps KEPT_FILES."""
+    """A reporter's sink that appends events to DIR/events.jsonl, which it rotates before it exceeds `max_file_bytes`.
+
+    It keeps KEPT_FILES files, the current one included.
+    """
 
     def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        """Opens or creates the file in `directory`, which must exist. Raises OSError."""
         self.path = directory / FILE_NAME
         self._max_file_bytes = max_file_bytes
         self._open()
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Appends the event as a line; rotates the file first if the line would exceed its limit. Raises OSError."""
+        """Appends the event as a line; first rotates a file that is not empty if the line would exceed its limit.
+
+        Raises OSError, also if only a part of the line was written, and TypeError for an event that EVENTS lacks.
+        """
         line = encode(event, at_unix)
         if self._size and self._size + len(line) > self._max_file_bytes:
             self._rotate()
@@ -44,7 +51,7 @@ class Journal:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _rotate(self) -> None:
-        """Renames events.jsonl to .1 and .1 to .2, over the oldest file, and begins a new events.jsonl."""
+        """Renames events.jsonl to .1 and .1 to .2, which replaces the oldest file, and begins a new events.jsonl."""
         os.close(self._handle)
         for number in range(KEPT_FILES - 1, 0, -1):
             older, newer = rotated_path(self.path, number), rotated_path(self.path, number - 1)
@@ -53,7 +60,7 @@ class Journal:
         self._open()
 
     def _open(self) -> None:
-        """Opens the file for appending; a new one can be read by this user alone."""
+        """Opens the file for appending and notes its size; a new one can be read by this user alone."""
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._handle).st_size
 
@@ -66,7 +73,7 @@ def rotated_path(path: Path, number: int) -> Path:
 def encode(event: Event, at_unix: float) -> bytes:
     """Returns the event's JSON line as bytes, with its newline: to_json's fields, and its time as "at_unix".
 
-    Numbers that are not finite become null, since JSON has none, also in tuples.
+    Numbers that are not finite become null, also in tuples, because JSON has none. Raises TypeError as to_json does.
     """
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
     finite = {name: _finite_or_none(value) for name, value in fields.items()}
@@ -74,7 +81,7 @@ def encode(event: Event, at_unix: float) -> bytes:
 
 
 def _finite_or_none(value: Any) -> Any:
-    """Returns an event's value with None for each number in it that is not finite; tuples are copied."""
+    """Returns an event's value with None in place of each float that is not finite, also within tuples."""
     if isinstance(value, tuple):
         return tuple(map(_finite_or_none, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -82,17 +89,21 @@ def _finite_or_none(value: Any) -> Any:
 
 @dataclass
 class Follower:
-    """Reads the journal in a directory, written by any process: all of its files first, later only what is new.
+    """Reads the journal that any process writes in `directory`: at first all its files, later only the new lines.
 
-    It follows the journal through rotations.
+    It follows the journal through rotations, except for files that were removed between two reads.
     """
 
     directory: Path
     _inode: int = 0
     _offset: int = 0
 
-    def news(self) -> list[dict[str, Any]]:
-        """Returns the JSON object of each complete line written since the last call; skips other lines."""
+    def read_new(self) -> list[dict[str, Any]]:
+        """Returns the JSON object of each complete line written since the last call; [] while there is no journal.
+
+        The first call reads all files that are kept, rotated ones too. Lines that are not JSON objects are skipped. A
+        line that is not complete yet is left to a later call.
+        """
         values: list[Any] = []
         for file in self._unread():
             with file.open("rb") as handle:
@@ -108,7 +119,10 @@ class Follower:
         return [value for value in values if isinstance(value, dict)]
 
     def _unread(self) -> list[Path]:
-        """Returns the file that was read last, under its present name, and every newer file, the oldest first."""
+        """Returns the file that was read last, under its present name, and every newer file, the oldest first.
+
+        Returns all files of the journal if none was read yet, or if the one read last has been removed.
+        """
         files: list[Path] = []
         for number in range(KEPT_FILES):
             candidate = rotated_path(self.directory / FILE_NAME, number)
@@ -123,7 +137,7 @@ class Follower:
 def to_json(event: Event) -> dict[str, Any]:
     """Returns the event's fields by name, and its name as "event".
 
-    Raises TypeError for one that EVENTS does not list.
+    Raises TypeError for an event that EVENTS does not list.
     """
     name = type(event).__name__
     if EVENTS.get(name) is not type(event):
@@ -134,7 +148,8 @@ def to_json(event: Event) -> dict[str, Any]:
 def from_json(fields: Mapping[str, Any]) -> Event | None:
     """Returns the event with these fields, as `to_json` returned them or read back from JSON.
 
-    Unknown fields are ignored. Returns None for an unknown event, or if a field is missing.
+    Ignores unknown fields, turns lists into tuples where the field is one, and checks no values. Returns None for an
+    unknown event, or if a field that has no default is missing.
     """
     cls = EVENTS.get(str(fields.get("event")))
     if cls is None:

@@ -18,6 +18,7 @@ LEVELS = ("debug", "info", "warning", "error")  # in rising order
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m"}
 _PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 REPEAT_S = 10.0
+"""Seconds for which a sentence that was written is not written again, unless its level is info."""
 
 
 def is_journald_stream(stream: TextIO) -> bool:
@@ -32,8 +33,8 @@ def is_journald_stream(stream: TextIO) -> bool:
 class EventLog:
     """A reporter's sink that writes each event of `level` or above to a stream, standard error by default.
 
-    People get `12:00:01 sentence`. A sentence that is repeated within 10 s is left out, unless its level is info; when
-    it is next written, the line ends with how often it was reported. journald gets repeated sentences, too, each event
+    People get `12:00:01 sentence`. A sentence that is repeated within REPEAT_S is left out, unless its level is info;
+    when it is next written, the line ends with how often it was reported. journald gets each event, repeated ones too,
     as `<priority>{json}`.
     """
 
@@ -42,12 +43,13 @@ class EventLog:
         self._floor = LEVELS.index(level)
         self._is_for_journald = is_journald_stream(self._stream)
         self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
-        self._last: dict[str, tuple[float, int]] = {}
+        self._last: dict[str, tuple[float, int]] = {}  # by sentence: when it was written, how often left out since
 
     def take(self, event: Event, at_unix: float) -> None:
         """Writes the event, unless its level is too low, or it repeats a sentence of the last REPEAT_S and is not info.
 
-        Writes it as JSON with its priority for systemd's journal, else as a line with time, level and sentence.
+        Writes JSON with a priority for systemd's journal, which gets repeats too; else a line with the time, the level
+        of warnings and errors, and the sentence, with unprintable characters replaced. Raises OSError.
         """
         if LEVELS.index(event.level) < self._floor:
             return

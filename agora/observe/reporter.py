@@ -18,17 +18,20 @@ from agora.observe.events import Event
 
 
 class Sink(Protocol):
-    """Interface of a place that a Reporter passes events to, such as the journal, in the order of the reports."""
+    """Protocol: what a Reporter passes each event to, in the order of the reports, such as the journal or the log."""
 
     def take(self, event: Event, at_unix: float) -> None:
         """Takes one event, quickly, since a lock is held. at_unix: wall clock, in seconds, when it was reported.
 
-        Raises OSError if it cannot be written; the reporter then drops this sink.
+        Raises OSError if the event cannot be written; the reporter then drops this sink.
         """
 
 
 class Reporter:
-    """Counts the events of a daemon and passes each to every sink; drops a sink that raises OSError. Thread-safe."""
+    """Counts the events of a daemon and passes each to every sink; drops a sink that raises OSError. Thread-safe.
+
+    counters: the running totals; other threads read a `snapshot`.
+    """
 
     def __init__(self, sinks: Sequence[Sink] = (), unix: Callable[[], float] = time.time) -> None:
         """unix: returns the present time in unix seconds; it is called once for each event."""
@@ -38,7 +41,10 @@ class Reporter:
         self.counters = Counters()
 
     def report(self, event: Event) -> None:
-        """Counts the event and passes it on. A sink that raises OSError is dropped, and DiskTrouble reported."""
+        """Counts the event and passes it, with the present time, to every sink in turn.
+
+        Drops a sink that raises OSError for good, and then reports DiskTrouble to the remaining sinks.
+        """
         now = self._unix()
         broken: list[tuple[Sink, OSError]] = []
         with self._lock:
@@ -54,7 +60,7 @@ class Reporter:
             self.report(events.DiskTrouble(str(getattr(sink, "path", "the log")), reason.strerror or str(reason)))
 
     def snapshot(self) -> Counters:
-        """Returns a copy of the counters."""
+        """Returns a copy of the counters, which later events do not change."""
         with self._lock:
             return copy.deepcopy(self.counters)
 
@@ -113,7 +119,12 @@ class Counters:
                 self.samples = event
 
     def summary(self) -> dict[str, Any]:
-        """Returns most counters as a dict of JSON values; stage numbers become strings, as JSON requires of keys."""
+        """Returns a part of the counters as a dict of JSON values: microbatches, tokens, steps, offences.
+
+        "microbatches" has those of training by outcome, with "in_flight" as the rest; but its "rerouted", "repeats" and
+        "refused" count all purposes. "evaluated" has those of evaluation. "counted" and "steps" are by stage, with the
+        stages' numbers as strings, as JSON requires of keys.
+        """
         started, completed, dropped = (counts["train"] for counts in (self.started, self.completed, self.dropped))
         return {
             "microbatches": {

@@ -15,7 +15,7 @@ from agora_protocol.ids import Span
 from agora.clock import loop_time
 
 MAX_WAIT_FRACTION = 0.5
-"""A microbatch waits here for at most this part of its remaining time; the rest is for a peer that is further on."""
+"""A microbatch waits here for at most this part of its remaining time; the rest is left for asking another peer."""
 MAX_STEPS_AHEAD = 1
 """A microbatch waits if the stages here are at most this many steps behind its step; otherwise it is refused. An origin
 opens a step when all tokens of the step before are counted, by replicas that had taken all steps before that; so a
@@ -27,28 +27,35 @@ RETRY_MS = 200
 
 
 class ChangeNotifier:
-    """Wakes waiting coroutines, like a condition variable without a lock: each then checks itself what has changed."""
+    """Wakes the coroutines that wait for some change; each then checks by itself whether its condition holds now.
+
+    It is an asyncio.Condition without a lock, whose `wait` may have a time limit.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes all coroutines in `wait`, in the order of their arrival. Call it on the event loop."""
+        """Wakes all coroutines that are in `wait` now, in the order of their arrival. Call it on the event loop."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self, until: float | None = None) -> None:
-        """Returns at the next `notify`, or at loop time `until`; None means no time limit. Raises no TimeoutError."""
+        """Returns at the next `notify`, or at loop time `until` without an error; None means no time limit.
+
+        A `notify` before the call does not end the wait: check the condition before each call.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._event.wait()
 
 
 class StepBarrier:
-    """Makes a synchronous run's microbatches wait until the stages here have taken the steps before theirs.
+    """In a synchronous run, holds a microbatch of step s back until this peer's stages have taken s steps.
 
-    So no gradient of one step is ever counted into another, however far apart the replicas are. A microbatch that waits
-    takes no seat. step_of(stage): returns how many steps a stage of `span` has taken.
+    `span` has this peer's stages; a microbatch waits for those from its entry stage on. So no gradient of one step is
+    counted into another, however far apart the replicas are. A microbatch that waits takes no slot of the ledger.
+    step_of(stage): returns how many steps a stage of `span` has taken here.
     """
 
     def __init__(self, span: Span, step_of: Callable[[int], int]) -> None:
@@ -57,17 +64,21 @@ class StepBarrier:
         self._changed = ChangeNotifier()
 
     def notify_step(self) -> None:
-        """Wakes the waiting microbatches; call it after each step of a stage of the span."""
+        """Makes the waiting microbatches check again; call it after each step of a stage of the span."""
         self._changed.notify()
 
     def refuse_early(self, first: int, step: int) -> None:
-        """Raises Busy if a stage from `first` to the span's last is more than MAX_STEPS_AHEAD steps behind `step`."""
+        """Raises Busy at once if a microbatch of `step` would have to wait for more than MAX_STEPS_AHEAD steps.
+
+        That is so if any stage from `first` to the span's last has taken fewer than step - MAX_STEPS_AHEAD steps.
+        """
         self._require_step(first, step - MAX_STEPS_AHEAD)
 
     async def wait_for_step(self, first: int, step: int, deadline: float) -> None:
-        """Waits until the stages from `first` to the span's last have taken `step` steps.
+        """Waits until all stages from `first` to the span's last have taken at least `step` steps.
 
-        Raises Busy after MAX_WAIT_FRACTION of the time until `deadline`, so that the caller can still ask another peer.
+        If they have not after MAX_WAIT_FRACTION of the time until the loop time `deadline`, raises Busy, so that the
+        caller can still ask another peer.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         while loop_time() < until and self._stages_behind(first, step):
@@ -79,17 +90,20 @@ class StepBarrier:
         return [stage for stage in range(first, self._span.last + 1) if self._step_of(stage) < step]
 
     def _require_step(self, first: int, step: int) -> None:
-        """Raises Busy when a stage from `first` to the span's last has taken fewer than `step` steps."""
+        """Raises Busy if a stage from `first` to the span's last has taken fewer than `step` steps.
+
+        The error names the first such stage, and RETRY_MS as the time after which to ask again.
+        """
         if behind := self._stages_behind(first, step):
             raise Busy(f"stage {behind[0]} has not taken step {step} here yet", RETRY_MS)
 
 
 class MeanBarrier:
-    """Makes an asynchronous run's microbatches wait while replicas form a mean gradient that is expected soon.
+    """In an asynchronous run, holds microbatches back while the replicas average a gradient and the mean is due soon.
 
-    The waiting microbatches count for the next step, and so are computed on weights that include that mean. A
-    microbatch that waits takes no seat. awaits_mean(stage): returns whether such a mean is awaited; it must become
-    False after a while, since nothing notifies this barrier of that.
+    The held microbatches are then computed on weights that include the mean, and count for the step after it. They take
+    no slot of the ledger. awaits_mean(stage): returns whether such a mean is awaited for a stage of `span`. It is
+    polled every LOOK_S, and must become False after a while by itself.
     """
 
     def __init__(self, span: Span, awaits_mean: Callable[[int], bool]) -> None:
@@ -98,13 +112,14 @@ class MeanBarrier:
         self._changed = ChangeNotifier()
 
     def notify_step(self) -> None:
-        """Wakes the waiting microbatches; call it after each step of a stage of the span."""
+        """Makes the waiting microbatches check again; call it after each step of a stage of the span."""
         self._changed.notify()
 
     async def wait_for_mean(self, first: int, deadline: float) -> None:
-        """Waits while a mean is awaited in any stage from `first` to the span's last.
+        """Waits while a mean is awaited for any stage from `first` to the span's last.
 
-        Returns in any case after MAX_WAIT_FRACTION of the time until `deadline`; raises nothing.
+        Returns at the latest after MAX_WAIT_FRACTION of the time until the loop time `deadline`, even if a mean is
+        still awaited; raises nothing.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         stages = range(first, self._span.last + 1)

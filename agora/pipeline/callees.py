@@ -19,28 +19,30 @@ from agora_protocol.ids import PeerId
 from agora.swarm.view import PeerView
 
 MAX_CALLEES = 8
-"""Peers of one stage that a caller calls, besides those that fail."""
+"""Number of peers of one stage that a caller calls; peers whose last call failed come in addition."""
 MAX_TIMES_MEDIAN = 16.0
 """A peer's claimed capacity counts as at most this many times the median."""
 MIN_TIMES_MEDIAN = 0.5
-"""It counts as at least this: a slow peer has fewer callers than others, but hardly ever none."""
+"""A capacity counts as at least this many times the median: a slow peer has few callers, but hardly ever none."""
 
 
 def choose_callees(
-    live: Mapping[PeerId, PeerView], places: Mapping[PeerId, float], failing: Collection[PeerId]
+    live: Mapping[PeerId, PeerView], rendezvous_keys: Mapping[PeerId, float], failing: Collection[PeerId]
 ) -> set[PeerId]:
-    """Returns the ids of those of `live` that are called: MAX_CALLEES that do not fail, or all if there are fewer.
+    """Returns the ids of those peers of a stage that one caller calls: all of `live` if they are at most MAX_CALLEES.
 
-    They are the first in a weighted rendezvous order: each peer's place is drawn by a hash, and peers of twice the
-    capacity come first twice as often. So the callers of a stage are spread over its peers by capacity, and one that
-    goes is replaced without changing the others. Failing peers that come before the last one are kept, so that they
-    are tried again. places: of each live peer, as place_of returns it. failing: ids of those whose last call failed.
+    Otherwise takes peers by weighted rendezvous hashing, lowest rendezvous key / capacity weight first, until it has
+    MAX_CALLEES that do not fail. Failing peers that it meets on the way are returned too, so that they are tried again.
+    So the callers of a stage are spread over its peers by capacity, and when a peer leaves, only that one is replaced.
+    rendezvous_keys: for each live peer, its rendezvous_key for this caller. failing: peers whose last call failed.
     """
     if len(live) <= MAX_CALLEES:
         return set(live)
-    usual = median_low([view.capacity for view in live.values() if view.capacity > 0] or [1.0])
-    ranked = sorted([(places[peer] / _capacity_weight(view.capacity, usual), peer) for peer, view in live.items()])
-    chosen, healthy = set(), 0
+    median_capacity = median_low([view.capacity for view in live.values() if view.capacity > 0] or [1.0])
+    weights = {peer: _capacity_weight(view.capacity, median_capacity) for peer, view in live.items()}
+    ranked = sorted([(rendezvous_keys[peer] / weight, peer) for peer, weight in weights.items()])
+    chosen = set()
+    healthy = 0
     for _, peer in ranked:
         chosen.add(peer)
         healthy += peer not in failing
@@ -50,18 +52,23 @@ def choose_callees(
 
 
 @lru_cache(maxsize=4096)
-def _capacity_weight(capacity: float, usual: float) -> float:
-    """Returns capacity / usual, clamped to [MIN_TIMES_MEDIAN, MAX_TIMES_MEDIAN] and rounded to a power of two.
+def _capacity_weight(capacity: float, median_capacity: float) -> float:
+    """Returns a peer's weight in rendezvous hashing: capacity / median_capacity, rounded to a power of two.
 
-    1.0 for an unknown capacity (0 or less). It is rounded so that small changes do not matter.
+    The ratio is first clamped to MIN_TIMES_MEDIAN and MAX_TIMES_MEDIAN. Rounding keeps the choice of callees stable
+    while capacities change a little. Returns 1.0 for an unknown capacity (0 or less).
     """
     if capacity <= 0.0:
         return 1.0
-    ratio = min(max(capacity / usual, MIN_TIMES_MEDIAN), MAX_TIMES_MEDIAN)
+    ratio = min(max(capacity / median_capacity, MIN_TIMES_MEDIAN), MAX_TIMES_MEDIAN)
     return 2.0 ** round(math.log2(ratio))
 
 
-def place_of(me: PeerId, peer: PeerId) -> float:
-    """Returns an exponentially distributed number that a hash of the two ids decides; the least comes first."""
+def rendezvous_key(me: PeerId, peer: PeerId) -> float:
+    """Returns the key of `peer` for the caller `me`: their hash, mapped to an exponential variate of mean 1.
+
+    The same caller and peer always have the same key. The key divided by the peer's weight is the sort key of weighted
+    rendezvous hashing, lowest first.
+    """
     digest = hashlib.blake2b(f"agora callee 1\0{me}\0{peer}".encode(), digest_size=8).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / 2**64)

@@ -20,32 +20,43 @@ from agora.observe import events
 from agora.swarm.conduct import Offence, ReportOffence
 
 INTERVAL_S: Final = 0.25
+"""Seconds between two ticks."""
 HEARTBEAT_S: Final = 2.0
 """Seconds after which an origin sends its state again although it has not changed, above all for newcomers."""
 TARGETS: Final = 4
 """Maximum number of other origins to which the state is sent at one interval."""
 CALL_S: Final = 3.0
+"""Seconds after which a call that was not answered has failed."""
 REPEAT_S: Final = 60.0
-"""Seconds between two reports that one and the same origin trains on other rows."""
+"""Minimum seconds between two reports that one and the same origin trains on other rows."""
 
 
 class SharedEpochs(Protocol):
-    """Protocol: what this origin knows of the epochs, as integers to send; implemented by data.EpochShares.
-
-    last_told: what `state` last returned; () before its first call.
-    """
+    """Protocol: this origin's knowledge of which rows of the epochs are taken and done; see data.EpochShares."""
 
     @property
-    def last_told(self) -> tuple[int, ...]: ...
-    def state(self) -> tuple[int, ...]:
-        """Returns the present state as integers to send, and remembers it as last_told."""
+    def last_state(self) -> tuple[int, ...]:
+        """What `next_state` last returned; () before its first call."""
+
+    def next_state(self) -> tuple[int, ...]:
+        """Encodes the present knowledge as integers to send; returns and keeps it as `last_state`.
+
+        Each call also advances the clock by which claims expire: call it once in each interval.
+        """
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Merges the state `values` of another origin. Raises ProtocolError if malformed, DataError for other rows."""
+        """Merges the state `values` of another origin into this one's.
+
+        Raises ProtocolError if `values` is malformed, DataError if that origin trains on other rows.
+        """
 
 
 class EpochGossip:
-    """Sends this origin's epoch state, when it has changed, to a few others at every interval; answers theirs."""
+    """Exchanges this origin's epoch state with other origins: `run` sends the state, `answer` serves their requests.
+
+    The state is sent to up to TARGETS random origins, when it has changed or every HEARTBEAT_S. The states of other
+    origins, received in requests and in answers, are merged into this origin's.
+    """
 
     def __init__(
         self,
@@ -67,11 +78,11 @@ class EpochGossip:
         self._on_news = on_news
         self._rng = rng or random.Random()
         self._calls: dict[PeerId, asyncio.Task[None]] = {}
-        self._told_at = -HEARTBEAT_S
+        self._sent_at = -HEARTBEAT_S
         self._reported_at: dict[PeerId, float] = {}
 
     async def run(self) -> None:
-        """Calls `tick` every INTERVAL_S until cancelled; then cancels the open calls and waits for them."""
+        """Calls `tick` at once and every INTERVAL_S until cancelled; then cancels the open calls and waits for them."""
         try:
             while True:
                 self.tick()
@@ -82,28 +93,35 @@ class EpochGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def tick(self) -> None:
-        """Sends the state to up to TARGETS random origins if it has changed or a heartbeat is due; calls `on_news`.
+        """Encodes the state again, and sends it to up to TARGETS random origins if it is due; then calls `on_news`.
 
-        Starts one task for each call, and does not wait. Origins to which a call is still open are left out.
+        It is due if it has changed since the last tick, or was not sent for HEARTBEAT_S. Starts one task for each call,
+        and does not wait. Origins to which a call is still open are left out.
         """
-        last_state, now = self._shares.last_told, loop_time()
-        state = self._shares.state()
-        if state != last_state or now - self._told_at >= HEARTBEAT_S:
+        now = loop_time()
+        last_state = self._shares.last_state
+        state = self._shares.next_state()
+        if state != last_state or now - self._sent_at >= HEARTBEAT_S:
             free = sorted(set(self._others()) - self._calls.keys())
             for peer in self._rng.sample(free, min(TARGETS, len(free))):
-                self._calls[peer] = asyncio.create_task(self._tell(peer, GossipEpochs(state)), name=f"epochs {peer}")
-            self._told_at = now
+                call = self._send_state(peer, GossipEpochs(state))
+                self._calls[peer] = asyncio.create_task(call, name=f"epochs {peer}")
+            self._sent_at = now
         self._on_news()
 
     def answer(self, peer: PeerId, message: GossipEpochs) -> GossipedEpochs:
-        """Merges another origin's state and returns this one's. Raises ProtocolError for a malformed state."""
+        """Merges the state of the origin `peer`, calls `on_news`, and returns this origin's state as of its last tick.
+
+        Before the first tick, the returned state is encoded again. A state of other rows is not merged but answered.
+        Raises ProtocolError for a malformed state.
+        """
         self._merge(peer, message.state)
-        return GossipedEpochs(self._shares.last_told or self._shares.state())
+        return GossipedEpochs(self._shares.last_state or self._shares.next_state())
 
-    async def _tell(self, peer: PeerId, request: GossipEpochs) -> None:
-        """Sends one request and merges the state in its answer. Reports a malformed answer as an offence of `peer`.
+    async def _send_state(self, peer: PeerId, request: GossipEpochs) -> None:
+        """Sends `request` to `peer` and merges the state in the answer; in the end removes the call from the open ones.
 
-        Ignores a peer that does not answer.
+        Reports a malformed answer as an offence of `peer`; ignores a call that fails for another reason.
         """
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
@@ -118,9 +136,10 @@ class EpochGossip:
             del self._calls[peer]
 
     def _merge(self, peer: PeerId, state: Sequence[int]) -> None:
-        """Merges the state of `peer` and calls `on_news`. Raises ProtocolError for a malformed state.
+        """Merges the state of `peer` into this origin's and calls `on_news`.
 
-        A state of other rows is not used; TaskFailed reports that, at most every REPEAT_S for each peer.
+        If `peer` trains on other rows, merges nothing and reports TaskFailed, at most every REPEAT_S for each peer, but
+        calls `on_news` too. Raises ProtocolError for a malformed state.
         """
         try:
             self._shares.merge(peer, state)

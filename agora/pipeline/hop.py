@@ -1,6 +1,6 @@
 """One peer's work on one microbatch. Each hop calls the next one; the gradient comes back as the answer of the call.
 
-Knows: the order of the work (seat, forward, next stage, backward, answer). Must not know: how tensors are computed
+Knows: the order of the work (slot, forward, next stage, backward, answer). Must not know: how tensors are computed
 (interfaces.SpanCompute), which peer comes next (router), or who draws microbatches (origin).
 """
 
@@ -19,8 +19,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress
 from agora.clock import loop_time
+from agora.fair_share import Holder
 from agora.moving_average import MovingAverage
-from agora.net.fair_share import Holder
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
@@ -30,35 +30,33 @@ from agora.pipeline.routing import deadline_for_others
 from agora.stepping import SpanResult
 
 MIN_USEFUL_S = 0.001
-"""Seconds: with less time left, a hop starts nothing."""
+"""A hop that has less than this many seconds left starts nothing."""
 PATH_SAMPLES = 33
 """Number of latest samples whose median is `Hop.path_s`."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A Process request with its checked tensors, and its deadline on the loop's clock. Immutable.
-
-    boundary: what enters the stage; None at stage 0. holder: the peer that asks; None for this peer's own origin.
-    """
+class HopRequest:
+    """A Process request whose tensors have been checked."""
 
     message: Process
-    boundary: WireTensor | None
+    boundary: WireTensor | None  # what enters stage `message.stage`; None at stage 0
     tokens: WireTensor
-    deadline: float
-    holder: Holder | None = None
+    deadline: float  # loop time by which its answer is due
+    holder: Holder | None = None  # the peer that asks and its address prefix; None for this peer's own origin
 
     @property
     def is_training(self) -> bool:
-        """Whether the microbatch has a backward, and its gradient is counted; otherwise it is only evaluated."""
+        """Whether the purpose is "train": a backward runs and the gradient is counted; else only a forward runs."""
         return self.message.purpose == "train"
 
 
 class Hop:
     """Answers Process requests while this peer holds its span: forward here, call to the next peer, backward here.
 
-    Other peers and this peer's own origin call `process`. queue: number of jobs that wait for the device or are on it.
+    Other peers and this peer's own origin call `process`. queue: number of this hop's jobs that wait for the device or
+    run on it. barrier: makes microbatches wait for a step or a mean before they take a slot; None lets none wait.
     """
 
     def __init__(
@@ -99,12 +97,12 @@ class Hop:
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
-        First waits, for part of the time until loop time `deadline`, for its stages to reach the microbatch's step. A
-        repeated request gets the kept answer, or joins the running work. tensors: [boundary, tokens]; the boundary may
-        be missing at stage 0. on_progress is called with each Advance. holder: who asks; None for this peer's own
-        origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before it, if too little time is
-        left, or, like errors of the compute, during it. In all these cases the gradient is not counted here. Reports
-        refusals as HopRefused.
+        A repeated request gets the kept answer at once, or joins the running work. For others, the barrier first waits
+        for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
+        stage 0. on_progress is called with each Advance of this and later hops. holder: who asks; None for this peer's
+        own origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before any work if too little
+        time is left; Unavailable and errors of the compute during the work. After each of these errors the gradient is
+        not counted here. Reports a refusal as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -113,111 +111,123 @@ class Hop:
                     raise NotMyStage(
                         f"this peer holds stages {self._span}, not {message.stage}; ask the directory again"
                     )
-                boundary, tokens = self._router.shapes.boundary_and_tokens(message, tensors)
-                answer = await self._join_or_start(Job(message, boundary, tokens, deadline, holder), on_progress)
+                boundary, tokens = self._router.wire_rules.check_request(message, tensors)
+                answer = await self._join_or_start(HopRequest(message, boundary, tokens, deadline, holder), on_progress)
         except Refused as refusal:
             self._report(events.HopRefused(message.microbatch.hex(), message.stage, refusal.code))
             raise
         await self._fault("hop.before-answer")
         return answer
 
-    async def _join_or_start(self, job: Job, on_progress: OnProgress) -> HopAnswer:
-        """Waits for the microbatch's step or for a mean, then starts the work or joins it; returns its answer.
+    async def _join_or_start(self, request: HopRequest, on_progress: OnProgress) -> HopAnswer:
+        """Waits at the barrier, then starts the request's work in the ledger or joins it; returns the work's answer.
 
-        Raises Busy for a microbatch that went through one of these stages before, or whose step is too far ahead.
+        A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy, before
+        the wait, for a training microbatch that entered this peer at another stage and overlaps this request's stages,
+        and for one whose step is too far ahead; after it, as StepBarrier.wait_for_step and WorkLedger.run do.
         """
-        first, step, last = job.message.stage, job.message.step, self._span.last
-        key = WorkKey(job.message.microbatch, first)
-        if job.is_training:
+        first = request.message.stage
+        last = self._span.last
+        step = request.message.step
+        key = WorkKey(request.message.microbatch, first)
+        if request.is_training:
             self._ledger.refuse_overlap(key, last)
-        if isinstance(self._barrier, MeanBarrier) and job.is_training:
-            await self._barrier.wait_for_mean(first, job.deadline)
+        if isinstance(self._barrier, MeanBarrier) and request.is_training:
+            await self._barrier.wait_for_mean(first, request.deadline)
         elif isinstance(self._barrier, StepBarrier) and step:
             self._barrier.refuse_early(first, step)
-            await self._barrier.wait_for_step(first, step, job.deadline)
+            await self._barrier.wait_for_step(first, step, request.deadline)
         return await self._ledger.run(
-            key, last, job.deadline, on_progress, lambda work: self._perform(job, work), job.holder
+            key, last, request.deadline, on_progress, lambda work: self._perform(request, work), request.holder
         )
 
-    async def _perform(self, job: Job, work: RunningWork) -> HopAnswer:
-        """Computes this span, has the later stages computed, and returns the answer.
+    async def _perform(self, request: HopRequest, work: RunningWork) -> HopAnswer:
+        """Computes this span, has later peers compute the stages after it, and returns the answer.
 
-        Publishes "accepted" to the callers at the start and "finished" at the end. Raises Unavailable, before any work,
-        if too little time is left for this hop alone.
+        Publishes "accepted" to the callers at the start and "finished" when the answer is there. Counts a training
+        microbatch in `training_count` meanwhile, then calls `on_trained`, also after an error. Raises Unavailable,
+        before any work, if too little time is left for this hop alone.
         """
-        stage, left_s = job.message.stage, job.deadline - loop_time()
+        stage = request.message.stage
+        left_s = request.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
             raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])
         work.publish(Advance(stage, self._ledger.me, "accepted", self.queue))
-        self.training_count += job.is_training
+        self.training_count += request.is_training
         try:
             await self._fault("hop.accepted")
-            answer = await (self._finish(job, work) if self._is_last else self._pass_on(job, work))
+            answer = await (self._finish(request, work) if self._is_last else self._pass_on(request, work))
         finally:
-            self.training_count -= job.is_training
-            if job.is_training:
+            self.training_count -= request.is_training
+            if request.is_training:
                 self._on_trained()
         work.publish(Advance(stage, self._ledger.me, "finished", self.queue))
         return answer
 
     async def _await_device(self, job: Awaitable[T]) -> T:
-        """Awaits a device job and returns its result; `queue` is one higher until then."""
+        """Awaits a job of the device and returns its result; counts the job in `queue` until it ends or fails."""
         self.queue += 1
         try:
             return await job
         finally:
             self.queue -= 1
 
-    async def _finish(self, job: Job, work: RunningWork) -> HopAnswer:
+    async def _finish(self, request: HopRequest, work: RunningWork) -> HopAnswer:
         """Does the last hop: forward, loss and, when training, backward, as one device job; returns the answer.
 
-        When training, first marks the work as committed: it then runs to its end even if all callers leave.
+        When training, first marks `work` as committed, so that it runs to its end even if all callers leave.
         """
-        work.committed = job.is_training
+        work.committed = request.is_training
         result = await self._await_device(
             self._compute.finish(
-                job.message.microbatch,
-                job.message.stage,
-                job.boundary,
-                job.tokens,
-                job.message.purpose,
-                job.message.references,
+                request.message.microbatch,
+                request.message.stage,
+                request.boundary,
+                request.tokens,
+                request.message.purpose,
+                request.message.references,
             )
         )
-        return self._answer(job, result)
+        return self._compose_answer(request, result)
 
-    async def _pass_on(self, job: Job, work: RunningWork) -> HopAnswer:
+    async def _pass_on(self, request: HopRequest, work: RunningWork) -> HopAnswer:
         """Does a hop that is not the last: forward, call to the next peer, backward when training; returns the answer.
 
-        When the gradient from downstream cannot be used, another peer is called with the same forward.
+        If the gradient from downstream cannot be used, sends the same output again, until an answer's gradient can be
+        used or Router.send raises. In the end drops what the compute has kept for the backward pass.
         """
-        microbatch, first, purpose = job.message.microbatch, job.message.stage, job.message.purpose
+        microbatch = request.message.microbatch
+        first = request.message.stage
+        purpose = request.message.purpose
         try:
             output = await self._await_device(
-                self._compute.forward(microbatch, first, job.boundary, job.tokens, purpose)
+                self._compute.forward(microbatch, first, request.boundary, request.tokens, purpose)
             )
             await self._fault("hop.forwarded")
-            onward = replace(job.message, stage=self._span.last + 1)
+            onward = replace(request.message, stage=self._span.last + 1)
             while True:
-                until = deadline_for_others(loop_time(), job.deadline, 1.5 * (self._backward_s.value or 0.0))
-                downstream = await self._router.send(onward, [output, job.tokens], until, work.publish)
-                result = await self._backward(downstream, job, work) if job.is_training else SpanResult(None, 0.0)
+                until = deadline_for_others(loop_time(), request.deadline, 1.5 * (self._backward_s.value or 0.0))
+                downstream = await self._router.send(onward, [output, request.tokens], until, work.publish)
+                result = (
+                    await self._backward(downstream, request, work) if request.is_training else SpanResult(None, 0.0)
+                )
                 if result is not None:
-                    return self._answer(job, result, downstream.message)
+                    return self._compose_answer(request, result, downstream.message)
         finally:
             self._compute.forget(microbatch, first)  # does nothing after a backward
 
-    async def _backward(self, downstream: HopAnswer, job: Job, work: RunningWork) -> SpanResult | None:
-        """Runs the backward on the gradient in `downstream`, commits the work, and returns the result.
+    async def _backward(self, downstream: HopAnswer, request: HopRequest, work: RunningWork) -> SpanResult | None:
+        """Marks the work as committed, runs the backward on the gradient in `downstream`, and returns the result.
 
-        If the gradient cannot be used, reports its sender, keeps the forward, and returns None.
+        If the gradient cannot be used, uncommits the work, reports the gradient's sender to the router, and returns
+        None; the forward is kept for another gradient. Also updates the mean time of a backward.
         """
         assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
         work.committed = True
         started = loop_time()
         try:
             result = await self._await_device(
-                self._compute.backward(job.message.microbatch, job.message.stage, downstream.gradient)
+                self._compute.backward(request.message.microbatch, request.message.stage, downstream.gradient)
             )
         except ProtocolError as error:
             work.uncommit()
@@ -226,15 +236,17 @@ class Hop:
         self._backward_s = self._backward_s.with_sample(loop_time() - started)
         return result
 
-    def _answer(self, job: Job, result: SpanResult, downstream: Processed | None = None) -> HopAnswer:
-        """Returns the answer for upstream: loss, metrics, times and gradient. When training, records the times too.
+    def _compose_answer(
+        self, request: HopRequest, result: SpanResult, downstream: Processed | None = None
+    ) -> HopAnswer:
+        """Returns the answer for upstream: loss, metrics, times and gradient. When training, records both times here.
 
-        downstream: the answer of the next hop, from which loss and metrics are taken; None at the last hop. busy_ms:
-        this span's time on the device. path_ms: busy_ms plus `downstream.path_ms`, to which the router has added the
-        time on the link; it contains no queueing.
+        downstream: the answer of the next hop, from which loss, metrics and log-probabilities are taken; None at the
+        last hop, which takes them from `result`. busy_ms: this span's time on the device. path_ms: busy_ms plus
+        `downstream.path_ms`, to which the router has added the time on the link; without queueing.
         """
         path_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
-        if job.is_training:
+        if request.is_training:
             self._busy_s = self._busy_s.with_sample(result.busy_s)
             self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
@@ -244,11 +256,11 @@ class Hop:
 
     @property
     def service_s(self) -> float | None:
-        """Moving average of the device seconds that a training microbatch takes here; None until measured."""
+        """Moving average of the device seconds that a training microbatch takes in this span; None until measured."""
         return self._busy_s.value
 
     def path_s(self) -> float | None:
-        """Returns the median seconds of the way from here to the last stage and back, without queueing.
+        """Returns the median seconds of the path from here to the last stage and back: compute and links, no queueing.
 
         The median is over the PATH_SAMPLES latest training microbatches; None before the first.
         """
@@ -256,8 +268,8 @@ class Hop:
 
 
 def is_hopeless(left_s: float, own_s: float) -> bool:
-    """Returns whether `left_s` seconds are too few for this hop: less than MIN_USEFUL_S, or than half of `own_s`.
+    """Returns whether `left_s` is too little time for this hop: less than MIN_USEFUL_S or less than own_s / 2.
 
-    own_s: the device seconds that a microbatch usually takes here.
+    own_s: the device seconds that a microbatch usually takes here; 0 if unknown.
     """
     return left_s < max(MIN_USEFUL_S, 0.5 * own_s)

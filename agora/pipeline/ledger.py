@@ -1,6 +1,6 @@
 """The work ledger: a microbatch that enters this peer is started once; a repeat joins it or gets the kept answer.
 
-Knows: seats, running tasks, who waits for them, the answers given; docs/routing.md has the table. Must not know: what
+Knows: slots, running tasks, who waits for them, the answers given; docs/routing.md has the table. Must not know: what
 the work computes. The ledger lives as long as the peer, longer than its span: after a move it still answers repeats.
 """
 
@@ -17,13 +17,13 @@ from agora_protocol.messages import Advance, Process
 
 from agora.calls import OnProgress
 from agora.clock import loop_time
+from agora.fair_share import Holder, may_acquire
 from agora.moving_average import MovingAverage
-from agora.net.fair_share import Holder, may_enter
 from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
-FREE_SEATS = 0.875
-"""The fraction of the seats that any caller may take; the rest is for callers that hold less than a fair part."""
+FREE_SLOT_FRACTION = 0.875
+"""The fraction of the slots that any caller may take; the rest is for callers that hold less than their fair share."""
 MAX_CACHE_BYTES = 256 << 20
 """Maximum number of bytes of all kept answers together."""
 MAX_CACHE_AGE_S = 900.0
@@ -31,31 +31,32 @@ MAX_CACHE_AGE_S = 900.0
 MAX_CACHE_ENTRIES = 65536
 """Maximum number of answers that are kept."""
 ENTRY_BYTES = 512
-"""Approximate bytes of a kept answer beyond its tensors; answers to evaluations have no tensors at all."""
+"""Approximate bytes of a kept answer on top of its tensors; answers to evaluations have no tensors."""
 CLOSED_RETRY_MS = 2000
 """Milliseconds after which a caller that was refused because this peer takes no new work may retry."""
 MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
-"""Minimum and maximum milliseconds after which a caller that found all seats taken may retry."""
+"""Minimum and maximum milliseconds after which a caller that found all slots taken may retry."""
 OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
-"""Milliseconds after which a caller may retry a microbatch that entered at another stage, or is being cancelled."""
-ANSWERS_PER_SEAT = 32
-"""Number of answers without a lack of memory after which a seat that was given up for it is offered again."""
+"""Milliseconds after which a caller may retry a microbatch that entered here at another stage, or is still ending."""
+ANSWERS_PER_SLOT = 32
+"""Number of answers without an out-of-memory error after which one slot is restored."""
 MAX_ENDING_S = 5.0
 """Seconds for which `WorkLedger.finish` waits for cancelled work to end."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkKey:
-    """Identifies work: the microbatch, and the stage at which it enters this peer. Equal keys are the same work."""
+    """Identifies work: a microbatch, and the stage at which it enters this peer. Equal keys are the same work."""
 
     microbatch: MicrobatchId
     stage: int
 
 
 class AnswerCache:
-    """Keeps the newest answers to finished work: at most `max_bytes`, none older than `max_age_s` seconds.
+    """Keeps the newest answers to finished work, to serve repeated requests.
 
-    Has no clock of its own: `now` is passed in.
+    Keeps at most about `max_bytes` and MAX_CACHE_ENTRIES answers, none older than `max_age_s` seconds. Has no clock:
+    `now` is passed in, in seconds. nbytes: approximate bytes of the kept answers.
     """
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES, max_age_s: float = MAX_CACHE_AGE_S) -> None:
@@ -66,18 +67,24 @@ class AnswerCache:
         self.nbytes = 0
 
     def get(self, key: WorkKey, now: float) -> HopAnswer | None:
-        """Returns the kept answer to this work, or None."""
+        """Returns the kept answer to the work `key`, None if none is kept; first drops all that are too old."""
         self._drop_old(now)
         entry = self._entries.get(key)
         return entry[1] if entry else None
 
-    def stages_of(self, microbatch: MicrobatchId, now: float) -> dict[int, int]:
-        """Returns which stages ran in answered work of this microbatch: the last stage by entry stage; {} if none."""
+    def last_stages_of(self, microbatch: MicrobatchId, now: float) -> dict[int, int]:
+        """Returns entry stage -> last stage of each work of this microbatch whose answer is kept; {} if there is none.
+
+        First drops all answers that are too old.
+        """
         self._drop_old(now)
         return self._last_stages.get(microbatch, {})
 
     def put(self, key: WorkKey, last: int, answer: HopAnswer, now: float) -> None:
-        """Keeps the answer of work that ran stages `key.stage` to `last`; drops the oldest ones beyond the limits."""
+        """Keeps the answer, given at `now`, of work that ran stages `key.stage` to `last`; replaces an earlier answer.
+
+        Drops the oldest answers beyond the limits of bytes and entries, but never this one.
+        """
         self._drop(key)
         self._entries[key] = (now, answer)
         self._last_stages.setdefault(key.microbatch, {})[key.stage] = last
@@ -86,7 +93,7 @@ class AnswerCache:
             self._drop(next(iter(self._entries)))
 
     def _drop_old(self, now: float) -> None:
-        """Drops every answer that is older than `max_age_s`."""
+        """Drops every answer that is older than `max_age_s` at `now`."""
         while self._entries:
             key, (kept_at, _) = next(iter(self._entries.items()))
             if now - kept_at <= self._max_age_s:
@@ -94,7 +101,7 @@ class AnswerCache:
             self._drop(key)
 
     def _drop(self, key: WorkKey) -> None:
-        """Drops one answer; does nothing when it is not kept."""
+        """Drops the answer to the work `key`; does nothing if none is kept."""
         if entry := self._entries.pop(key, None):
             self.nbytes -= entry[1].nbytes + ENTRY_BYTES
             del self._last_stages[key.microbatch][key.stage]
@@ -103,11 +110,12 @@ class AnswerCache:
 
 
 class RunningWork:
-    """One piece of work that runs in `task`, and the callers that wait for it. last: the last stage that it runs here.
+    """One microbatch's work that runs in `task`, and the callers that wait for it. last: the last stage that it runs.
 
-    newest: the latest progress message of each stage. committed: set by the function that performs the work, from the
-    moment when the gradient may be counted; from then on the work runs to its end even without callers, so that a
-    repeat finds the answer. cancelled: whether `cancel` was called.
+    callers: the on_progress functions, one for each waiting caller. newest: stage -> its latest progress message.
+    committed: set by the function that performs the work, from the moment when the gradient may be counted; from then
+    on the work runs to its end even without callers, so that a repeated request finds the answer. cancelled: whether
+    `cancel` was called.
     """
 
     task: asyncio.Task[HopAnswer]
@@ -121,52 +129,54 @@ class RunningWork:
         self.callers: list[OnProgress] = []
         self.newest: dict[int, Advance] = {}
 
-    def publish(self, news: Advance) -> None:
-        """Passes a progress message to every caller, and keeps it as the latest of its stage for later callers."""
-        self.newest[news.stage] = news
+    def publish(self, advance: Advance) -> None:
+        """Passes a progress message to every waiting caller; keeps it as its stage's latest, for callers that join."""
+        self.newest[advance.stage] = advance
         for on_progress in list(self.callers):
-            on_progress(news)
+            on_progress(advance)
 
     def uncommit(self) -> None:
-        """Records that the gradient was not counted after all; cancels the work if nobody waits for it."""
+        """Records that the gradient was not counted after all; cancels the work if no caller waits any more."""
         self.committed = False
         if not self.callers:
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancels the work; its seat stays taken until it has ended."""
+        """Cancels the task of the work and returns at once; the slot stays taken until the task has ended."""
         self.cancelled = True
         self.task.cancel()
 
 
 class WorkLedger:
-    """Runs this peer's work: starts each microbatch once, on one of `max_seats` seats, and keeps the answer.
+    """Runs this peer's work on microbatches, each once, on one of at most `max_slots` slots, and keeps the answers.
 
-    A repeat joins the running work or gets the kept answer. When the last caller leaves, uncommitted work is cancelled.
-    When work runs out of memory, there is one seat less, which is offered again after ANSWERS_PER_SEAT answers.
+    A slot is the place of one microbatch from the start of its work to the answer. A repeated request joins the running
+    work or gets the kept answer. When the last caller leaves, uncommitted work is cancelled. When work runs out of
+    memory, fewer slots are offered (reduce_slots); one is restored after every ANSWERS_PER_SLOT answers.
     """
 
-    def __init__(self, me: PeerId, max_seats: int, report: events.Report) -> None:
+    def __init__(self, me: PeerId, max_slots: int, report: events.Report) -> None:
         self.me = me
-        self._max_seats = self._seats = max(1, max_seats)
-        self._answers_since = 0  # answers since the number of seats last changed
+        self._max_slots = self._slots = max(1, max_slots)
+        self._answers_since = 0  # answers since the number of slots last changed
         self._report = report
         self._answers = AnswerCache()
         self._works: dict[WorkKey, RunningWork] = {}
         self._refusal = ""
         self.shortage = ""
         """Set by the memory guard: completes "this peer is ..." while new work is refused for lack of memory."""
-        self._seat_s = MovingAverage(0.1)
+        self._slot_time_s = MovingAverage(0.1)
 
     @property
     def taken(self) -> int:
-        """Number of seats taken: by work that runs, or was cancelled and has not ended yet."""
+        """Number of slots taken: by work that runs, or was cancelled and has not ended yet."""
         return len(self._works)
 
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
-        """Returns the kept answer to a repeated request; None if there is none.
+        """Returns the kept answer to a repeated request; None if none is kept.
 
-        With an answer, it reports RepeatServed and calls on_progress with "finished"; `queue` goes into that message.
+        If one is kept, also reports RepeatServed and calls on_progress with "finished" and `queue`, the number of
+        microbatches at the device.
         """
         answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:
@@ -175,11 +185,12 @@ class WorkLedger:
         return answer
 
     def refuse_overlap(self, key: WorkKey, last: int) -> None:
-        """Raises Busy if the microbatch entered here at another stage and went through any of `key.stage` to `last`.
+        """Raises Busy if the microbatch of `key` entered this peer at another stage and went through a common stage.
 
-        It would be counted twice in those stages, and the gradient that this request asks for was never computed.
+        Compares the stages `key.stage` to `last` with those of the microbatch's running work and kept answers. In a
+        common stage it would be counted twice, and the gradient that this request asks for was never computed.
         """
-        past = self._answers.stages_of(key.microbatch, loop_time()).items()
+        past = self._answers.last_stages_of(key.microbatch, loop_time()).items()
         present = [(w.key.stage, w.last) for w in self._works.values() if w.key.microbatch == key.microbatch]
         for entry, end in (*present, *past):
             if entry != key.stage and entry <= last and key.stage <= end:
@@ -194,11 +205,12 @@ class WorkLedger:
         start: Callable[[RunningWork], Awaitable[HopAnswer]],
         holder: Holder | None = None,
     ) -> HopAnswer:
-        """Joins the running work `key`, or starts it as `start(work)` on a free seat; returns its answer.
+        """Joins the running work `key`, or starts it as `start(work)` on a free slot; waits for and returns the answer.
 
-        last: the last stage that the work runs here. holder: who asks; None for this peer's own origin. If joined work
-        fails before this caller's `deadline` (loop time), it is started again. Raises what the work raises, and Busy
-        when no seat is free or an earlier, cancelled attempt has not ended by `deadline`.
+        last: the last stage that the work runs here. holder: who asks; None for this peer's own origin. Joining reports
+        RepeatServed and passes the work's latest progress on at once. If joined work fails before `deadline` (loop
+        time), this caller starts it again; the deadline does not end the wait for an answer. Raises what the work
+        raises, and Busy as _start does or when an earlier, cancelled attempt has not ended by `deadline`.
         """
         while True:
             work = self._works.get(key)
@@ -210,8 +222,8 @@ class WorkLedger:
             if work is None:
                 return await self._wait(self._start(key, last, start, holder), on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
-            for news in work.newest.values():
-                on_progress(news)
+            for advance in work.newest.values():
+                on_progress(advance)
             try:
                 return await self._wait(work, on_progress)
             except AgoraError:
@@ -219,17 +231,21 @@ class WorkLedger:
                     raise
 
     def stop_accepting(self, reason: str) -> None:
-        """Refuses new work with Busy from now on; `reason` completes "this peer is ...". Still serves repeats."""
+        """Refuses new work with Busy from now on; running work goes on, and repeated requests are still served.
+
+        reason: completes "this peer is ..." in the error.
+        """
         self._refusal = reason
 
     def start_accepting(self) -> None:
-        """Accepts new work again, after stop_accepting or finish."""
+        """Accepts new work again, after stop_accepting or finish; while `shortage` is set, work is still refused."""
         self._refusal = ""
 
     async def finish(self, within_s: float, reason: str) -> bool:
-        """Stops accepting work, waits at most `within_s` seconds for running work, and cancels the rest.
+        """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
-        Returns whether all work ended without being cancelled.
+        Waits up to MAX_ENDING_S for the cancelled work. Returns whether all work ended without being cancelled here.
+        reason: as for stop_accepting.
         """
         self.stop_accepting(reason)
         if self._works:
@@ -244,36 +260,39 @@ class WorkLedger:
     def _start(
         self, key: WorkKey, last: int, start: Callable[[RunningWork], Awaitable[HopAnswer]], holder: Holder | None
     ) -> RunningWork:
-        """Takes a seat and starts `start(work)` in a new task; returns the work, without waiting.
+        """Takes a slot and starts `start(work)` in a new task; returns the work, without waiting.
 
         last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
-        seats are taken, when others need those that are left (fair_share.may_enter), or this ledger accepts no more.
+        slots are taken, when the last ones are kept for holders with fewer (fair_share.may_acquire), or when this
+        ledger accepts no new work.
         """
         if refusal := self._refusal or self.shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
         held = Counter(work.holder for work in self._works.values() if work.holder is not None)
-        is_beyond_part = holder is not None and not may_enter(held, holder, self._seats, free=FREE_SEATS)
-        if self.taken >= self._seats or is_beyond_part:
-            free_in_ms = 1000.0 * (self._seat_s.value or 0.0) / self._seats  # on average, the next one of all seats
+        exceeds_share = holder is not None and not may_acquire(held, holder, self._slots, free=FREE_SLOT_FRACTION)
+        if self.taken >= self._slots or exceeds_share:
+            free_in_ms = 1000.0 * (self._slot_time_s.value or 0.0) / self._slots  # when the next of all slots is free
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
-            what = "your part of" if self.taken < self._seats else "all"
-            raise Busy(f"{what} {self._seats} seats are taken", retry_ms)
+            is_share = self.taken < self._slots
+            taken = f"your share of the {self._slots} slots is" if is_share else f"all {self._slots} slots are"
+            raise Busy(f"{taken} taken", retry_ms)
         work = self._works[key] = RunningWork(key, last, holder)
 
         async def perform() -> HopAnswer:
-            """Awaits the work and returns its answer, which it keeps; frees the seat in any case.
+            """Performs the work, keeps and returns its answer; frees the slot in any case.
 
-            When the device is out of memory, gives up a seat and raises that.
+            An answer also updates the mean time for which a slot is taken, and may restore a slot. When the device is
+            out of memory, reduces the slots and raises OutOfMemory.
             """
             started = loop_time()
             try:
                 answer = await start(work)
                 self._answers.put(key, last, answer, loop_time())
-                self._seat_s = self._seat_s.with_sample(loop_time() - started)
+                self._slot_time_s = self._slot_time_s.with_sample(loop_time() - started)
                 self._count_answer()
                 return answer
             except OutOfMemory:
-                self.give_up_a_seat("the device was out of memory")
+                self.reduce_slots("the device was out of memory")
                 raise
             finally:
                 self._end(work)
@@ -282,20 +301,31 @@ class WorkLedger:
         work.task.add_done_callback(lambda task: self._end(work))
         return work
 
-    def give_up_a_seat(self, reason: str) -> None:
-        """Lowers the seats to one fewer than are taken now, at least 1, and reports it; called when memory is short."""
-        self._seats, self._answers_since = max(1, min(self._seats, self.taken) - 1), 0
-        self._report(events.SeatsChanged(self._seats, self._max_seats, reason))
+    def reduce_slots(self, reason: str) -> None:
+        """Lowers the number of slots that are offered to min(offered, taken) - 1, at least 1; reports SlotsChanged.
+
+        Called when memory is short. Work that runs keeps its slot. reason: for the event.
+        """
+        self._slots = max(1, min(self._slots, self.taken) - 1)
+        self._answers_since = 0
+        self._report(events.SlotsChanged(self._slots, self._max_slots, reason))
 
     def _count_answer(self) -> None:
-        """Called for each answer: after every ANSWERS_PER_SEAT, adds one of the seats given up, and reports it."""
+        """Counts one answer; restores a missing slot after ANSWERS_PER_SLOT answers since the last change of slots.
+
+        Reports that as SlotsChanged.
+        """
         self._answers_since += 1
-        if self._seats < self._max_seats and self._answers_since >= ANSWERS_PER_SEAT:
-            self._seats, self._answers_since = self._seats + 1, 0
-            self._report(events.SeatsChanged(self._seats, self._max_seats, "memory has sufficed since"))
+        if self._slots < self._max_slots and self._answers_since >= ANSWERS_PER_SLOT:
+            self._slots += 1
+            self._answers_since = 0
+            self._report(events.SlotsChanged(self._slots, self._max_slots, "memory has sufficed since"))
 
     async def _wait(self, work: RunningWork, on_progress: OnProgress) -> HopAnswer:
-        """Waits for the work's answer and returns it. When the last caller leaves, cancels uncommitted work."""
+        """Joins the work's callers, waits for its answer and returns it, or raises the work's error.
+
+        When this wait ends or is cancelled and no other caller is left, cancels the work unless it is committed.
+        """
         work.callers.append(on_progress)
         try:
             return await asyncio.shield(work.task)
@@ -305,7 +335,10 @@ class WorkLedger:
                 work.cancel()
 
     def _end(self, work: RunningWork) -> None:
-        """Frees the seat. Called in the task and again when it is done: a task that is cancelled early never runs."""
+        """Frees the work's slot, if it is still taken; if the task is done, marks its error as seen for asyncio.
+
+        Called at the end of the task and again when it is done: a task that is cancelled before it began never runs.
+        """
         if self._works.get(work.key) is work:
             del self._works[work.key]
         if work.task.done() and not work.task.cancelled():

@@ -26,10 +26,10 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The number of microbatches that an origin may have in flight (`limit`), and the reason in words. Immutable.
+    """How many microbatches an origin may have in flight at most (`limit`). reason: in words, why so many.
 
-    shortage: if a setting keeps the limit below what the round trip would use, a sentence for users that says which;
-    "" otherwise.
+    shortage: if schedule.staleness keeps the limit below what the round trip would use, a sentence for users that says
+    so; "" otherwise.
     """
 
     limit: int
@@ -40,12 +40,15 @@ class Credit:
 def measured_credit(
     round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int, staleness_ceiling: int = 2**31
 ) -> Credit:
-    """Returns a credit of x + 4 * sqrt(x), x = round_trip_s / period_s; at least two for each stage, at most `ceiling`.
+    """Returns a credit of x + SAFETY * sqrt(x) microbatches, rounded up; x = round_trip_s / period_s.
 
-    round_trip_s: seconds that a microbatch takes if it never waits. period_s: the mean seconds between two completions.
-    Either is None before it was measured. staleness_ceiling: a second upper bound, from schedule.staleness.
+    The limit is at least PER_STAGE for each stage. It is at most `ceiling` and `staleness_ceiling` (which comes from
+    schedule.staleness), even if those are lower, but never below 1. round_trip_s: seconds that a microbatch takes if it
+    never waits. period_s: mean seconds between two completions. While one of these two is None or not above 0, the
+    limit is the lowest that is allowed.
     """
-    is_stale_beyond, ceiling = staleness_ceiling <= ceiling, max(1, min(ceiling, staleness_ceiling))
+    is_stale_beyond = staleness_ceiling <= ceiling
+    ceiling = max(1, min(ceiling, staleness_ceiling))
     setting = " by schedule.staleness" if is_stale_beyond else ""
     least = min(PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
@@ -68,50 +71,57 @@ def measured_credit(
 
 
 def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int) -> int:
-    """Returns how many microbatches origin `rank` of `origins` may have in flight; at least 1.
+    """Returns how many microbatches origin `rank` of `origins` may have in flight, at least 1: its equal_quota of all.
 
-    All origins together may have staleness * `microbatches` in flight, `microbatches` being those of a step: each of
-    them is computed on weights that are older than the step into which its gradient goes. See equal_quota.
+    All origins together may have staleness * `microbatches` in flight, rounded. microbatches: those of one step.
+    staleness: the manifest's schedule.staleness.
     """
     return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Measures the mean time between two completions, without the gaps that a stall or a pause makes. Immutable.
+    """The mean time between two completed microbatches (`period_s`, a moving average), without stalls and pauses.
 
-    last_at: when the last completion was; None at the start and after an interruption.
+    last_at: when the last completion was, in seconds; None at the start and after an interruption.
     """
 
     period_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
     last_at: float | None = None
 
     def after_completion(self, now: float) -> Pace:
-        """Returns the pace after a completion at `now`. One gap counts as at most MAX_GAP_PERIODS mean periods."""
+        """Returns the pace after a completion at `now`: the gap since the last one is added to the average.
+
+        One gap counts as at most MAX_GAP_PERIODS mean periods. If there is no last completion, only records `now`.
+        """
         if self.last_at is None:
             return replace(self, last_at=now)
-        gap, known = now - self.last_at, self.period_s.value
+        gap = now - self.last_at
+        known = self.period_s.value
         if known is not None:
             gap = min(gap, MAX_GAP_PERIODS * known + 1e-6)
         return Pace(self.period_s.with_sample(gap), now)
 
     def after_interruption(self) -> Pace:
-        """Returns the pace after a pause or a stall: the gap until the next completion will not count."""
+        """Returns the pace after a pause or a stall: the gap from the last to the next completion will not count."""
         return replace(self, last_at=None)
 
 
 def equal_quota(microbatches: int, rank: int, origins: int) -> int:
-    """Returns how many of `microbatches` origin `rank` (from 0) of `origins` opens; the first ones open one more."""
+    """Returns how many of `microbatches` the origin `rank` (counted from 0) of `origins` opens: an equal part.
+
+    The remainder of the division goes to the first origins, one each. With 0 origins, 0 is treated as 1.
+    """
     base, rest = divmod(microbatches, max(1, origins))
     return base + (1 if rank < rest else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """How far stage 0 is in a synchronous run, and this origin's part in opening microbatches. Immutable.
+    """How far stage 0 is in its present `step` of a synchronous run, and which of the origins this one is.
 
-    step: its present step. microbatches: number of those of a step. lacking: how many of them are not counted yet. This
-    origin is number `rank`, from 0, of the `origins` that open them.
+    microbatches: how many a step needs. lacking: how many of these are not counted yet. origins: how many origins open
+    them; this origin is number `rank` of those, counted from 0.
     """
 
     step: int
@@ -123,11 +133,12 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class OpeningInputs:
-    """What an origin sees around it before it decides whether to open a microbatch. Immutable.
+    """What an origin sees around itself before it decides whether to open a microbatch; the inputs of next_opening.
 
     ready: whether enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
-    staleness_ceiling: see staleness_limit. before_mean: how many microbatches may be open until the mean of this peer's
-    share of a step is applied; more would be computed on weights without it. None where origins do not wait for means.
+    staleness_ceiling: see staleness_limit. before_mean: how many microbatches may be open until the mean gradient, to
+    which this peer gives its share of a step, is applied; more would be computed on weights without that mean. None
+    where origins do not wait for means.
     """
 
     ready: bool = True
@@ -139,9 +150,9 @@ class OpeningInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepQuota:
-    """How many microbatches of a synchronous `step` this origin still has to open (`left`). Immutable.
+    """How many microbatches of a synchronous run's `step` this origin still has to open (`left`).
 
-    idle_since: when this origin first had none left and none open; None if it has.
+    idle_since: when this origin was first seen with none left and none open; None while it has some.
     """
 
     step: int = -1
@@ -151,13 +162,14 @@ class StepQuota:
     def next_quota(self, now: float, state: StepState) -> StepQuota:
         """Returns the next quota; to be called when nothing is left of this one and no microbatch is open.
 
-        | stage 0                                      | the quota                                  |
+        | stage 0                                      | `left` of the returned quota               |
         |----------------------------------------------|--------------------------------------------|
         | is at a new step                             | equal_quota of the step                    |
         | is at the same step, for less than GRACE_S   | still 0                                    |
-        | is at the same step, for GRACE_S             | an equal part of what the step lacks       |
+        | is at the same step, for GRACE_S             | lacking / origins, rounded up              |
 
-        The last rule completes steps whose quotas do not add up, because origins come and go.
+        GRACE_S begins at the first call with the same step. The last rule completes steps whose quotas do not add up,
+        because origins come and go.
         """
         if state.step != self.step:
             return StepQuota(state.step, equal_quota(state.microbatches, state.rank, state.origins))
@@ -170,7 +182,7 @@ class StepQuota:
 
 @dataclass(frozen=True, slots=True)
 class OpeningDecision:
-    """The decision of next_opening and its reason in words; `quota` is the quota after it. Immutable."""
+    """The decision of next_opening and its reason in words. quota: the origin's quota after the decision."""
 
     action: Literal["open", "wait", "stop"]
     reason: str
@@ -189,8 +201,10 @@ def next_opening(
 ) -> OpeningDecision:
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or (when leaving) stops.
 
-    It waits, for the first of these reasons that holds: too few replicas serve the run; it is paused; its quota of a
-    synchronous step is opened; as many are open as may be before a mean; as many are open as its credit allows.
+    It waits, for the first of these reasons that holds: too few replicas serve the run; the origin is paused; its quota
+    of a synchronous step is opened; as many are open as may be before a mean; as many are open as its credit allows.
+    With nothing left and nothing open, the quota first becomes next_quota. "open" reduces what is left by one. The
+    decision has the new quota; `quota` itself is not changed.
     """
     if leaving:
         return OpeningDecision("stop", "this peer is leaving", quota)

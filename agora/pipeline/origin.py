@@ -30,7 +30,7 @@ from agora.pipeline.opening import Credit, OpeningDecision, OpeningInputs, Pace,
 from agora.pipeline.reference_cache import ReferenceCache
 
 MIN_PATIENCE_S = 20.0
-"""An attempt may take at least this number of seconds, once an attempt was measured."""
+"""An attempt may take at least this number of seconds, once an earlier attempt was measured."""
 PATIENCE_FACTOR = 10.0
 """An attempt may take this many times what attempts usually take, so that a peer may hang at every stage."""
 MAX_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
@@ -40,16 +40,17 @@ RETRY_S, MAX_RETRY_S = 0.05, 2.0
 DRAW_AGAIN_S = 0.1
 """Seconds after which an origin asks its source again if that had no microbatch."""
 LOOK_AGAIN_S = 0.5
-"""Seconds after which an origin that waits for replicas, or for a step, calls `look` again."""
+"""Seconds after which an origin that waits for something that nothing notifies it of calls `look` again."""
 
 
 @dataclass(frozen=True, slots=True)
 class OriginConfig:
-    """How this origin opens microbatches; immutable.
+    """How the origin of the peer `me` opens microbatches.
 
-    ceiling: most microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to use a measured credit.
-    first_patience_s: seconds that an attempt may take before any was measured. objective: the manifest's kind; with
-    "dpo" the origin first asks the swarm for the log-probabilities under the reference of rows that it does not know.
+    ceiling: maximum number of microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to use a
+    measured credit. first_patience_s: seconds that an attempt may take before any was measured. objective: the
+    manifest's kind; with "dpo" the origin first asks the swarm for the rows' log-probabilities under the reference
+    model, unless it remembers them.
     """
 
     me: PeerId
@@ -62,9 +63,10 @@ class OriginConfig:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch of this origin: its data, and in `path` the peer last seen to hold it, by stage.
+    """One microbatch of this origin. tokens: its token ids. started: loop time of its opening.
 
-    started: loop time of its opening. step, references: as in the message Process.
+    path: stage -> the peer last seen to hold the microbatch there, a hint for the next attempt. purpose, step,
+    references: as in the message Process.
     """
 
     id: MicrobatchId
@@ -75,18 +77,19 @@ class Microbatch:
     references: tuple[float, ...] = ()
     path: dict[int, PeerId] = field(default_factory=dict)
 
-    def record_progress(self, news: Advance) -> None:
-        """Records in `path` the peer that `news` names, unless it is of stage 0: a hint for the next attempt."""
-        if news.stage > 0:
-            self.path[news.stage] = news.peer
+    def record_progress(self, advance: Advance) -> None:
+        """Records in `path` that the peer named by `advance` holds the microbatch at its stage; ignores stage 0."""
+        if advance.stage > 0:
+            self.path[advance.stage] = advance.peer
 
 
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    look: is called before each decision to open one. completed: number of microbatches trained on so far. credit: the
-    present limit of microbatches in flight, and why. loss, microbatch_tokens, metrics: moving averages of the training
-    loss, in nats per token; of the number of tokens that count in a microbatch; of the objective's metrics by name.
+    look: returns the inputs of the decision whether to open a microbatch; called before each decision. session: the
+    first 8 bytes of all ids of this origin's microbatches, by default random. completed: number of microbatches trained
+    on so far. credit: the present limit of microbatches in flight, and why. Moving averages over completed training
+    microbatches: loss (nats per token), microbatch_tokens (tokens that count), metrics (by name).
     """
 
     def __init__(
@@ -128,16 +131,19 @@ class Origin:
 
     @property
     def objective(self) -> str:
-        """The kind of the run's objective."""
+        """The kind of the run's objective: "lm", "sft" or "dpo"."""
         return self._config.objective
 
     @property
     def mean_metrics(self) -> dict[str, float]:
-        """The moving averages of the objective's metrics, by name, in the order of METRIC_NAMES."""
+        """Name -> moving average of each metric of the objective, in the order of METRIC_NAMES; {} until measured."""
         return {name: mean.value for name, mean in self.metrics.items() if mean.value is not None}
 
     async def run(self) -> None:
-        """Opens training microbatches and sends each until it succeeds. Ends after `leave`; cancelling drops them."""
+        """Opens training microbatches and sends each, several at once, until it succeeds; ends after `leave`.
+
+        When cancelled, cancels all open microbatches and gives them back to the source.
+        """
         async with asyncio.TaskGroup() as group:
             while (drawn := await self._draw_next()) is not None:
                 microbatch = self._new_microbatch(drawn.tokens, "train", max(self._quota.step, 0))
@@ -148,9 +154,9 @@ class Origin:
                 task.add_done_callback(self._forget_finished)
 
     async def leave(self, within_s: float) -> int:
-        """Opens no more microbatches, waits at most `within_s` seconds for the open ones, and cancels the rest.
+        """Opens no more training microbatches, waits at most `within_s` seconds for the open ones, cancels the rest.
 
-        Returns how many were cancelled.
+        Returns how many were cancelled, after these have ended. Makes `run` return.
         """
         self._leaving = True
         self._changed.notify()
@@ -163,33 +169,35 @@ class Origin:
         return len(dropped)
 
     def pause(self) -> None:
-        """Opens no training microbatch until `resume`; goes on with those that are open."""
+        """Opens no training microbatch until `resume`; open ones go on, and evaluation is not affected."""
         self._paused = True
 
     def resume(self) -> None:
-        """Opens microbatches again after `pause`; the pause does not count in the measured pace."""
+        """Opens training microbatches again after `pause`; the pause does not count in the measured pace."""
         self._paused = False
         self._pace = self._pace.after_interruption()
         self._changed.notify()
 
     def notify_step(self) -> None:
-        """Makes `run` check again whether to open a microbatch; call it after each step of this peer's stage 0."""
+        """Makes `run` decide again whether to open a microbatch; call it after each step of this peer's stage 0."""
         self._changed.notify()
 
     async def evaluate(self, count: int, within_s: float) -> events.EvaluationDone:
-        """Sends at most `count` held-out microbatches through the swarm; returns mean loss and metrics.
+        """Sends at most `count` held-out microbatches through the swarm; reports and returns their EvaluationDone.
 
-        Reports the returned EvaluationDone too. Raises Unavailable when the answers are not back within `within_s`
-        seconds, or when no text is held out.
+        That event has the mean loss per token, the number of tokens, the seconds, and the sums of the metrics. Keeps
+        half of the credit in flight, at least two. Raises Unavailable when the answers are not back within `within_s`
+        seconds (the rest is cancelled), or when there is no held-out text.
         """
-        started, loss_sum, token_count = loop_time(), 0.0, 0
+        started = loop_time()
+        loss_sum, token_count = 0.0, 0
         metrics: tuple[float, ...] = ()
-        seats = asyncio.Semaphore(max(2, self.credit.limit // 2))
+        in_flight = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
-            """Waits for one of `seats`, delivers one held-out microbatch, and adds its loss and tokens to the sums."""
+            """Acquires `in_flight`, delivers one held-out microbatch, adds its loss, tokens and metrics to the sums."""
             nonlocal loss_sum, token_count, metrics
-            async with seats:
+            async with in_flight:
                 answer = await self._deliver_with_references(self._new_microbatch(tokens, "evaluate"))
                 loss_sum += answer.message.loss_sum
                 token_count += answer.message.tokens
@@ -197,7 +205,7 @@ class Origin:
 
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
-                for tokens in self._source.heldout(count):
+                for tokens in self._source.heldout_microbatches(count):
                     group.create_task(evaluate_one(tokens), name="evaluation")
         except TimeoutError:
             raise Unavailable(0, [f"the evaluation did not end in {within_s:.0f} s"]) from None
@@ -210,10 +218,12 @@ class Origin:
     async def _draw_next(self) -> NewMicrobatch | None:
         """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving.
 
-        If the source has none now, asks it again after DRAW_AGAIN_S.
+        Decides again at each change of this origin (a microbatch ended, a step, resume, leave); after DRAW_AGAIN_S if
+        the source had no microbatch; and after LOOK_AGAIN_S if it waits for something that nothing notifies it of.
         """
         while True:
-            seen, quota = self._look(), self._quota
+            quota = self._quota
+            seen = self._look()
             decision = self._decide(seen)
             if decision.action == "stop":
                 return None
@@ -221,14 +231,19 @@ class Origin:
                 if (drawn := self._source.draw()) is not None:
                     return drawn
                 self._quota = quota  # nothing was opened
-            is_told = decision.action == "wait" and seen.ready and seen.step is None and seen.before_mean is None
-            until = None if is_told else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
+            is_notified = decision.action == "wait" and seen.ready and seen.step is None and seen.before_mean is None
+            until = None if is_notified else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)
 
     def _decide(self, seen: OpeningInputs) -> OpeningDecision:
-        """Decides by opening.next_opening whether to open a microbatch now, and records credit and quota."""
-        ceiling, is_synchronous = self._config.ceiling, seen.step is not None
-        credit = Credit(ceiling, f"{ceiling} seats") if is_synchronous else self._measured_credit(seen)
+        """Returns next_opening's decision whether to open a microbatch now; keeps the new quota, and updates `credit`.
+
+        In a synchronous run, `credit` changes only when a microbatch is opened while none is open: to what was left of
+        the step's quota.
+        """
+        ceiling = self._config.ceiling
+        is_synchronous = seen.step is not None
+        credit = Credit(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_credit(seen)
         decision = opening.next_opening(
             loop_time(), self._quota, credit, seen, len(self._open), leaving=self._leaving, paused=self._paused
         )
@@ -241,25 +256,29 @@ class Origin:
         return decision
 
     def _measured_credit(self, seen: OpeningInputs) -> Credit:
-        """Returns a credit of the manifest's max_in_flight, or, if that is 0, the measured credit.
+        """Returns a credit of the manifest's max_in_flight, or, if that is 0, opening.measured_credit.
 
-        Both are at most the config's ceiling; the measured one also keeps to the staleness that the manifest allows.
+        Either is at most the config's ceiling. The measured one is also at most the ceilings of staleness and of the
+        slow start, see `_train`.
         """
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
-        ceiling, period_s = min(self._credit_ceiling, config.ceiling), self._pace.period_s.value
+        ceiling = min(self._credit_ceiling, config.ceiling)
+        period_s = self._pace.period_s.value
         return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness_ceiling)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
-        """Returns a microbatch of these tokens that starts now, with a new id that is unique in the run."""
+        """Returns a microbatch of these tokens, started now, with a new id: the session's 8 bytes and a counter."""
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
     async def _train(self, microbatch: Microbatch, number: int) -> None:
-        """Sends one training microbatch until it succeeds; then updates averages and pace, raises the credit's ceiling.
+        """Sends one training microbatch until it succeeds; then marks it completed in the source and counts it.
 
-        number: by which the source knows it; the source is told whether it was completed or released.
+        Also updates the moving averages and the pace, and raises the credit's ceiling by one, to at most twice the
+        present credit (slow start). If sending is cancelled or fails, releases the microbatch in the source. number: by
+        which the source knows the microbatch.
         """
         try:
             message = (await self._deliver_with_references(microbatch)).message
@@ -277,13 +296,17 @@ class Origin:
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
     async def _deliver_with_references(self, microbatch: Microbatch) -> HopAnswer:
-        """Sends a microbatch until it succeeds and returns the answer; with "dpo" first fills in its references."""
+        """Sends a microbatch until it succeeds and returns the answer; with "dpo" first sets its `references`."""
         if self._config.objective == "dpo":
             microbatch.references = await self._references_of(microbatch.tokens)
         return await self._deliver(microbatch)
 
     async def _references_of(self, tokens: WireTensor) -> tuple[float, ...]:
-        """Returns the rows' log-probabilities under the reference: remembered ones, or else those of a new request."""
+        """Returns the rows' log-probabilities under the reference model: remembered ones if all rows are known.
+
+        Otherwise sends the rows through the swarm with purpose "reference" until that succeeds, and remembers the
+        answer's values.
+        """
         known = self._references.look_up(tokens)
         if known is not None:
             return known
@@ -291,13 +314,14 @@ class Origin:
         return self._references.remember(tokens, answer.message.log_probabilities)
 
     async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
-        """Makes attempts until one succeeds and returns its answer; reports the microbatch's start and its end.
+        """Makes attempts, without limit, until one succeeds, and returns its answer.
 
-        There is no limit of attempts; cancelling ends it, and reports MicrobatchDropped.
+        Reports MicrobatchStarted first, and MicrobatchCompleted at the end, or MicrobatchDropped if this is cancelled.
         """
         name = microbatch.id.hex()
         self._report(events.MicrobatchStarted(name, microbatch.purpose))
-        attempt, answer = 0, None
+        attempt = 0
+        answer = None
         try:
             while answer is None:
                 answer = await self._attempt(microbatch, attempt)
@@ -315,16 +339,20 @@ class Origin:
         return answer
 
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
-        """Sends the microbatch through the whole pipeline once and returns the answer.
+        """Sends the microbatch through the whole pipeline once and returns the answer; after a failure returns None.
 
-        After a failure it reports MicrobatchRerouted (not for Busy), sleeps, and returns None.
-        attempt: number of earlier attempts. The time it may take and the sleep double with each, up to MAX_PATIENCE_S
-        and MAX_RETRY_S.
+        Before None it sleeps. A failure other than Busy also reports MicrobatchRerouted and interrupts the pace.
+        attempt: number of earlier attempts. The time for an attempt and the sleep double with each, up to
+        MAX_PATIENCE_S and MAX_RETRY_S. After Busy it sleeps at least for the time asked for, up to MAX_RETRY_S.
         """
-        started, usual_s, doubled = loop_time(), self._attempt_s.value, 2.0 ** min(attempt, 16)
+        started = loop_time()
+        usual_s = self._attempt_s.value
+        backoff_factor = 2.0 ** min(attempt, 16)
         first = self._config.first_patience_s if usual_s is None else max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
-        patience, wait = min(MAX_PATIENCE_S, first * doubled), RETRY_S * doubled
-        deadline, deadline_ms = started + patience, max(1, int(1000.0 * patience))
+        patience = min(MAX_PATIENCE_S, first * backoff_factor)
+        wait = RETRY_S * backoff_factor
+        deadline = started + patience
+        deadline_ms = max(1, int(1000.0 * patience))
         hint = tuple(sorted(microbatch.path.items())[:MAX_HINTS])
         message = Process(
             microbatch.id,
@@ -351,6 +379,6 @@ class Origin:
         return None
 
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
-        """Removes an ended microbatch task from those in flight, and wakes `run` and `leave`."""
+        """Removes an ended task from the microbatches in flight; makes `run` and `leave` check again."""
         self._open.discard(task)
         self._changed.notify()

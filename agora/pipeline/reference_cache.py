@@ -19,7 +19,7 @@ KEY_BYTES: Final = 16
 
 
 class ReferenceCache:
-    """Remembers the log-probabilities of at most `max_rows` rows under the reference, by the rows' content."""
+    """Remembers the log-probabilities of at most `max_rows` rows under the frozen reference model, by row content."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
@@ -30,15 +30,16 @@ class ReferenceCache:
         return len(self._values)
 
     def look_up(self, tokens: WireTensor) -> tuple[float, ...] | None:
-        """Returns the log-probabilities of a microbatch's rows [b]; None unless all of them are known."""
+        """Returns the remembered log-probabilities of a microbatch's b rows, in order; None unless all b are known."""
         found = [self._values.get(key) for key in _row_keys(tokens)]
         known = tuple(value for value in found if value is not None)
         return known if len(known) == len(found) else None
 
     def remember(self, tokens: WireTensor, log_probabilities: Sequence[float]) -> tuple[float, ...]:
-        """Remembers the log-probabilities of a microbatch's rows [b], and returns those to use for them [b].
+        """Remembers a microbatch's log-probabilities, one for each of its b rows; returns the b values to use.
 
-        A row that was known keeps its first value, which is returned, so that every epoch compares with the same value.
+        For a row that is known already, the first value is kept and returned, so that every epoch compares with the
+        same value. Once max_rows are known, a new row is not remembered, and its value is returned as it is.
         """
         kept = []
         for key, value in zip(_row_keys(tokens), log_probabilities, strict=True):
@@ -49,9 +50,10 @@ class ReferenceCache:
 
 
 def _row_keys(tokens: WireTensor) -> list[bytes]:
-    """Returns a key for each of the b rows: token ids [b, s + 1], or ids and marks [2, b, s + 1].
+    """Returns a hash of the content of each of the b rows, KEY_BYTES long.
 
-    The key does not depend on the dtype: tokens are sent in the narrowest one that fits the whole microbatch.
+    tokens: token ids [b, s + 1], or ids and marks [2, b, s + 1], of which both are hashed. The hash does not depend on
+    the dtype: tokens are sent in the narrowest dtype that fits the whole microbatch.
     """
     values = np.frombuffer(tokens.data, np.dtype(tokens.dtype)).reshape(tokens.shape).astype("<i4")
     rows = np.moveaxis(values, -2, 0)

@@ -21,83 +21,89 @@ from agora.calls import Caller, OnProgress, Reply
 from agora.clock import loop_time
 from agora.observe import events
 from agora.pipeline.barrier import ChangeNotifier
-from agora.pipeline.interfaces import HopAnswer, WireShapes
+from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.opening import Pace
 from agora.pipeline.peer_choice import Choice, PathHint
 from agora.pipeline.routing import Attempt, RoutingTable
+from agora.pipeline.wire_rules import WireRules
 from agora.swarm.conduct import Offence
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import View
 
 MIN_ATTEMPT_S = 0.001
-"""Seconds: with less time left, no peer is asked."""
+"""With less than this many seconds left, no peer is asked."""
 MAX_REASONS = 8
 """Number of peers whose reasons an Unavailable names; the last ones."""
-NEWS_PER_STAGE = 8
+MAX_PROGRESS_PER_STAGE = 8
 """Maximum number of progress messages of one kind passed on per stage in an attempt. One is usual, more come where
 calls were repeated; the rest are dropped, because every caller upstream would have to pass them on."""
 UNAVAILABLE_FAILURES = 3
-"""Maximum number of failures in a row that count of a peer that found no peer downstream, which may not be its fault.
+"""A peer that answered Unavailable counts at most this many failures in a row: the fault may lie downstream of it.
 With three failures it is not called for a second."""
 
 
 @dataclass(slots=True)
 class RoutedCall:
-    """One microbatch in `Router.send`: its request and tensors, and what its attempts have shown.
-
-    hint: which peers hold it; at first those that the caller names. passed_on: by stage, the peer of which upstream has
-    heard. reasons: why each peer failed or was busy, by id. failed: those that failed.
-    """
+    """One microbatch in `Router.send`: its request and tensors, and what its attempts have shown."""
 
     process: Process
     tensors: Sequence[WireTensor]
-    deadline: float
-    on_progress: OnProgress
-    hint: PathHint
-    passed_on: dict[int, PeerId] = field(default_factory=dict)
-    reasons: dict[PeerId, str] = field(default_factory=dict)
-    failed: set[PeerId] = field(default_factory=set)
+    deadline: float  # loop time
+    on_progress: OnProgress  # passes a progress message on upstream
+    hint: PathHint  # which peers hold the microbatch; at first those that the request names
+    reported_upstream: dict[int, PeerId] = field(default_factory=dict)
+    """Stage -> the peer that upstream was last told of."""
+    reasons: dict[PeerId, str] = field(default_factory=dict)  # peer -> why it last failed or was busy
+    failed: set[PeerId] = field(default_factory=set)  # the peers that have failed
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Bytes of the request's tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def record_progress(self, news: Advance, callee: PeerId) -> bool:
-        """Records a progress message of `callee` in the hint.
+    def record_progress(self, advance: Advance, callee: PeerId) -> bool:
+        """Records in `hint` and `reported_upstream` which peer holds the microbatch, as `callee` says in `advance`.
 
-        Returns whether upstream has not yet heard of this peer at that stage. A callee may report itself at its own
-        stage, and any peer at later stages; anything else is ignored, with False.
+        Returns whether the message must be passed on, because upstream was not last told of that peer at that stage. A
+        callee may report itself at the request's stage, and any peer at later stages; any other message is ignored:
+        False. If the callee has finished, it is also added to `hint.finished`.
         """
-        own = news.stage == self.process.stage
-        if not (news.peer == callee if own else news.stage > self.process.stage):
+        is_own = advance.stage == self.process.stage
+        if not (advance.peer == callee if is_own else advance.stage > self.process.stage):
             return False
-        if own and news.event == "finished":
+        if is_own and advance.event == "finished":
             self.hint.finished.add(callee)
-        is_new = self.passed_on.get(news.stage) != news.peer
-        self.hint.peers[news.stage] = self.passed_on[news.stage] = news.peer
+        is_new = self.reported_upstream.get(advance.stage) != advance.peer
+        self.hint.peer_by_stage[advance.stage] = self.reported_upstream[advance.stage] = advance.peer
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
-        """Records why `peer` failed and drops it from the hint; one that holds the result, only if it failed before."""
+        """Records that and why `peer` failed, and drops it from the hint, so that it is no longer preferred.
+
+        A peer that holds the result is dropped only at its second failure.
+        """
         if peer not in self.hint.finished or peer in self.failed:
             self.hint.finished.discard(peer)
-            if self.hint.peers.get(self.process.stage) == peer:
-                del self.hint.peers[self.process.stage]
+            if self.hint.peer_by_stage.get(self.process.stage) == peer:
+                del self.hint.peer_by_stage[self.process.stage]
         self.failed.add(peer)
         self.reasons[peer] = reason
 
-    def request(self, deadline_ms: int) -> Process:
-        """Returns the Process message of one attempt, with hints for the nearest MAX_HINTS later stages."""
-        ahead = sorted((stage, peer) for stage, peer in self.hint.peers.items() if stage > self.process.stage)
+    def make_request(self, deadline_ms: int) -> Process:
+        """Returns the Process message of one attempt: that of the call with `deadline_ms` and the present hints.
+
+        These name at most MAX_HINTS peers, those of the nearest later stages.
+        """
+        ahead = sorted((stage, peer) for stage, peer in self.hint.peer_by_stage.items() if stage > self.process.stage)
         return replace(self.process, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
 
 
 class Router:
     """Sends microbatches to peers of later stages: chooses a peer, calls it, tries another when it fails or is busy.
 
-    offences: records bad answers, and says which peers must not be called. round_trip_s(peer): returns the seconds
-    measured on the idle link, None when unknown. table: what was measured of every peer.
+    view_of: returns the present view, which lists the peers. wire_rules: what answers must be. offences: records bad
+    answers, and says which peers are suspended. round_trip_s(peer): returns the seconds measured on the idle link, None
+    when unknown. table: what was measured of every peer.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class Router:
         *,
         me: PeerId,
         stage_count: int,
-        shapes: WireShapes,
+        wire_rules: WireRules,
         report: events.Report,
         offences: OffenceLog,
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
@@ -117,7 +123,7 @@ class Router:
         self._caller = caller
         self._view_of = view_of
         self.stage_count = stage_count
-        self.shapes = shapes
+        self.wire_rules = wire_rules
         self._report = report
         self._offences = offences
         self._round_trip_s = round_trip_s
@@ -126,16 +132,17 @@ class Router:
         self._pace = Pace()
 
     def on_view_changed(self) -> None:
-        """Wakes every microbatch that waits for a peer; must be called whenever the membership view has changed."""
+        """Makes every microbatch that waits for a peer choose again; call it whenever the view has changed."""
         self._changed.notify()
 
     async def send(
         self, process: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
     ) -> HopAnswer:
-        """Sends a microbatch to a peer of stage `process.stage`, and returns the answer of the peer that computed it.
+        """Sends a microbatch to a peer of stage `process.stage`, and returns the checked answer.
 
-        tensors: [boundary, tokens]. Tries one peer after another, and waits while no peer serves the stage. Raises
-        Unavailable at the loop time `deadline`. The answer's `path_ms` includes the time on the link to that peer.
+        tensors: [boundary, tokens]. Tries one peer after another, never two at once, and waits while none can be asked.
+        Raises Unavailable at the loop time `deadline`. on_progress: called with each new progress message from
+        downstream. The answer's `peer` is the peer that was called, and its `path_ms` includes the time on that link.
         """
         routed = RoutedCall(process, tensors, deadline, on_progress, PathHint(dict(process.hint)))
         while True:
@@ -144,7 +151,10 @@ class Router:
                 return answer
 
     async def _next_attempt(self, routed: RoutedCall) -> Attempt:
-        """Waits until a peer is ready, charges it and returns the attempt. Raises Unavailable at the deadline."""
+        """Waits until a peer is ready, charges the peer in the table, and returns the attempt, which is not sent yet.
+
+        Raises Unavailable at the deadline, with the reasons of the peers that were asked, or why none could be.
+        """
         stage = routed.process.stage
         while True:
             now = loop_time()
@@ -157,28 +167,30 @@ class Router:
             await self._changed.wait(min(routed.deadline, choice.look_again_at))
 
     def _choose(self, now: float, routed: RoutedCall) -> Choice:
-        """Chooses a peer of the stage that is not shut out. Updates the table from the view first.
+        """Chooses a peer of the stage that is not suspended, or None to wait. Updates the table from the view first.
 
         Reports RouteChanged when the last peer of the stage is gone, and when there is one again.
         """
         stage = routed.process.stage
         view = self._view_of()
-        replicas, me = view.replicas(stage), view.peers.get(self._me)
-        shut_out = {seen.peer: s for seen in replicas if (s := self._offences.shut_out_s(seen.peer)) > 0.0}
-        self.table.update(stage, replicas, shut_out.keys(), me.reachability if me is not None else "unknown")
+        replicas = view.replicas(stage)
+        me = view.peers.get(self._me)
+        suspended_s = {seen.peer: s for seen in replicas if (s := self._offences.suspended_s(seen.peer)) > 0.0}
+        self.table.update(stage, replicas, suspended_s.keys(), me.reachability if me is not None else "unknown")
         choice = self.table.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
-        if shut_out:  # the end of a shut-out brings a candidate, as a change of the view does
-            choice = replace(choice, look_again_at=min(choice.look_again_at, now + min(shut_out.values())))
-        is_empty = not self.table.costs(stage)
+        if suspended_s:  # the end of a suspension brings a candidate, as a change of the view does
+            choice = replace(choice, look_again_at=min(choice.look_again_at, now + min(suspended_s.values())))
+        is_empty = not self.table.callees(stage)
         if is_empty != (stage in self._empty_stages):
             self._empty_stages ^= {stage}
             self._report(events.RouteChanged(stage, is_empty, choice.peer or "", choice.reason))
         return choice
 
     async def _try(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer | None:
-        """Makes one call and records its outcome in the table; returns the answer, or None after Busy or a failure.
+        """Makes the attempt's call, checks the reply and records the outcome; returns the answer, None after a failure.
 
-        A cancelled call is recorded as abandoned. Wakes the microbatches that wait for a peer in any case.
+        Busy and a wrong reply give None too. A cancelled call is recorded as abandoned. In any case makes the
+        microbatches that wait for a peer choose again.
         """
         try:
             answer = self._check_reply(routed, attempt.peer, await self._call(routed, attempt))
@@ -197,44 +209,56 @@ class Router:
         return None
 
     async def _call(self, routed: RoutedCall, attempt: Attempt) -> Reply:
-        """Calls the attempt's peer and returns its reply; passes its progress messages on to this peer's callers."""
+        """Calls the attempt's peer and returns the reply; handles the peer's progress messages by `on_progress`."""
         stage, peer = attempt.stage, attempt.peer
-        limit, counts = NEWS_PER_STAGE * (self.stage_count - stage), Counter[str]()
+        limit = MAX_PROGRESS_PER_STAGE * (self.stage_count - stage)
+        counts = Counter[str]()
 
-        def on_progress(news: Advance) -> None:
-            """Records one progress message and passes it on if it is new upstream; ignores those beyond `limit`."""
-            counts[news.event] += 1
-            if counts[news.event] > limit:
+        def on_progress(advance: Advance) -> None:
+            """Records one progress message in `routed` and the table, and passes it on if upstream does not know it.
+
+            Ignores more than `limit` messages of one kind.
+            """
+            counts[advance.event] += 1
+            if counts[advance.event] > limit:
                 return
-            is_new = routed.record_progress(news, peer)
-            if news.peer == peer and news.stage == stage:
-                self._record_news(attempt, news)
+            is_new = routed.record_progress(advance, peer)
+            if advance.peer == peer and advance.stage == stage:
+                self._record_callee_progress(attempt, advance)
             if is_new:
-                routed.on_progress(news)
+                routed.on_progress(advance)
 
-        request = routed.request(attempt.deadline_ms)
+        request = routed.make_request(attempt.deadline_ms)
         return await self._caller.call(peer, request, routed.tensors, deadline=attempt.until, on_progress=on_progress)
 
-    def _record_news(self, attempt: Attempt, news: Advance) -> None:
-        """Records in the table what a peer says of its own work and queue; other progress changes nothing."""
-        now, queue = loop_time(), min(news.queue, 1 << 20)
-        if news.event == "accepted":
+    def _record_callee_progress(self, attempt: Attempt, advance: Advance) -> None:
+        """Records in the table the queue that the called peer reports, and for "accepted" the time since sending too.
+
+        Events other than "accepted" and "finished" change nothing.
+        """
+        now = loop_time()
+        queue = min(advance.queue, 1 << 20)
+        if advance.event == "accepted":
             self.table.record_accepted(now, attempt, queue, self._round_trip_s(attempt.peer))
-        elif news.event == "finished":
+        elif advance.event == "finished":
             self.table.record_queue(now, attempt, queue)
 
     def _check_reply(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
-        """Returns a well-formed reply as a HopAnswer; for any other reports BAD_ANSWER and raises ProtocolError."""
-        message, tensors = reply.message, list(reply.tensors)
+        """Returns a reply with the right message, tensors and numbers as a HopAnswer of `peer`.
+
+        For any other reply, reports the offence BAD_ANSWER of `peer` and raises ProtocolError.
+        """
+        message = reply.message
+        tensors = list(reply.tensors)
         purpose = routed.process.purpose
         expected = 1 if purpose == "train" else 0
         if not isinstance(message, Processed):
             problem = ProtocolError("bad-message", f"answered process with {type(message).__name__}")
         elif len(tensors) != expected:
             problem = ProtocolError("bad-message", f"sent {len(tensors)} tensors where {expected} belong")
-        elif tensors and (tensors[0].dtype, tensors[0].shape) != self.shapes.gradient:
+        elif tensors and (tensors[0].dtype, tensors[0].shape) != self.wire_rules.gradient:
             problem = ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
-        elif (wrong := self.shapes.find_problem(message, purpose)) is not None:
+        elif (wrong := self.wire_rules.find_answer_problem(message, purpose)) is not None:
             problem = ProtocolError("bad-message", wrong)
         else:
             return HopAnswer(message, tensors, peer)
@@ -242,17 +266,25 @@ class Router:
         raise problem
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
-        """Records an answer's times in the table; returns the answer with the time on the link added to `path_ms`."""
+        """Records an answer in the table and the pace; returns the answer with the peer's link time added to `path_ms`.
+
+        That time is estimated, without queueing. The sum is at most the time since the attempt started.
+        """
         now = loop_time()
         self._pace = self._pace.after_completion(now)
-        service_s, period_s = answer.message.busy_ms / 1000.0, self._pace.period_s.value or math.inf
+        period_s = self._pace.period_s.value or math.inf
+        service_s = answer.message.busy_ms / 1000.0
         crossing_s = self.table.record_answered(now, attempt, service_s, answer.nbytes, period_s)
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
     def _record_failure(self, routed: RoutedCall, attempt: Attempt, error: AgoraError) -> None:
-        """Records a failed call in the table and in `routed`, and reports MicrobatchRerouted."""
-        now, reason = loop_time(), f"{error.code}: {error}"
+        """Records a failed call in the table and in `routed`, and reports MicrobatchRerouted.
+
+        Unavailable counts at most UNAVAILABLE_FAILURES failures in a row, and no wasted time.
+        """
+        now = loop_time()
+        reason = f"{error.code}: {error}"
         if isinstance(error, Unavailable):
             self.table.record_failed(now, attempt, 0.0, UNAVAILABLE_FAILURES)
         else:
@@ -261,6 +293,9 @@ class Router:
         self._report(events.MicrobatchRerouted(routed.process.microbatch.hex(), attempt.stage, attempt.peer, reason))
 
     def report_unusable_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
-        """Reports a USELESS_GRADIENT of `peer`, and counts a failure in the table, so that other replicas are asked."""
+        """Reports the offence USELESS_GRADIENT of `peer`, and counts a failure of that peer of `stage` in the table.
+
+        So other peers of the stage are asked next.
+        """
         self._offences.report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
         self.table.record_rejected(loop_time(), stage, peer)

@@ -1,4 +1,4 @@
-"""Explains in words what limits the rate of a plan, and computes what one more machine would add. Pure.
+"""Explains in words what limits the rate of a plan, and computes what one more machine would add. Deterministic.
 
 Knows: plans and the search. Must not know: files, the terminal, peers.
 """
@@ -16,17 +16,20 @@ from agora.plan.machine import Machine
 from agora.plan.search import make_plan
 
 REMEDIES: Final[Mapping[Limit, str]] = {
-    "compute": "a machine more, or a faster one, helps",
+    "compute": "one more machine, or a faster one, helps",
     "upload": "machines with more upload, or a boundary codec with fewer bytes, help",
     "download": "machines with more download, or a boundary codec with fewer bytes, help",
-    "memory": "nobody fits them; a machine with more memory helps",
+    "memory": "no machine can hold them; one with more memory helps",
 }
 """What helps against each limit, as the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineGain:
-    """What one more machine adds: microbatches per second of the whole swarm without it and with it. Immutable."""
+    """What one more machine adds: microbatches per second of the whole swarm without it and with it. Immutable.
+
+    machine: the added one. rate_with is never below rate_without.
+    """
 
     machine: Machine
     rate_without: float
@@ -34,15 +37,19 @@ class MachineGain:
 
     @property
     def factor(self) -> float:
-        """How many times as fast the swarm is with the machine; 1 if it adds nothing."""
+        """How many times as fast the swarm is with the machine: rate_with / rate_without, which must not be 0."""
         return self.rate_with / self.rate_without
 
 
 def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
-    """Returns a sentence that names the slowest stages, their rate in tokens per second, what limits it, what helps."""
+    """Returns a sentence about the plan's bottleneck: stages, their machines, the plan's tokens per second, a remedy.
+
+    The sentence also says what limits the rate, and which part of the rate, in percent, has that limit. That part is
+    100 % if the rate is 0. Machines are those that hold the first of these stages.
+    """
     stages, limit = plan.bottleneck.stages, plan.bottleneck.limit
-    holders = [found for found in plan.assignments if found.span is not None and stages.first in found.span]
-    limited = sum(found.rate.microbatches for found in holders if found.rate.limit == limit)
+    holders = [entry for entry in plan.assignments if entry.span is not None and stages.first in entry.span]
+    limited = sum(holder.rate.microbatches for holder in holders if holder.rate.limit == limit)
     of_rate = limited / plan.rate if plan.rate > 0 else 1.0
     machines = "1 machine" if len(holders) == 1 else f"{len(holders)} machines"
     noun = "stage" if len(stages) == 1 else "stages"
@@ -53,7 +60,11 @@ def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
 
 
 def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> MachineGain:
-    """Returns what `machine` would add if it joined the machines of `plan`, all of them placed again; never a loss."""
-    machines = [found.machine for found in plan.assignments]
-    with_it = make_plan(cost, [*machines, machine], rng, start=plan)
-    return MachineGain(machine, plan.rate, max(plan.rate, with_it.rate))
+    """Returns the rate of `plan`, and the rate after `machine` joins and make_plan places all machines again.
+
+    That search begins from `plan` and draws from `rng`. If the plan that it finds is slower, the rate of `plan` stands
+    for both. Raises OutOfMemory as make_plan does.
+    """
+    machines = [assignment.machine for assignment in plan.assignments]
+    extended = make_plan(cost, [*machines, machine], rng, start=plan)
+    return MachineGain(machine, plan.rate, max(plan.rate, extended.rate))

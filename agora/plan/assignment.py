@@ -17,8 +17,9 @@ from agora.plan.machine import Machine
 class Assignment:
     """One machine's place in a plan; immutable.
 
-    span: the stages it holds, None if it stays idle. rate: what it could do at its span, and how. share: the part of
-    the microbatches of its stages that it gets, 0 to 1.
+    span: the stages that the machine holds, None if it stays idle. rate: microbatches per second that it could do at
+    its span, and what bounds them. share: the part of its stages' microbatches that it gets, 0 to 1. An idle machine
+    has the rate 0 and the share 0.
     """
 
     machine: Machine
@@ -29,7 +30,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The slowest stages of a plan, and what limits most of the rate of the machines that hold them. Immutable."""
+    """The slowest stages of a plan, and what limits them. Immutable.
+
+    stages: the first consecutive ones with the plan's lowest rate. limit: what bounds most of the rate of the machines
+    that hold the first of them.
+    """
 
     stages: Span
     limit: Limit

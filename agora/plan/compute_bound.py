@@ -27,13 +27,17 @@ from agora.plan.machine import Machine
 from agora.plan.span_rates import span_rates
 
 TURNS: Final = 500
+"""Number of choices of prices that are tried, each derived from the one before."""
 FIRST_STEP: Final = 2.0
 LAST_STEP: Final = 0.002
 """How much prices change at first and at last, as exponents; between, each step is the same part of the one before."""
 
 
 def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
-    """Returns the greatest rate, in microbatches per second, that computing and memory allow, whatever the links."""
+    """Returns an upper bound, in microbatches per second, on the rate of every plan for `machines`.
+
+    The bound counts compute and memory only: all links are taken as infinitely fast. 0 if no machine fits any stage.
+    """
     linked = [replace(machine, name="", upload=math.inf, download=math.inf) for machine in machines]
     kinds = Counter(replace(machine, flops=1.0) for machine in linked)
     speeds = {kind: sum(machine.flops for machine in linked if replace(machine, flops=1.0) == kind) for kind in kinds}
@@ -42,14 +46,17 @@ def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
 
 
 def _tightest_bound(rates: NDArray[np.float64], first_prices: NDArray[np.float64]) -> float:
-    """Returns the least bound of a number of choices of prices, in proportion to `first_prices` at first.
+    """Returns the lowest of the bounds that TURNS choices of prices give by the module's formula; 0 if all rates are 0.
 
-    rates: as `span_rates` returns them.
+    rates: as `span_rates` returns them. first_prices: one for each stage; the first choice is in proportion to them.
+    Each later choice lowers the prices of stages that many machines took at the prices before, and raises the others.
     """
     begins, ends = np.triu_indices(rates.shape[-1], 1)
     offered = rates[:, begins, ends]
-    rows, stages = np.arange(len(offered)), rates.shape[-1] - 1
-    prices, least = first_prices / first_prices.sum(), math.inf
+    rows = np.arange(len(offered))
+    stages = rates.shape[-1] - 1
+    prices = first_prices / first_prices.sum()
+    least = math.inf
     for turn in range(1, TURNS + 1):
         sums = np.concatenate([[0.0], np.cumsum(prices)])
         earned = offered * (sums[ends] - sums[begins])

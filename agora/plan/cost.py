@@ -1,15 +1,15 @@
-"""What stages cost a machine: operations, bytes held, bytes sent; and the microbatches per second that result. Pure.
+"""What stages cost a machine: floating-point operations, bytes held, bytes sent; and the resulting rates. Pure.
 
 Knows: sums over the stages of a span, and what becomes of a microbatch's graph between forward and backward:
 
-| activations | graph between forward and backward    | forwards of a microbatch | in a span with the last stage      |
+| activations | graph between forward and backward    | forward passes           | in a span with the last stage      |
 |-------------|---------------------------------------|--------------------------|------------------------------------|
 | keep        | of all layers, of each in flight      | 1                        | 1, and one graph at a time         |
 | recompute   | of all layers, of one at a time       | 2                        | 1                                  |
 | layers      | of one layer, of one at a time        | 3                        | 2, but of the head 1               |
 
-A span with the last stage goes backward right after its forward. Must not know: model families (cost_of_run.py),
-devices, peers, torch.
+A span with the last stage runs its backward pass right after its forward pass. Must not know: model families
+(cost_of_run.py), devices, peers, torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Activations = Literal["keep", "recompute", "layers"]
 ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
 """From the fewest operations and most memory to the reverse."""
 FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
-"""How often the layers compute a microbatch's forward: in a span without the last stage, and in one with it."""
+"""How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it."""
 Limit = Literal["compute", "upload", "download", "memory"]
 """What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0."""
 
@@ -36,14 +36,15 @@ Limit = Literal["compute", "upload", "download", "memory"]
 class StageCost:
     """What one stage costs the machine that holds it.
 
-    forward_flops, backward_flops: for each microbatch; backward_flops does not contain a repeated forward. head_flops:
-    the part of forward_flops after the last layer. frozen_bytes: of weights that never change, as they are kept.
-    trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them. version_bytes: of
-    a second version of the weights, needed where graphs are kept while steps are taken. optimizer_bytes: of moments and
-    of the moving average, which may lie in host memory. kept_bytes: of the autograd graph of all layers for one
-    microbatch. peak_bytes: in addition to all of these, the most that a forward and backward take for a moment.
-    layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where the graph of one layer is kept at a
-    time. state_bytes: what a newcomer fetches before it can begin.
+    forward_flops, backward_flops: for each microbatch; backward_flops does not contain recomputed forward passes.
+    head_flops: the part of forward_flops after the last layer. frozen_bytes: of weights that never change, as they are
+    kept. trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them.
+    version_bytes: of a second version of the weights, needed where graphs are kept while steps are taken.
+    optimizer_bytes: of moments and of the moving average, which may be in host memory. kept_bytes: of the autograd
+    graph of all layers for one microbatch. peak_bytes: in addition to all of these, the most that a forward and a
+    backward pass take temporarily. layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where
+    the graph of one layer is kept at a time. state_bytes: what a newcomer fetches before it can begin. trained_values:
+    how many values replicas average the gradients of.
     """
 
     forward_flops: float
@@ -58,25 +59,27 @@ class StageCost:
     version_bytes: float = 0.0
     layer_inputs_bytes: float = 0.0
     layer_peak_bytes: float = 0.0
+    trained_values: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """The bytes that a span takes: on the device, and in addition in host memory."""
+    """The bytes that training a span takes: on the device, and in addition in host memory. Immutable."""
 
     device: float
     host: float = 0.0
 
     def fits(self, machine: Machine) -> bool:
-        """Returns whether `machine` has these bytes."""
+        """Returns whether the memory of `machine`, and its host memory, are each at least as large."""
         return self.device <= machine.memory and self.host <= machine.host_memory
 
 
 @dataclass(frozen=True, slots=True)
 class SpanRate:
-    """How many microbatches per second a machine does at a span, and what bounds it.
+    """How many microbatches per second a machine does at a span, and what bounds that number.
 
-    activations: how it keeps graphs, see the module's table. in_host: its optimizer state lies in host memory.
+    microbatches: per second; 0, with the limit "memory", where the span does not fit. activations: how the machine
+    keeps graphs, see the module's table. in_host: whether its optimizer state is in host memory.
     """
 
     microbatches: float
@@ -87,7 +90,11 @@ class SpanRate:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """One way to train a span: how graphs and optimizer state are kept, the operations per microbatch, the bytes."""
+    """One way to train a span: how graphs are kept, and whether optimizer state is in host memory.
+
+    flops: floating-point operations per microbatch, recomputed forward passes included. need: the memory that must be
+    available; it may be more than the mode fills, see RunCost.training_modes.
+    """
 
     activations: Activations
     in_host: bool
@@ -96,12 +103,12 @@ class TrainingMode:
 
 
 class RunCost:
-    """The costs of all stages of a run, and of what crosses between two peers.
+    """The costs of all stages of a run, and of what two peers send each other; computes the costs of spans of stages.
 
     forward_bytes, backward_bytes: of one microbatch's boundary, and of its gradient. tokens: of one microbatch.
     in_flight: how many microbatches a peer holds between forward and backward. activations: how all peers keep graphs;
     with None each peer chooses the fastest that fits its memory, its graphs taking at most half of what is free, as
-    daemons do. can_offload: optimizer state may lie in host memory.
+    daemons do. can_offload: optimizer state may be in host memory.
     """
 
     def __init__(
@@ -121,15 +128,15 @@ class RunCost:
         self.tokens = tokens
         self.in_flight = in_flight
         self.activations = activations
-        self.choices: tuple[Activations, ...] = ALL_ACTIVATIONS if activations is None else (activations,)
+        self.activation_choices: tuple[Activations, ...] = ALL_ACTIVATIONS if activations is None else (activations,)
         self._offloads = (False, True) if can_offload else (False,)
-        self._layer_flops = _sums(stage.forward_flops - stage.head_flops for stage in self.stages)
-        self._flops_once = _sums(stage.forward_flops + stage.backward_flops for stage in self.stages)
-        self._version_bytes = _sums(stage.version_bytes for stage in self.stages)
-        self._layer_inputs_bytes = _sums(stage.layer_inputs_bytes for stage in self.stages)
-        self._weight_bytes = _sums(s.frozen_bytes + s.trained_bytes for s in self.stages)
-        self._optimizer_bytes = _sums(stage.optimizer_bytes for stage in self.stages)
-        self._kept_bytes = _sums(stage.kept_bytes for stage in self.stages)
+        self._layer_flops = _prefix_sums(stage.forward_flops - stage.head_flops for stage in self.stages)
+        self._flops_once = _prefix_sums(stage.forward_flops + stage.backward_flops for stage in self.stages)
+        self._version_bytes = _prefix_sums(stage.version_bytes for stage in self.stages)
+        self._layer_inputs_bytes = _prefix_sums(stage.layer_inputs_bytes for stage in self.stages)
+        self._weight_bytes = _prefix_sums(s.frozen_bytes + s.trained_bytes for s in self.stages)
+        self._optimizer_bytes = _prefix_sums(stage.optimizer_bytes for stage in self.stages)
+        self._kept_bytes = _prefix_sums(stage.kept_bytes for stage in self.stages)
 
     @property
     def stage_count(self) -> int:
@@ -137,49 +144,61 @@ class RunCost:
         return len(self.stages)
 
     def flops(self, span: Span, activations: Activations | None = None) -> float:
-        """Returns the operations of one microbatch in the stages of `span`, forward and backward.
+        """Returns the floating-point operations of one microbatch in the stages of `span`, forward and backward.
 
-        activations: None means the one with the fewest operations of those that peers may choose.
+        Recomputed forward passes count too; how often layers are recomputed is in the module's table, the head never
+        is. activations: None means the one with the fewest operations that peers may choose.
         """
-        repeats = FORWARDS[activations or self.choices[0]][self._has_last_stage(span)] - 1
-        return _within(self._flops_once, span) + repeats * _within(self._layer_flops, span)
+        repeats = FORWARDS[activations or self.activation_choices[0]][self._has_last_stage(span)] - 1
+        return _sum_over(self._flops_once, span) + repeats * _sum_over(self._layer_flops, span)
 
     @property
     def work(self) -> tuple[float, ...]:
-        """The operations of one microbatch in each stage when held alone, as a multiple of their mean."""
+        """The operations of one microbatch in each stage when held alone, as a multiple of the mean over all stages.
+
+        Operations are those of `flops`, for the graphs with the fewest that peers may choose.
+        """
         flops = [self.flops(Span(stage, stage)) for stage in range(self.stage_count)]
         mean = sum(flops) / self.stage_count
         return tuple(amount / mean for amount in flops)
 
     def upload_bytes(self, span: Span) -> float:
-        """Returns the bytes that a holder of `span` sends for each microbatch: a boundary on, a gradient back."""
-        return self._crossing(span, self.forward_bytes, self.backward_bytes)
+        """Returns how many bytes a holder of `span` sends for each microbatch: a boundary on, a gradient back.
+
+        A span with the first stage sends no gradient, one with the last stage no boundary.
+        """
+        return self._boundary_bytes(span, self.forward_bytes, self.backward_bytes)
 
     def download_bytes(self, span: Span) -> float:
-        """Returns the bytes that a holder of `span` receives for each microbatch: a gradient, a boundary."""
-        return self._crossing(span, self.backward_bytes, self.forward_bytes)
+        """Returns how many bytes a holder of `span` receives for each microbatch: a boundary, later a gradient.
+
+        A span with the first stage receives no boundary, one with the last stage no gradient.
+        """
+        return self._boundary_bytes(span, self.backward_bytes, self.forward_bytes)
 
     def memory(self, span: Span, activations: Activations | None = None, *, in_host: bool = False) -> MemoryNeed:
-        """Returns the bytes that training `span` takes; in_host: optimizer state lies in host memory.
+        """Returns how many bytes training `span` takes, boundaries of all microbatches in flight included.
 
-        activations: None means the one with the least memory of those that peers may choose.
+        activations: None means the one with the least memory that peers may choose. in_host: optimizer state counts as
+        host memory, otherwise as device memory.
         """
-        chosen, stages = activations or self.choices[-1], self.stages[span.first : span.last + 1]
-        device = _within(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)
+        chosen = activations or self.activation_choices[-1]
+        stages = self.stages[span.first : span.last + 1]
+        device = _sum_over(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)
         if chosen == "layers":
-            device += _within(self._layer_inputs_bytes, span) + max(stage.layer_peak_bytes for stage in stages)
+            device += _sum_over(self._layer_inputs_bytes, span) + max(stage.layer_peak_bytes for stage in stages)
         else:
             device += self._autograd_graph_bytes(span, chosen) + max(stage.peak_bytes for stage in stages)
-        optimizer = _within(self._optimizer_bytes, span)
+        optimizer = _sum_over(self._optimizer_bytes, span)
         return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
 
     def training_modes(self, span: Span) -> Iterator[TrainingMode]:
-        """Yields the ways in which a peer may train `span`, the preferred ones first: those with fewest operations.
+        """Yields the ways to train `span` that peers may choose: fewest operations first, then state on the device.
 
-        Where peers choose for themselves, a need counts the graphs twice, since daemons let them fill half of what is
-        free.
+        Where peers choose for themselves, the need of "keep" and "recompute" counts the graphs twice, since daemons let
+        graphs fill only half of the free memory. With optimizer state in host memory only if the run can offload it.
         """
-        for activations in self.choices:
+        for activations in self.activation_choices:
             counts_twice = self.activations is None and activations != "layers"
             reserve = self._autograd_graph_bytes(span, activations) if counts_twice else 0.0
             for in_host in self._offloads:
@@ -188,10 +207,11 @@ class RunCost:
                 yield TrainingMode(activations, in_host, self.flops(span, activations), need)
 
     def rate(self, machine: Machine, span: Span) -> SpanRate:
-        """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download) seconds, 0 where it does not fit.
+        """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download) in seconds per microbatch.
 
-        It is that of the first training mode that fits. Assumes that sending, receiving and computing overlap, since
-        many microbatches are in flight.
+        The longest of the three is the rate's limit. The training mode is the first of `training_modes` that fits the
+        machine; if none does, the rate is 0 and the limit "memory". Assumes that sending, receiving and computing
+        overlap, since many microbatches are in flight.
         """
         mode = next((mode for mode in self.training_modes(span) if mode.need.fits(machine)), None)
         if mode is None:
@@ -209,29 +229,30 @@ class RunCost:
         return span.last == self.stage_count - 1
 
     def _autograd_graph_bytes(self, span: Span, activations: Activations) -> float:
-        """Returns the bytes of the autograd graphs held at once, for "keep" and "recompute".
+        """Returns the size in bytes of the autograd graphs held at once, for "keep" and "recompute".
 
-        "keep", except in a span with the last stage, adds a second copy of the trained weights.
+        With "keep" the graphs of all microbatches in flight, and a second version of the weights; with "recompute", and
+        always in a span with the last stage, the graph of one microbatch.
         """
-        kept = _within(self._kept_bytes, span)
+        kept = _sum_over(self._kept_bytes, span)
         if activations == "keep" and not self._has_last_stage(span):
-            return self.in_flight * kept + _within(self._version_bytes, span)
+            return self.in_flight * kept + _sum_over(self._version_bytes, span)
         return kept
 
-    def _crossing(self, span: Span, at_end: float, at_start: float) -> float:
-        """Returns the bytes that one microbatch moves over the span's two ends, in one direction.
+    def _boundary_bytes(self, span: Span, at_end: float, at_start: float) -> float:
+        """Returns how many bytes of one microbatch a holder of `span` sends, or how many it receives.
 
-        at_end, at_start: the bytes that cross the end towards the last stage, and the end towards the first; nothing
-        crosses an end of the model.
+        at_end: the bytes exchanged with the holder of the next stage, 0 if the span has the last stage. at_start: those
+        exchanged with the holder of the stage before, 0 if it has the first.
         """
         return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
 
 
-def _sums(values: Iterable[float]) -> list[float]:
-    """Returns the sums of the first 0, 1, 2, ... and of all values."""
+def _prefix_sums(values: Iterable[float]) -> list[float]:
+    """Returns prefix sums: entry i is the sum of the first i values, from 0 for i = 0 to the sum of all values."""
     return list(accumulate(values, initial=0.0))
 
 
-def _within(sums: Sequence[float], span: Span) -> float:
-    """Returns the sum over the stages of `span`. sums: what `_sums` returned for all stages."""
+def _sum_over(sums: Sequence[float], span: Span) -> float:
+    """Returns the sum of a value over the stages of `span`. sums: the `_prefix_sums` of all stages' values."""
     return sums[span.last + 1] - sums[span.first]

@@ -10,8 +10,8 @@ Knows: manifests, formulas. Must not know: torch, transformers, machines, which 
 | backward, frozen        | 2: the gradient of its input                                                          |
 | attention, each token   | 4 x context x heads' width, halved where fused causal attention leaves out later tokens |
 
-A gradient through attention costs twice the forward. Steps of the optimizer and averaging are not counted: they come
-once in many microbatches.
+The backward pass of attention costs twice its forward pass. Steps of the optimizer and averaging are not counted: they
+come once in many microbatches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agora_protocol.ids import Span
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
-from agora.plan.cost import Activations, RunCost, StageCost
+from agora.plan.cost import Activations, MemoryNeed, RunCost, StageCost
 from agora.plan.decoder_sizes import DecoderSizes, decoder_sizes
 from agora.plan.graph_bytes import (
     FLOAT,
@@ -38,54 +38,80 @@ from agora.plan.graph_bytes import (
     loss_peak_bytes,
 )
 
-WAY_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
+ACTIVATIONS_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
 """What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine."""
-MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE = 32, 4
-NF4_BLOCK, NF4_BLOCKS_OF_SCALE, NF4_TABLE_BYTES = 64, 256, 4 * (16 + 256 + 1)
-"""Values that share a one-byte scale, scales that share a float32, and the tables of each matrix."""
+MIN_IN_FLIGHT: Final = 32
+"""Microbatches that a peer is assumed to hold between forward and backward at least."""
+IN_FLIGHT_PER_STAGE: Final = 4
+"""As many of them for each stage of the run, if that is more."""
+NF4_BLOCK: Final = 64
+"""Values of a matrix in NF4 that share a scale of one byte."""
+NF4_BLOCKS_OF_SCALE: Final = 256
+"""Scales of such a matrix that share a float32."""
+NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)
+"""Bytes of the tables that each such matrix has."""
 MUON_BATCH: Final = 1 << 24
+"""Elements that Muon orthogonalises at once, or one matrix if it has more."""
 MUON_COPIES: Final = 5
-"""Elements that Muon orthogonalises at once, and how many copies of them that takes for a moment."""
+"""Copies of these elements that this takes temporarily."""
 TOKEN_BYTES: Final = 4
 COPIES_OF_WEIGHTS: Final = 3
-"""For each trained value lie on the device: its weight, its gradient's sum, and its gradient of one microbatch."""
+"""The device holds for each trained value: its weight, its gradient's sum, and its gradient of one microbatch."""
 
 
 def run_cost(
-    manifest: Manifest, *, in_bf16: bool = False, activations: Activations | None = None, in_flight: int | None = None
+    manifest: Manifest,
+    *,
+    in_bf16: bool = False,
+    activations: Activations | None = None,
+    in_flight: int | None = None,
+    can_offload: bool = False,
 ) -> RunCost:
-    """Returns the costs of a run's stages.
+    """Returns the RunCost of a run: the costs of its stages, and the bytes that peers send each other.
 
-    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU. activations: what daemons do where
-    the manifest says auto; None: each chooses by its memory. in_flight: microbatches that a peer holds between forward
-    and backward; None: `usual_in_flight`. Raises TypeError for a family without a formula. Optimizer state lies on the
-    device: the trainer knows no other place.
+    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU. activations: how peers keep graphs if
+    the manifest says auto; None: each chooses by its memory; `activations` has no effect if the manifest says keep or
+    recompute. in_flight: microbatches that a peer holds between forward and backward; None: `usual_in_flight`.
+    can_offload: optimizer state may be in host memory, as on machines with a GPU; False: all of it is on the device. A
+    boundary that travels forward counts with the token ids that go with it. Raises TypeError for a model family without
+    a formula.
     """
     sizes = decoder_sizes(manifest.model)
-    codec, shape = parse_codec(manifest.boundary.codec), manifest.boundary_shape()
+    codec = parse_codec(manifest.boundary.codec)
+    shape = manifest.boundary_shape()
     return RunCost(
         [stage_cost(manifest, sizes, stage, in_bf16=in_bf16) for stage in range(manifest.stage_count)],
         forward_bytes=codec.bytes_of(shape, "forward") + TOKEN_BYTES * math.prod(manifest.tokens_shape()),
         backward_bytes=codec.bytes_of(shape, "backward"),
         tokens=manifest.tokens_per_microbatch,
         in_flight=usual_in_flight(manifest) if in_flight is None else in_flight,
-        activations=WAY_OF_SETTING.get(manifest.schedule.activations, activations),
-        can_offload=False,
+        activations=ACTIVATIONS_OF_SETTING.get(manifest.schedule.activations, activations),
+        can_offload=can_offload,
     )
 
 
-def min_bytes(manifest: Manifest, span: Span) -> float:
-    """Returns the least bytes of memory that training `span` takes: one microbatch at a time, all on the device."""
-    return run_cost(manifest, in_flight=1).memory(span).device
+def min_memory(manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
+    """Returns the least memory with which `span` can be trained in float32.
+
+    That is with one microbatch in flight and, unless the manifest says that graphs are kept, the graph of one layer at
+    a time. state_in_host: optimizer state counts as host memory, otherwise as device memory.
+    """
+    return run_cost(manifest, in_flight=1).memory(span, in_host=state_in_host)
 
 
 def usual_in_flight(manifest: Manifest) -> int:
-    """Returns how many microbatches between forward and backward have their graphs kept, where memory allows."""
+    """Returns how many microbatches a peer is assumed to hold between forward and backward.
+
+    That is the largest of MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * number of stages, and the manifest's max_in_flight.
+    """
     return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
 def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:
-    """Returns what one stage costs. sizes: of the manifest's model; in_bf16: as for run_cost."""
+    """Returns the StageCost of stage number `stage`: operations per microbatch, and bytes of memory.
+
+    sizes: of the manifest's model. in_bf16: products are in bf16, otherwise in float32.
+    """
     layers = manifest.layers_of(stage)
     batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
     elements = _pad_to_blocks(trained_parameters(sizes, layers))
@@ -96,7 +122,8 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
     loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
     at_loss = loss - FLOAT * elements  # before there are gradients of weights, which trained_bytes has
-    kept, inputs = sum(graphs) + head, batch.tokens * _layer_inputs(sizes, layers) * FLOAT
+    kept = sum(graphs) + head
+    inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT
     at_step = _muon_bytes(manifest, sizes, layers) - FLOAT * elements  # when no microbatch is worked on
     moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
     in_memory = moments - 2 * (FLOAT - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
@@ -113,11 +140,15 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
         version_bytes=FLOAT * elements if manifest.schedule.kind == "asynchronous" else 0.0,
         layer_inputs_bytes=inputs,
         layer_peak_bytes=max(max(graphs) + of_layer, head + at_loss, at_step - inputs),
+        trained_values=elements,
     )
 
 
 def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
-    """Returns how many parameters the stage of `layers` trains."""
+    """Returns how many parameters the stage of `layers` trains: all that it has, or with frozen weights only LoRA's.
+
+    Embeddings count if `layers` begin the model, final norm and head if they end it.
+    """
     if sizes.frozen_as is not None:
         adapted = [linear for linear in sizes.linears if sizes.has_lora(linear)]
         return len(layers) * sizes.lora_rank * sum(linear.inputs + linear.outputs for linear in adapted)
@@ -125,7 +156,11 @@ def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
 
 
 def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
-    """Returns the bytes of the weights and fixed tensors of `layers` that never change, as they are kept."""
+    """Returns the size in bytes of the tensors of `layers` that are never trained, in the format that they are kept in.
+
+    If all weights are trained, only the subspace family has such tensors. With NF4, embedding and head are in bf16;
+    norms and biases are always in float32. context: tokens of a row.
+    """
     if sizes.frozen_as is None:
         return _fixed_tensor_bytes(sizes, context)
     matrices = [linear.inputs * linear.outputs for linear in sizes.linears]
@@ -135,14 +170,23 @@ def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
     return sum(map(of_matrix, matrices)) * len(layers) + value * ends + FLOAT * _vector_parameters(sizes, layers)
 
 
+def _ceil_div(count: int, size: int) -> int:
+    """Returns count / size, rounded up."""
+    return -(-count // size)
+
+
 def _nf4_bytes(count: int) -> int:
-    """Returns the bytes of a matrix of `count` values in NF4 with double quantisation: about 0.516 for each."""
-    scales = -(-count // NF4_BLOCK)
-    return -(-count // 2) + scales + FLOAT * -(-scales // NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
+    """Returns the size in bytes of a matrix of `count` values in NF4 with double quantisation: about 0.516 for each."""
+    scales = _ceil_div(count, NF4_BLOCK)
+    return _ceil_div(count, 2) + scales + FLOAT * _ceil_div(scales, NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
 
 
 def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
-    """Returns the parameters of the matrices inside `layers`, and of embeddings and head where the stage has them."""
+    """Returns two numbers of parameters: of the matrices inside `layers`, and of embeddings and head.
+
+    Embeddings, those of learnt positions included, count if `layers` begin the model, the head if they end it; LoRA's
+    matrices and vectors do not count.
+    """
     inside = sum(
         linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for layer in layers for linear in sizes.linears
     )
@@ -151,7 +195,7 @@ def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
 
 
 def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
-    """Returns the parameters of the norms and biases of `layers`, the final norm with the last."""
+    """Returns the number of parameters of norms and biases of `layers`, with the final norm if they end the model."""
     norm = sizes.norm_vectors * sizes.width
     of_layer = sizes.norms * norm + sum(linear.outputs for linear in sizes.linears if linear.has_bias)
     of_layer += 2 * sizes.head_width if sizes.head_norms else 0
@@ -159,20 +203,22 @@ def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
 
 
 def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
-    """Returns the bytes of the basis, of the fixed embedding's signs and of the rotary table of a subspace stage.
+    """Returns the size in bytes of a subspace stage's basis, signs of the fixed embedding, and rotary table.
 
-    0 for a model without a fixed embedding.
+    All of it is 0 for a model without a fixed embedding. The basis is 0 if the stream has the model's whole width.
+    context: tokens of a row.
     """
     if not sizes.fixed_vocabulary:
         return 0.0
     basis = FLOAT * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
-    return basis + sizes.fixed_vocabulary * -(-sizes.width // 8) + FLOAT * context * sizes.head_width
+    return basis + sizes.fixed_vocabulary * _ceil_div(sizes.width, 8) + FLOAT * context * sizes.head_width
 
 
 def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
-    """Returns the operations of a stage's forward and of its backward of one microbatch.
+    """Returns (operations of the forward pass, of the backward pass) for one microbatch in the stage of `layers`.
 
-    A backward costs twice the forward; of frozen matrices and of products by the basis it costs as much as that.
+    A backward pass costs twice its forward pass; through frozen matrices and the basis, as much as it. LoRA's
+    products count. The head counts if `layers` end the model; forward passes that are recomputed do not count.
     """
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
@@ -199,15 +245,19 @@ def _basis_products(sizes: DecoderSizes, layers: range) -> int:
 
 
 def _layer_inputs(sizes: DecoderSizes, layers: range) -> int:
-    """Returns the number of values per token in the inputs of the layers of a stage, summed over the layers."""
+    """Returns how many values of a token the inputs of a stage's layers have together.
+
+    The model's last layer counts with `sizes.width` values, each other one with those of the stream.
+    """
     return sum(sizes.width if sizes.is_last(layer) else sizes.stream for layer in layers)
 
 
 def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:
-    """Returns how many values the moments of a stage have: mean, square, moving average, and anchor and velocity.
+    """Returns how many values a stage's optimizer state has: mean, square, moving average, anchor and velocity.
 
-    Muon keeps no square of the matrices inside layers. Of adamw8bit, mean and square take a byte for each value, but
-    travel as float32.
+    The moving average of the weights counts if the run keeps one, anchor and velocity if not all of its steps are exact
+    (local steps). Muon keeps no square of the matrices inside layers. The 8-bit values of adamw8bit count like others.
+    elements: trained values, padding included.
     """
     section = manifest.optimizer
     square = elements
@@ -222,9 +272,9 @@ def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, 
 
 
 def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float:
-    """Returns the bytes that a step of Muon takes for a moment: copies of matrices of one shape. 0 without Muon.
+    """Returns how many bytes a step of Muon takes temporarily: MUON_COPIES copies of its largest batch of matrices.
 
-    The other optimizers change weights in place.
+    Returns 0 for the other optimizers, which change weights in place, and for runs that train LoRA.
     """
     if manifest.optimizer.name != "muon" or sizes.frozen_as is not None:
         return 0.0
@@ -238,5 +288,5 @@ def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float
 
 
 def _pad_to_blocks(count: int) -> int:
-    """Returns a number of elements rounded up to whole blocks, as a stage's flat arrays have them."""
-    return -(-count // SLICE_BLOCK) * SLICE_BLOCK
+    """Returns `count` rounded up to a multiple of SLICE_BLOCK, the length that a stage's flat arrays have."""
+    return _ceil_div(count, SLICE_BLOCK) * SLICE_BLOCK

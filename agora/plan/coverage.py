@@ -18,7 +18,9 @@ MAX_CANDIDATES: Final = 32
 the result is exact."""
 
 Reach: TypeAlias = tuple[int, ...]
-"""How far a machine's memory goes: for each first stage, the stage after the last one that it can hold from there."""
+"""How far a machine's memory goes: for each first stage, the stage after the last one that it can hold from there.
+
+Machines with the same reach are interchangeable: they are of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +35,17 @@ class Coverage:
 
     @property
     def reached(self) -> int:
-        """How many stages are held, from stage 0 on."""
+        """How many stages are held, from stage 0 on; 0 without machines."""
         return self.ends[-1] if self.ends else 0
 
 
 def fewest_holders(rates: Rates) -> Coverage:
     """Returns a coverage of all stages by the fewest machines found; if that is impossible, of the most stages found.
 
-    rates: as span_rates returns them; a rate above 0 says that the span fits. Machines with the same reach are
-    exchangeable. Of two orders of the same machines only the one that reaches further matters, because a machine whose
-    span begins later never has to end it earlier.
+    rates: as span_rates returns them; a rate above 0 says that the span fits. A beam search: machines are added one by
+    one to at most MAX_CANDIDATES sets. Machines with the same reach are interchangeable. Of two orders of the same
+    machines only the one that reaches further matters, because a machine whose span begins later never has to end it
+    earlier.
     """
     stages = rates.shape[-1] - 1
     reaches = [tuple(reach) for reach in ((rates > 0).sum(axis=2) + np.arange(stages + 1)).tolist()]
@@ -50,31 +53,35 @@ def fewest_holders(rates: Rates) -> Coverage:
     best = Coverage()
     while best.reached < stages and candidates:
         candidates = _extend_by_one(candidates, reaches)
-        best = max([best, *candidates.values()], key=lambda found: found.reached)
+        best = max([best, *candidates.values()], key=lambda coverage: coverage.reached)
     return best
 
 
 def _extend_by_one(
     candidates: dict[tuple[Reach, ...], Coverage], reaches: Sequence[Reach]
 ) -> dict[tuple[Reach, ...], Coverage]:
-    """Returns candidates of one more machine: for each set of kinds the one that reaches furthest.
+    """Returns candidates with one more machine than those given: for each multiset of kinds, the furthest one.
 
-    Keys are the sorted reaches of the machines. Of more than MAX_CANDIDATES, those that reach furthest are returned.
+    Keys are the sorted reaches of the machines; `reaches` has one for each machine. Machines that add no stage are not
+    added. If there are more than MAX_CANDIDATES, only those that reach furthest are returned.
     """
     longer: dict[tuple[Reach, ...], Coverage] = {}
-    for kinds, found in candidates.items():
-        for reach, machine in _unused_kinds(found, reaches).items():
-            end = reach[found.reached]
+    for kinds, coverage in candidates.items():
+        for reach, machine in _unused_kinds(coverage, reaches).items():
+            end = reach[coverage.reached]
             key = tuple(sorted((*kinds, reach)))
-            if end > found.reached and (key not in longer or end > longer[key].reached):
-                longer[key] = Coverage((*found.machines, machine), (*found.ends, end))
+            if end > coverage.reached and (key not in longer or end > longer[key].reached):
+                longer[key] = Coverage((*coverage.machines, machine), (*coverage.ends, end))
     kept = sorted(longer.items(), key=lambda item: -item[1].reached)[:MAX_CANDIDATES]
     return dict(kept)
 
 
-def _unused_kinds(found: Coverage, reaches: Sequence[Reach]) -> dict[Reach, int]:
-    """Returns, for each kind of machine by its reach, the index of the first machine that `found` does not use yet."""
-    used = set(found.machines)
+def _unused_kinds(coverage: Coverage, reaches: Sequence[Reach]) -> dict[Reach, int]:
+    """Returns, for each kind of machine by its reach, the index of the first machine that `coverage` does not use.
+
+    Kinds of which it uses every machine are left out.
+    """
+    used = set(coverage.machines)
     unused: dict[Reach, int] = {}
     for machine, reach in enumerate(reaches):
         if machine not in used:

@@ -41,20 +41,20 @@ class Cuts:
     rate: float
 
 
-def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
+def best_cuts(rates: Rates, group_of: Groups, group_count: int) -> Cuts | None:
     """Returns the Cuts (spans and rate) that maximise the slowest group's rate; None if none give all a rate above 0.
 
-    rates: as span_rates returns them. group_of: the group of each machine; those with a negative number are left out.
-    count: the number of groups. Since each group gets at least one stage, group s can only begin at stages s to
-    s + stages - count, so only that window of each array is summed.
+    rates: as span_rates returns them. group_of: the group of each machine, 0 to group_count - 1; machines with a
+    negative number are left out. Since each group gets at least one stage, group s can only begin at stages s to
+    s + stages - group_count; only that window of each array is summed.
     """
-    offsets = rates.shape[-1] - count  # the number of stages at which one group can begin
+    offsets = rates.shape[-1] - group_count  # the number of stages at which one group can begin
     if offsets < 1:
         return None
     nothing_held = np.zeros(offsets)
     nothing_held[0] = np.inf
     best_rates, windows = [nothing_held], []
-    for group in range(count):
+    for group in range(group_count):
         window = np.zeros((offsets, offsets))
         for machine in np.flatnonzero(group_of == group):  # faster than one sum, which copies them all
             window += rates[machine, group : group + offsets, group + 1 : group + 1 + offsets]
@@ -64,7 +64,7 @@ def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
         return None
     spans: list[Span] = []
     end = offsets - 1
-    for group in reversed(range(count)):
+    for group in reversed(range(group_count)):
         begin = int(np.minimum(best_rates[group], windows[group][:, end]).argmax())
         spans.append(Span(group + begin, group + end))
         end = begin
@@ -72,16 +72,20 @@ def best_cuts(rates: Rates, group_of: Groups, count: int) -> Cuts | None:
 
 
 def rates_in_groups(rates: Rates, cuts: Cuts) -> Rates:
-    """Returns the rate that each machine would have at each group's span, shape [machines, groups]."""
+    """Returns the rate that each machine would have at each group's span in `cuts`, shape [machines, groups].
+
+    rates: as span_rates returns them.
+    """
     begins = [span.first for span in cuts.spans]
     ends = [span.last + 1 for span in cuts.spans]
     return rates[:, begins, ends]
 
 
 def cut_for_groups(cost: RunCost, groups: Sequence[Sequence[Machine]]) -> Cuts | None:
-    """Returns the best cuts for groups of machines, given in the order of their stages; None if no cuts are possible.
+    """Returns the cuts that make the slowest of the `groups` of machines fastest; each group gets one stage or more.
 
-    Every group gets at least one stage. A machine whose memory its group's span does not fit adds nothing to the rate.
+    groups: in the order of their stages. A machine whose memory is too small for its group's span adds nothing to the
+    rate. Returns None if there are fewer stages than groups, or if in all cuts a group's rate is 0.
     """
     machines = [machine for group in groups for machine in group]
     group_of = np.array([number for number, group in enumerate(groups) for _ in group], dtype=np.int64)

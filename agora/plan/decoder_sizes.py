@@ -17,7 +17,7 @@ Frozen = Literal["float32", "bf16", "nf4"]
 LinearInput = Literal["attention", "attended", "feed-forward", "inner"]
 """What a linear layer reads: the normed stream before attention, the heads' output, the normed stream before the
 feed-forward, or the feed-forward's inner values. Layers that read the same value share one copy of it."""
-USUAL_WIDTHS: Final[dict[str, dict[str, int]]] = {
+DEFAULT_SIZES: Final[dict[str, dict[str, int]]] = {
     "llama": {"intermediate_size": 11_008, "num_attention_heads": 32},
     "mistral": {"intermediate_size": 14_336, "num_attention_heads": 32, "num_key_value_heads": 8},
     "qwen2": {"intermediate_size": 22_016, "num_attention_heads": 32, "num_key_value_heads": 32},
@@ -27,7 +27,7 @@ USUAL_WIDTHS: Final[dict[str, dict[str, int]]] = {
     "gemma3_text": {"intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
 }
 """Sizes that transformers uses where a config.json leaves them out, by model_type."""
-USUAL_SOFTCAP: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+DEFAULT_SOFTCAPS: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 """Soft caps that transformers uses for gemma2 where its config leaves them out."""
 
 WINDOWED: Final = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -38,59 +38,46 @@ WINDOW_PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}
 
 @dataclass(frozen=True, slots=True)
 class LinearSize:
-    """The sizes of one linear layer of a decoder layer; immutable.
+    """The sizes of one linear layer of a decoder layer; immutable."""
 
-    last_outputs: its number of outputs in the model's last layer; 0 means the same as in the other layers.
-    """
-
-    name: str
-    reads: LinearInput
+    name: str  # the last part of its name in the model, by which LoRA targets it
+    input_kind: LinearInput  # linear layers of a decoder layer with the same one share one copy of that value
     inputs: int
     outputs: int
     has_bias: bool = False
-    last_outputs: int = 0
+    last_layer_outputs: int = 0  # number of outputs in the model's last layer; 0: the same as in the other layers
 
     def outputs_in(self, *, is_last: bool) -> int:
-        """Returns the number of outputs in a decoder layer. is_last: whether that is the model's last layer."""
-        return self.last_outputs if is_last and self.last_outputs else self.outputs
+        """Returns this linear layer's number of outputs in a decoder layer; is_last: in the model's last one."""
+        return self.last_layer_outputs if is_last and self.last_layer_outputs else self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The sizes of a decoder; immutable.
+    """The sizes of a decoder; immutable."""
 
-    width: values of a token inside a layer. stream: values of a token in the residual stream and the embedding. norms:
-    norms of `width` values in a layer. norm_vectors: vectors of each norm. heads, head_width, key_value_width: of
-    attention. head_norms: whether queries and keys are normed. positions: rows of learnt positions. attends_to_all:
-    whether attention is eager and keeps all pairs. masked_layers: those whose attention takes a mask, for its window.
-    copies_attended: whether the heads' output is copied before its projection. caps_logits: whether logits are capped.
-    is_gated: whether the feed-forward has a gate. fixed_vocabulary: number of token ids that have a fixed embedding row
-    in addition to their learnt one. frozen_as: the format in which frozen weights are kept; None if all weights are
-    trained. lora_rank, lora_targets, dropout: LoRA's settings.
-    """
-
-    width: int
-    stream: int
-    layers: int
+    width: int  # values of a token inside a layer
+    stream: int  # values of a token in the residual stream and the embedding
+    layers: int  # their number
     vocabulary: int
-    heads: int
+    heads: int  # number of query heads
     head_width: int
-    key_value_width: int
-    linears: tuple[LinearSize, ...]
-    norms: int = 2
-    norm_vectors: int = 1
-    head_norms: bool = False
-    positions: int = 0
-    attends_to_all: bool = False
-    masked_layers: frozenset[int] = frozenset()
-    copies_attended: bool = False
-    caps_logits: bool = False
-    is_gated: bool = True
-    fixed_vocabulary: int = 0
-    frozen_as: Frozen | None = None
+    key_value_width: int  # values of a token in all key heads together, and in all value heads
+    linears: tuple[LinearSize, ...]  # the linear layers of one decoder layer
+    norms: int = 2  # norms of `width` values in a layer
+    norm_vectors: int = 1  # parameter vectors of each norm
+    head_norms: bool = False  # whether queries and keys are normed
+    positions: int = 0  # rows of learnt positions
+    attends_to_all: bool = False  # whether attention is eager and keeps the s x s matrix
+    masked_layers: frozenset[int] = frozenset()  # numbers of the layers whose attention takes a mask, for its window
+    copies_attended: bool = False  # whether the heads' output is copied before its projection
+    caps_logits: bool = False  # whether logits are soft-capped
+    is_gated: bool = True  # whether the feed-forward has a gate
+    fixed_vocabulary: int = 0  # number of token ids that have a fixed embedding row in addition to their learnt one
+    frozen_as: Frozen | None = None  # the format in which frozen weights are kept; None if all weights are trained
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
-    dropout: float = 0.0
+    dropout: float = 0.0  # LoRA's
 
     @property
     def query_width(self) -> int:
@@ -99,20 +86,23 @@ class DecoderSizes:
 
     @property
     def inner_width(self) -> int:
-        """Number of inner values of a token in the feed-forward."""
-        return next(linear.inputs for linear in self.linears if linear.reads == "inner")
+        """Number of values of a token between the feed-forward's first and last linear layer."""
+        return next(linear.inputs for linear in self.linears if linear.input_kind == "inner")
 
     def is_last(self, layer: int) -> bool:
         """Returns whether layer number `layer` is the model's last."""
         return layer == self.layers - 1
 
     def has_lora(self, linear: LinearSize) -> bool:
-        """Returns whether a linear layer has LoRA; all have it if the run trains LoRA and names no targets."""
+        """Returns whether a linear layer has LoRA: the run trains LoRA, and `lora_targets` is empty or has its name."""
         return self.frozen_as is not None and (not self.lora_targets or linear.name in self.lora_targets)
 
 
 def decoder_sizes(model: ModelSection) -> DecoderSizes:
-    """Returns the sizes of a run's model. Raises TypeError for a family that has no formula here."""
+    """Returns the sizes of a run's model; those that its config.json leaves out are transformers' defaults.
+
+    Raises TypeError for a model family other than subspace and hf.
+    """
     match model:
         case SubspaceSection():
             return _subspace_sizes(model)
@@ -124,9 +114,10 @@ def decoder_sizes(model: ModelSection) -> DecoderSizes:
 
 
 def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
-    """Returns the sizes of the subspace family; output projections have `subspace` rows, in the last layer `width`."""
+    """Returns the sizes of the subspace family; output projections give the stream, in the last layer `width`."""
     head_width = model.width // model.heads
-    key_value_width, last = model.key_value_heads * head_width, model.width
+    key_value_width = model.key_value_heads * head_width
+    last = model.width
     return DecoderSizes(
         width=model.width,
         stream=model.subspace,
@@ -139,10 +130,10 @@ def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
             LinearSize("query", "attention", model.width, model.width),
             LinearSize("key", "attention", model.width, key_value_width),
             LinearSize("value", "attention", model.width, key_value_width),
-            LinearSize("output", "attended", model.width, model.subspace, last_outputs=last),
+            LinearSize("output", "attended", model.width, model.subspace, last_layer_outputs=last),
             LinearSize("gate", "feed-forward", model.width, model.feed_forward),
             LinearSize("up", "feed-forward", model.width, model.feed_forward),
-            LinearSize("down", "inner", model.feed_forward, model.subspace, last_outputs=last),
+            LinearSize("down", "inner", model.feed_forward, model.subspace, last_layer_outputs=last),
         ),
         copies_attended=True,
         fixed_vocabulary=model.vocabulary if model.is_embedding_fixed else 0,
@@ -150,12 +141,16 @@ def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
 
 
 def _llama_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
-    """Returns the sizes of a Hugging Face decoder that is built like Llama: also Mistral, Qwen and Gemma."""
-    kind, width = sizes_in(dict(config)).model_type, model.width
-    usual = USUAL_WIDTHS[kind]
+    """Returns the sizes of a Hugging Face decoder that is built like Llama: also Mistral, Qwen and Gemma.
+
+    Raises KeyError for a model_type that DEFAULT_SIZES lacks.
+    """
+    kind = sizes_in(dict(config)).model_type
+    width = model.width
+    usual = DEFAULT_SIZES[kind]
 
     def size_of(key: str, otherwise: int = 0) -> int:
-        """Returns the size `key` of the config; without it transformers' usual one; without that `otherwise`."""
+        """Returns the config's `key`; if it is missing or 0, transformers' default; without one `otherwise`."""
         return int(config.get(key) or usual.get(key) or otherwise)
 
     heads = size_of("num_attention_heads")
@@ -188,13 +183,14 @@ def _llama_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
         attends_to_all=bool(_softcap(config, kind, "attn_logit_softcapping")),
         caps_logits=bool(_softcap(config, kind, "final_logit_softcapping")),
         masked_layers=frozenset(n for n in range(model.layers) if _has_window(config, kind, n, model.context)),
-        **_training(model),
+        **_training_fields(model),
     )
 
 
 def _gpt2_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
-    """Returns the sizes of GPT-2: one matrix for queries, keys and values, biases everywhere, learnt positions."""
-    width, heads = model.width, int(config.get("n_head") or 12)
+    """Returns the sizes of a GPT-2: one matrix for queries, keys and values, biases everywhere, learnt positions."""
+    width = model.width
+    heads = int(config.get("n_head") or 12)
     inner = int(config.get("n_inner") or 4 * width)
     return DecoderSizes(
         width=width,
@@ -213,19 +209,18 @@ def _gpt2_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
         norm_vectors=2,
         positions=sizes_in(dict(config)).positions,
         is_gated=False,
-        **_training(model),
+        **_training_fields(model),
     )
 
 
-def _training(model: HfSection) -> dict[str, Any]:
+def _training_fields(model: HfSection) -> dict[str, Any]:
     """Returns the fields of DecoderSizes that say what is trained, by name; {} if all weights are."""
     if model.trained == "all":
         return {}
-    targets = model.lora_targets
     return {
         "frozen_as": model.frozen_as,
         "lora_rank": model.lora_rank,
-        "lora_targets": targets,
+        "lora_targets": model.lora_targets,
         "dropout": model.lora_dropout,
     }
 
@@ -233,14 +228,19 @@ def _training(model: HfSection) -> dict[str, Any]:
 def _softcap(config: Mapping[str, Any], kind: str, key: str) -> float:
     """Returns config[key], the soft cap of attention scores or logits in Gemma 2 and 3.
 
-    kind: the model type; the result is 0 for types other than these. Without the key, Gemma 2 has its USUAL_SOFTCAP.
+    kind: the model type; 0 for other types. If the config lacks the key, returns DEFAULT_SOFTCAPS[key] for Gemma 2 and
+    0, no cap, for Gemma 3; 0 also if its value is null.
     """
-    usual = USUAL_SOFTCAP[key] if kind == "gemma2" else 0.0
+    usual = DEFAULT_SOFTCAPS[key] if kind == "gemma2" else 0.0
     return float(config.get(key, usual) or 0.0) if kind in ("gemma2", "gemma3_text") else 0.0
 
 
 def _has_window(config: Mapping[str, Any], kind: str, layer: int, context: int) -> bool:
-    """Returns whether a layer attends to a window shorter than `context`, so that its attention takes a mask."""
+    """Returns whether a layer attends to a window shorter than `context` tokens, so that its attention takes a mask.
+
+    kind: the model type; False for those that have no windows. layer: its number. The window is the config's
+    sliding_window, 4096 tokens if the key is missing, none if it is null.
+    """
     window = config.get("sliding_window", 4096)
     if kind not in WINDOWED or window is None or context <= int(window):
         return False

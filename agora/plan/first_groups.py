@@ -21,32 +21,36 @@ Machines: TypeAlias = NDArray[np.bool_]
 """A mask: for each machine, whether it is selected."""
 
 
-def first_groups(rates: Rates, count: int, holders: Coverage, alone: Machines) -> Iterator[Groups]:
-    """Yields three divisions of the machines into `count` groups, each as the group number of every machine.
+def first_groups(rates: Rates, group_count: int, holders: Coverage, alone: Machines) -> Iterator[Groups]:
+    """Yields three divisions of the machines into `group_count` groups, each as the group number of every machine.
 
-    holders: few machines that can hold all stages together; in the third division each of them is in a group of its
-    own. alone: machines that hold the whole model by themselves; they are in no group.
+    The machines are divided by rate, by memory, and by rate around `holders`: few machines that can hold all stages
+    together, of which the first `group_count` each begin a group of their own. alone: machines that are ALONE in all
+    three.
     """
-    weights = _weights(rates, count)
+    weights = _weights(rates, group_count)
     order = np.argsort(-weights, kind="stable")
     unplaced = np.where(alone, ALONE, IDLE_GROUP)
-    yield _deal_out(weights, order, unplaced, count)
-    yield np.where(alone, ALONE, _by_memory(rates, np.where(alone, 0.0, weights), count))
+    yield _deal_out(weights, order, unplaced, group_count)
+    yield np.where(alone, ALONE, _by_memory(rates, np.where(alone, 0.0, weights), group_count))
     seeds = unplaced.copy()
-    for group, machine in enumerate(holders.machines[:count]):
+    for group, machine in enumerate(holders.machines[:group_count]):
         seeds[machine] = group
-    yield _deal_out(weights, order, seeds, count)
+    yield _deal_out(weights, order, seeds, group_count)
 
 
 def split_groups(rates: Rates, group_of: Groups, cuts: Cuts) -> Iterator[Groups]:
-    """Yields divisions with one more group, as the group number of every machine.
+    """Yields divisions with one more group than `cuts`, each as the group number of every machine.
 
-    Each group in turn is split into two; and if machines are idle, they become a new group, at each place in turn.
+    group_of: the groups at present, whose spans are those of `cuts`. Unused machines are idle or cannot hold their
+    group's span. If there are any, one division makes all of them the new group before group 0, one before group 1,
+    and so on, the last one after all groups. Between these, each group of two or more used machines is split into two
+    of about equal rate.
     """
     at_span = rates_in_groups(rates, cuts)[np.arange(len(group_of)), np.maximum(group_of, 0)]
     idle = (at_span <= 0) & (group_of != ALONE)
-    count = len(cuts.spans)
-    for group in range(count + 1):
+    group_count = len(cuts.spans)
+    for group in range(group_count + 1):
         later = group_of + (group_of >= group)
         if idle.any():
             yield np.where(idle, group, later)
@@ -62,41 +66,44 @@ def split_groups(rates: Rates, group_of: Groups, cuts: Cuts) -> Iterator[Groups]
 def groups_of_plan(plan: Plan, machines: int) -> tuple[Groups, int] | None:
     """Returns the group number of each of `machines` machines in a plan, and the number of groups.
 
-    Machines that are idle, or that come after those of the plan, are in no group. Returns None if spans of the plan
-    overlap, other than those of the whole model, or leave out a stage.
+    Machines with the same span are one group. Those with the whole model are ALONE, or group 0 if no other span is
+    held. A machine that is idle, or comes after those of the plan, has IDLE_GROUP. Returns None if the groups' spans
+    overlap or leave out a stage.
     """
     every_stage = Span(0, len(plan.stage_rates) - 1)
-    held = {found.span for found in plan.assignments if found.span is not None}
+    held = {assignment.span for assignment in plan.assignments if assignment.span is not None}
     spans = sorted(held - {every_stage} or held, key=lambda span: span.first)
     if [stage for span in spans for stage in span.stages] != list(every_stage.stages):
         return None
     numbers: dict[Span | None, int] = {every_stage: ALONE}
     numbers.update((span, number) for number, span in enumerate(spans))
     groups = np.full(machines, IDLE_GROUP)
-    for index, found in enumerate(plan.assignments[:machines]):
-        groups[index] = numbers.get(found.span, IDLE_GROUP)
+    for index, assignment in enumerate(plan.assignments[:machines]):
+        groups[index] = numbers.get(assignment.span, IDLE_GROUP)
     return groups, len(spans)
 
 
-def _weights(rates: Rates, count: int) -> Rates:
-    """Returns each machine's weight: its best rate at a span of the mean length.
+def _weights(rates: Rates, group_count: int) -> Rates:
+    """Returns each machine's weight, its rate for dividing the machines into `group_count` groups before spans are cut.
 
-    If no such span fits, its best rate at one stage, divided by that length. count: the number of groups.
+    That is its best rate at a span of the mean length, stages / group_count; if it can hold no such span, its best rate
+    at one stage divided by that length.
     """
-    length = max(1, round((rates.shape[-1] - 1) / count))
+    length = max(1, round((rates.shape[-1] - 1) / group_count))
     at_length = np.diagonal(rates, offset=length, axis1=1, axis2=2).max(axis=1)
     at_one = np.diagonal(rates, offset=1, axis1=1, axis2=2).max(axis=1)
     weights: Rates = np.where(at_length > 0, at_length, at_one / length)
     return weights
 
 
-def _deal_out(weights: Rates, order: Groups, seeds: Groups, count: int) -> Groups:
+def _deal_out(weights: Rates, order: Groups, seeds: Groups, group_count: int) -> Groups:
     """Returns groups by the longest-processing-time rule: in `order`, each machine joins the group of least weight.
 
-    seeds: the group of machines that are placed already, ALONE for those in no group; IDLE_GROUP for those to place.
+    weights: of the machines. order: indices of machines. seeds: for each machine its group if it is placed already,
+    ALONE if it stays out of all groups, IDLE_GROUP if it is to be placed.
     """
     group_of = seeds.copy()
-    totals = np.bincount(seeds[seeds >= 0], weights[seeds >= 0], minlength=count)
+    totals = np.bincount(seeds[seeds >= 0], weights[seeds >= 0], minlength=group_count)
     for machine in order:
         if group_of[machine] == IDLE_GROUP:
             group_of[machine] = group = int(totals.argmin())
@@ -104,11 +111,15 @@ def _deal_out(weights: Rates, order: Groups, seeds: Groups, count: int) -> Group
     return group_of
 
 
-def _by_memory(rates: Rates, weights: Rates, count: int) -> Groups:
-    """Returns groups of equal weight and similar memory: small machines share short spans, large ones long spans."""
+def _by_memory(rates: Rates, weights: Rates, group_count: int) -> Groups:
+    """Returns consecutive groups of about equal weight of the machines, sorted by how many spans they can hold.
+
+    Those that can hold most come first, in group 0. So large machines are together in groups with long spans, small
+    ones in groups with short spans. weights: of the machines.
+    """
     held = (rates > 0).sum(axis=(1, 2))
     order = np.argsort(-held, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     group_of = np.empty(len(weights), dtype=np.int64)
-    group_of[order] = np.minimum((before * count / max(weights.sum(), 1e-300)).astype(np.int64), count - 1)
+    group_of[order] = np.minimum((before * group_count / max(weights.sum(), 1e-300)).astype(np.int64), group_count - 1)
     return group_of

@@ -46,9 +46,9 @@ class MicrobatchSize:
 
 
 def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the bytes that the graph of decoder layer number `layer` keeps of a microbatch.
+    """Returns how many bytes the graph of decoder layer number `layer` keeps for a microbatch, by the module's table.
 
-    in_bf16: whether products are computed in bf16, as on a GPU.
+    in_bf16: products are in bf16, as on a GPU; then autocast's bf16 copies of the layer's float32 matrices count too.
     """
     value = HALF if in_bf16 else FLOAT
     per_token: float = FLOAT * _norm_values(sizes, layer) + value * (
@@ -62,7 +62,10 @@ def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *,
 
 
 def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the bytes that the graphs of the final norm and the head keep of a microbatch, without the loss."""
+    """Returns how many bytes the graphs of the final norm and the head keep for a microbatch, without the loss.
+
+    in_bf16: products are in bf16; then autocast's bf16 copy of a head in float32 counts too.
+    """
     value = HALF if in_bf16 else FLOAT
     capped = value * sizes.vocabulary if sizes.caps_logits else 0
     head_input = value * sizes.width if sizes.frozen_as is None else 0
@@ -71,15 +74,19 @@ def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
 
 
 def loss_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the bytes that logits, log-probabilities and the logits' gradient take while the loss is computed."""
+    """Returns how many bytes logits, log-probabilities and the logits' gradient take at once around the loss.
+
+    in_bf16: the head's product is in bf16; then two bf16 copies of the logits' size count too.
+    """
     copies = 3 * FLOAT + (2 * HALF if in_bf16 else 0)
     return batch.tokens * sizes.vocabulary * copies
 
 
 def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the most bytes that the backward of a layer takes for a moment beyond its graph.
+    """Returns the maximum number of bytes that a layer's backward pass takes in addition to its graph.
 
-    These are the gradients of the widest values and, where matrices are kept in fewer bits, one matrix in full.
+    These are the gradients of its widest values and of the stream and, where frozen matrices are kept in fewer bits
+    than float32, the largest of them dequantised.
     """
     value = HALF if in_bf16 else FLOAT
     widest = max(2 * sizes.inner_width, 3 * sizes.query_width)
@@ -91,29 +98,35 @@ def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
 
 
 def _norm_copies(sizes: DecoderSizes) -> int:
-    """Returns how many copies of a norm's input its graph keeps."""
+    """Returns how many copies of a norm's input its graph keeps: 2 for a trained RMSNorm, otherwise 1."""
     return 2 if sizes.frozen_as is None and sizes.norm_vectors == 1 else 1
 
 
 def _norm_values(sizes: DecoderSizes, layer: int) -> int:
-    """Returns how many float32 values of a token a layer's norms keep; a norm of a frozen embedding keeps none."""
+    """Returns how many float32 values of a token a layer's norms keep, those of queries and keys included.
+
+    The first norm of layer 0 keeps no input if the embedding, which gives that, is frozen.
+    """
     of_heads = sizes.query_width + sizes.key_value_width if sizes.head_norms else 0
     needless = sizes.width if layer == 0 and sizes.frozen_as is not None else 0
     return _norm_copies(sizes) * (sizes.norms * sizes.width + of_heads) - needless
 
 
 def _needs_input(sizes: DecoderSizes, linear: LinearSize) -> bool:
-    """Returns whether the backward needs a linear layer's input: its matrix is trained, or it has LoRA."""
+    """Returns whether the backward pass needs a linear layer's input: its matrix is trained, or it has LoRA."""
     return sizes.frozen_as is None or sizes.has_lora(linear)
 
 
 def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
-    """Returns how many values of a token the linear layers keep as inputs, without those kept as attention's output."""
+    """Returns how many values of a token the linear layers keep as inputs, by the rules in the module's table.
+
+    In float32, the heads' output is not counted here unless it is copied: attention keeps it anyway.
+    """
     values = 0
-    for reads, group in groupby(sizes.linears, key=lambda linear: linear.reads):
+    for kind, group in groupby(sizes.linears, key=lambda linear: linear.input_kind):
         learning = [linear for linear in group if _needs_input(sizes, linear)]
-        if learning and (reads != "attended" or in_bf16 or sizes.copies_attended):
-            values += learning[0].inputs * (len(learning) if in_bf16 and reads in ("attention", "feed-forward") else 1)
+        if learning and (kind != "attended" or in_bf16 or sizes.copies_attended):
+            values += learning[0].inputs * (len(learning) if in_bf16 and kind in ("attention", "feed-forward") else 1)
     return values
 
 
@@ -123,13 +136,20 @@ def _inner_values(sizes: DecoderSizes) -> int:
 
 
 def _attention_values(sizes: DecoderSizes, has_mask: bool, in_bf16: bool) -> float:
-    """Returns how many values of a token attention keeps: queries, keys, values, output and sums over the heads."""
+    """Returns how many values of a token attention keeps: queries, keys, values, output; if fused, sums of each head.
+
+    Such a sum is the log-sum-exp of a head's scores. has_mask: keys and values are repeated for every query head.
+    """
     shared = sizes.query_width if sizes.attends_to_all or has_mask else sizes.key_value_width
     return 2 * sizes.query_width + 2 * shared + (0 if sizes.attends_to_all else sizes.heads * (2 if in_bf16 else 1))
 
 
 def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize, value: int) -> float:
-    """Returns the bytes that attention keeps for pairs of tokens: eager attention's scores and softmax, or a mask."""
+    """Returns how many bytes attention keeps for pairs of tokens: if it is eager its scores and softmax, else its mask.
+
+    A mask is one for each row where rows have segments, otherwise one for all rows; 0 without a mask. value: bytes of
+    one value.
+    """
     pairs = batch.context**2
     if sizes.attends_to_all:
         return 2.0 * value * batch.rows * sizes.heads * pairs
@@ -139,14 +159,17 @@ def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize,
 
 
 def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
-    """Returns the bytes that LoRA's dropout keeps for each token: its mask and its output. 0 without dropout."""
+    """Returns how many bytes LoRA's dropout keeps for each token: its mask and its output. 0 without dropout.
+
+    value: bytes of one value of the output.
+    """
     if not sizes.dropout:
         return 0.0
     return sum(linear.inputs * (value + 1) for linear in sizes.linears if sizes.has_lora(linear))
 
 
 def _weight_copies(sizes: DecoderSizes, layer: int, in_bf16: bool) -> float:
-    """Returns the bytes of a layer's bf16 copies of float32 matrices, which autocast leaves with the graph.
+    """Returns the size in bytes of a layer's bf16 copies of float32 matrices, which autocast leaves with the graph.
 
     0 unless `in_bf16`. LoRA's matrices always count, the layer's own only if they are kept as float32.
     """

@@ -1,4 +1,4 @@
-"""Improves groups of machines step by step: the best move or swap for the slowest group, then the best cuts. Pure.
+"""Improves groups of machines: the best move or swap for the slowest group, then the best cuts. Deterministic.
 
 Knows: the rates of machines at spans. Must not know: the cost model, where groups came from, when to stop searching.
 
@@ -23,10 +23,10 @@ SMALLEST_GAIN: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups of machines with the best cuts for them. Immutable; no one may change its array.
+    """Groups of machines, and the span of each group. Immutable; do not change the array `group_of`.
 
     group_of: the group number of each machine, or IDLE_GROUP or ALONE. rate_alone: microbatches per second of all
-    machines that are ALONE, which hold the whole model each.
+    machines that are ALONE together, which hold the whole model each.
     """
 
     group_of: Groups
@@ -34,7 +34,7 @@ class Grouping:
     rate_alone: float
 
     @property
-    def count(self) -> int:
+    def group_count(self) -> int:
         """Number of groups."""
         return len(self.cuts.spans)
 
@@ -44,62 +44,71 @@ class Grouping:
         return self.cuts.rate + self.rate_alone
 
 
-def improve(rates: Rates, group_of: Groups, count: int) -> Grouping | None:
-    """Returns a grouping that no single move or swap for its slowest group makes faster; None if no cuts are possible.
+def improve(rates: Rates, group_of: Groups, group_count: int) -> Grouping | None:
+    """Returns the grouping to which cuts, moves and swaps of machines lead from `group_of`, until none makes it faster.
 
-    group_of: the groups to begin with; the array is not changed. count: their number.
+    group_of: the group of each machine to begin with, 0 to group_count - 1, IDLE_GROUP or ALONE; the array is not
+    changed. Machines that are ALONE stay so. Returns None if no cuts give all these groups a rate above 0.
     """
-    cuts = best_cuts(rates, group_of, count)
+    cuts = best_cuts(rates, group_of, group_count)
     if cuts is None:
         return None
     best = Grouping(group_of, cuts, float(rates[group_of == ALONE, 0, -1].sum()))
     while True:
         exchanged = _exchange(rates_in_groups(rates, best.cuts), best.group_of)
-        cuts = best_cuts(rates, exchanged, count)
+        cuts = best_cuts(rates, exchanged, group_count)
         if cuts is None or cuts.rate <= best.cuts.rate * (1 + SMALLEST_GAIN):
             return best
         best = Grouping(exchanged, cuts, best.rate_alone)
 
 
 def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
-    """Returns a copy of the groups after a few random changes: machines move or swap, or two groups change places.
+    """Returns a copy of the grouping's groups after one to four random changes, with no regard to the rate.
 
-    A machine that fits the whole model may also become ALONE, or join a group again.
+    Machines move or swap, or two groups change places. A machine that fits the whole model may also become ALONE or, if
+    it is, join a group. No best cuts are made for the new groups, which may have none.
     """
     group_of = grouping.group_of.copy()
-    if grouping.count > 1 and rng.random() < 0.25:
-        one, other = rng.sample(range(grouping.count), 2)
+    if grouping.group_count > 1 and rng.random() < 0.25:
+        one, other = rng.sample(range(grouping.group_count), 2)
         group_of[grouping.group_of == one], group_of[grouping.group_of == other] = other, one
     for _ in range(rng.randint(1, 3)):
         one, other = rng.randrange(len(group_of)), rng.randrange(len(group_of))
-        if grouping.count > 1 and rates[one, 0, -1] > 0 and rng.random() < 0.5:
-            group_of[one] = ALONE if group_of[one] != ALONE else rng.randrange(grouping.count)
+        if grouping.group_count > 1 and rates[one, 0, -1] > 0 and rng.random() < 0.5:
+            group_of[one] = ALONE if group_of[one] != ALONE else rng.randrange(grouping.group_count)
         elif rng.random() < 0.5 and ALONE not in (group_of[one], group_of[other]):
             group_of[one], group_of[other] = group_of[other], group_of[one]
         else:
-            group_of[one] = rng.randrange(grouping.count)
+            group_of[one] = rng.randrange(grouping.group_count)
     return group_of
 
 
-def scatter(rates: Rates, count: int, rng: random.Random) -> Groups:
-    """Returns random groups; of the machines that fit the whole model, about half are ALONE if `count` is above 1."""
-    fits_all = (rates[:, 0, -1] > 0) & (count > 1)
-    return np.array([ALONE if fits and rng.random() < 0.5 else rng.randrange(count) for fits in fits_all.tolist()])
+def scatter(rates: Rates, group_count: int, rng: random.Random) -> Groups:
+    """Returns a random group, 0 to group_count - 1, for each machine; a group may remain empty.
+
+    If there are two groups or more, about half of the machines that fit the whole model are ALONE instead.
+    """
+    fits_all = (rates[:, 0, -1] > 0) & (group_count > 1)
+    return np.array(
+        [ALONE if fits and rng.random() < 0.5 else rng.randrange(group_count) for fits in fits_all.tolist()]
+    )
 
 
 def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
-    """Returns the grouping after each unused machine was moved to the slowest group whose span it can hold.
+    """Returns a copy of the grouping in which each unused machine joins the slowest group whose span it can hold.
 
-    Unused are idle machines and those that cannot hold their group's span. The cuts stay.
+    Unused are idle machines and those that cannot hold their group's span; one that can hold no group's span stays as
+    it is. Machines join in turn, and each one's rate counts for the next. The cuts, with their rate, are not changed.
     """
     at_spans = rates_in_groups(rates, grouping.cuts)
     return replace(grouping, group_of=_place_unused(at_spans, grouping.group_of))
 
 
 def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
-    """Returns the groups after the best moves and swaps for the slowest group, one after another, until none helps.
+    """Returns a copy of the groups after the best moves and swaps for the slowest group, until none makes it faster.
 
-    at_spans: as rates_in_groups returns them.
+    Unused machines are placed first, see `use_idle`. Makes at most four exchanges per machine. at_spans: as
+    rates_in_groups returns them.
     """
     group_of = _place_unused(at_spans, group_of)
     if at_spans.shape[1] < 2:
@@ -122,13 +131,17 @@ def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
 def _best_exchange(
     at_spans: Rates, group_of: Groups, totals: Rates, members: Groups, others: Groups
 ) -> tuple[float, int, int]:
-    """Returns the best rate after one exchange, the machine that leaves the slowest group (-1: none), and its newcomer.
+    """Returns the best exchange for the slowest group: a rate, the machine to leave the group, the machine to join it.
 
-    totals: the rate of each group. members: the machines of the slowest group. others: those of all other groups.
+    The rate is that of the slowest of all groups after the exchange; the best exchange has the highest one. An exchange
+    without a leaving machine (-1) is a move, else the two machines swap groups. totals: the rate of each group.
+    members: the machines of the slowest group. others: those of all other groups; if there are none, returns (0.0, -1,
+    -1).
     """
     if not len(others):
         return 0.0, -1, -1
-    slowest, theirs = int(totals.argmin()), group_of[others]
+    slowest = int(totals.argmin())
+    theirs = group_of[others]
     leaving = np.concatenate([[0.0], at_spans[members, slowest]])
     arriving = np.concatenate([np.zeros((1, len(others))), at_spans[np.ix_(members, theirs)]])
     ours_after = totals[slowest] - leaving[:, None] + at_spans[others, slowest][None, :]
@@ -139,7 +152,10 @@ def _best_exchange(
 
 
 def _min_rates_of_others(totals: Rates, slowest: int) -> Rates:
-    """Returns, for each group, the least rate among all groups other than that one and the slowest one."""
+    """Returns, for each group, the least rate among all groups except that one and the slowest one; inf without any.
+
+    totals: the rate of each group, of two groups at least. slowest: the number of the slowest one.
+    """
     order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
     rest = np.full(len(totals), totals[order[0]])
     rest[order[0]] = totals[order[1]] if len(order) > 1 else np.inf
@@ -147,7 +163,10 @@ def _min_rates_of_others(totals: Rates, slowest: int) -> Rates:
 
 
 def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
-    """Returns a copy of the groups in which each unused machine is in the slowest group whose span it can hold."""
+    """Returns a copy of the groups in which each unused machine joins the slowest group whose span it can hold.
+
+    See `use_idle`. at_spans: as rates_in_groups returns them.
+    """
     group_of = group_of.copy()
     totals = _group_rates(at_spans, group_of)
     machines = np.arange(len(group_of))
@@ -162,7 +181,7 @@ def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
 
 
 def _group_rates(at_spans: Rates, group_of: Groups) -> Rates:
-    """Returns the rate of each group at its span: the sum over its machines."""
+    """Returns the rate of each group at its span: the sum over its machines. at_spans: see rates_in_groups."""
     placed = np.flatnonzero(group_of >= 0)
     totals = np.zeros(at_spans.shape[1])
     np.add.at(totals, group_of[placed], at_spans[placed, group_of[placed]])

@@ -15,7 +15,7 @@ class Machine:
 
     flops: floating-point operations per second that it reaches on the run's own layers, not those of its data sheet.
     memory: bytes of the device that stages may take. host_memory: bytes of host memory for optimizer state; 0 where the
-    device is the CPU, or where none is offered. upload, download: bytes per second. latency_s: seconds from here to any
+    device is the CPU, or where none is offered. upload, download: bytes per second. latency_s: seconds from it to any
     other machine, one way.
     """
 

@@ -20,7 +20,7 @@ from agora_protocol.manifest_rules import suggest
 
 from agora.plan.machine import Machine
 
-MAX_FILE_BYTES: Final = 1 << 20
+MAX_FILE_CHARACTERS: Final = 1 << 20
 MAX_MACHINES: Final = 2048
 USABLE_MEMORY: Final = 0.9
 """The part of a device's memory that stages may take; the rest is for the device's context and for fragmentation."""
@@ -30,10 +30,10 @@ PRECISIONS: Final = ("bf16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A kind of accelerator. tflops: 10^12 operations per second, reached on decoder layers. memory_gb: 10^9 bytes."""
+    """A kind of accelerator."""
 
-    tflops: float
-    memory_gb: float
+    tflops: float  # achieved TFLOP/s on decoder layers
+    memory_gb: float  # in 10^9 bytes
 
 
 ACCELERATORS: Final[dict[str, Accelerator]] = {
@@ -52,9 +52,9 @@ ACCELERATORS: Final[dict[str, Accelerator]] = {
 
 @dataclass(frozen=True, slots=True)
 class NumberKey:
-    """The bounds, both included, of a key whose value is a number. what: the value in words, with its unit."""
+    """A key of a [[machine]] table whose value is a number: its bounds, both included."""
 
-    what: str
+    what: str  # the value in words, with its unit
     least: float
     most: float
 
@@ -73,20 +73,17 @@ MACHINE_KEYS: Final = ("name", "kind", *NUMBER_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class PeersFile:
-    """The machines that a peers.toml names; immutable.
+    """The machines that a peers.toml names; immutable."""
 
-    kinds: one machine for each table of the file, with the table's name. machines: all of them, a table's `count`
-    machines with numbered names. in_bf16: whether they compute products in bf16.
-    """
-
-    machines: tuple[Machine, ...]
-    kinds: tuple[Machine, ...]
-    in_bf16: bool
+    machines: tuple[Machine, ...]  # all; those of a table whose `count` is above 1 have numbered names
+    kinds: tuple[Machine, ...]  # one for each table of the file, with the table's name
+    in_bf16: bool  # whether they compute products in bf16
 
     def find_kind(self, name: str) -> Machine:
-        """Returns the file's kind of machine with this name or, if it has none, a machine with the accelerator `name`.
+        """Returns one of `kinds` by its name or, if none has it, a new machine with the accelerator `name`.
 
-        The latter gets the link of the file's machine of median upload. Raises InputError for an unknown name.
+        The new machine has USABLE_MEMORY of the accelerator's memory, no host memory, and the upload, download and
+        latency of the file's machine of median upload. Raises InputError for an unknown name.
         """
         known = {kind.name: kind for kind in self.kinds}
         if name in known:
@@ -94,9 +91,9 @@ class PeersFile:
         if name not in ACCELERATORS:
             raise InputError(f"--add {describe(name)} is not a kind of machine; {suggest(name, known | ACCELERATORS)}")
         links = sorted(self.machines, key=lambda machine: machine.upload)
-        middle, accelerator = links[len(links) // 2], ACCELERATORS[name]
+        accelerator = ACCELERATORS[name]
         return replace(
-            middle,
+            links[len(links) // 2],
             name=name,
             flops=accelerator.tflops * 1e12,
             memory=USABLE_MEMORY * accelerator.memory_gb * 1e9,
@@ -105,12 +102,13 @@ class PeersFile:
 
 
 def read_peers(text: str, source: str) -> PeersFile:
-    """Returns the machines that `text`, the content of a peers file, names.
+    """Returns the machines and the precision that `text`, the content of a peers file, describes.
 
-    Raises InputError for anything that is wrong in it; the sentence begins with `source`.
+    source: the file's name for errors. Raises InputError for text that is too long, malformed TOML, unknown keys, bad
+    values, no machine at all or too many, and for two machines of one name.
     """
-    if len(text) > MAX_FILE_BYTES:
-        raise InputError(f"{source}: the file has more than {MAX_FILE_BYTES} characters; is it a list of machines?")
+    if len(text) > MAX_FILE_CHARACTERS:
+        raise InputError(f"{source}: more than {MAX_FILE_CHARACTERS} characters are in it; is it a list of machines?")
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -124,14 +122,15 @@ def read_peers(text: str, source: str) -> PeersFile:
     tables = values.get("machine", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables) or not tables:
         raise InputError(f"{source}: there is no machine in it; add a [[machine]] table with kind and upload_mbps.")
-    kinds = [_kind(table, f"{source}: machine {number}") for number, table in enumerate(tables, 1)]
-    return PeersFile(_machines(kinds, tables, source), tuple(kinds), precision == "bf16")
+    kinds = [_read_machine(table, f"{source}: machine {number}") for number, table in enumerate(tables, 1)]
+    return PeersFile(_expand_counts(kinds, tables, source), tuple(kinds), precision == "bf16")
 
 
-def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -> tuple[Machine, ...]:
-    """Returns all machines; those of a table with `count` get numbered names.
+def _expand_counts(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -> tuple[Machine, ...]:
+    """Returns all machines, `count` of each table; if that is above 1, with numbered names: "gpu-1", "gpu-2".
 
-    Raises InputError for more than MAX_MACHINES, and for two of the same name.
+    kinds: the machine of each table. tables: parallel to `kinds`; their `count` is used. source: the file's name in
+    errors. Raises InputError for more than MAX_MACHINES, and for two of the same name.
     """
     machines: list[Machine] = []
     for kind, table in zip(kinds, tables, strict=True):
@@ -139,7 +138,7 @@ def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -
         names = [kind.name] if count == 1 else [f"{kind.name}-{number}" for number in range(1, count + 1)]
         machines += [replace(kind, name=name) for name in names]
         if len(machines) > MAX_MACHINES:
-            raise InputError(f"{source}: more than {MAX_MACHINES} machines cannot be planned; plan a part of them.")
+            raise InputError(f"{source}: more than {MAX_MACHINES} machines are too many to plan; plan for fewer.")
     seen: set[str] = set()
     for machine in machines:
         if machine.name in seen:
@@ -148,17 +147,19 @@ def _machines(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -
     return tuple(machines)
 
 
-def _kind(table: Mapping[str, Any], where: str) -> Machine:
-    """Returns the machine that a [[machine]] table describes.
+def _read_machine(table: Mapping[str, Any], where: str) -> Machine:
+    """Returns the machine that a [[machine]] table describes; its memories are multiplied by USABLE_MEMORY.
 
-    Raises InputError for an unknown key, a malformed value, or if compute, memory or upload is missing. where: begins
-    its sentence.
+    Compute and memory come from its accelerator unless the table gives them; download is upload by default, host memory
+    and latency are 0. Raises InputError for an unknown key, a malformed value, or if compute, memory or upload is
+    missing. where: the table's name in errors.
     """
     for key in table:
         if key not in MACHINE_KEYS:
             raise InputError(f"{where} has no key {describe(key)}; {suggest(key, MACHINE_KEYS)}")
-    numbers = {key: _number(key, table[key], where) for key in NUMBER_KEYS if key in table}
-    name, accelerator = _name(table, where), _accelerator(table, where)
+    numbers = {key: _read_number(key, table[key], where) for key in NUMBER_KEYS if key in table}
+    name = _read_name(table, where)
+    accelerator = _find_accelerator(table, where)
     flops = numbers.get("flops_tflops", accelerator.tflops if accelerator else 0.0)
     memory = numbers.get("memory_gb", accelerator.memory_gb if accelerator else 0.0)
     if not flops or not memory:
@@ -178,16 +179,22 @@ def _kind(table: Mapping[str, Any], where: str) -> Machine:
     )
 
 
-def _name(table: Mapping[str, Any], where: str) -> str:
-    """Returns the name of a table's machine: its `name`, by default its `kind`. Raises InputError for a bad one."""
+def _read_name(table: Mapping[str, Any], where: str) -> str:
+    """Returns the name of a table's machine: its `name`, by default its `kind`.
+
+    Raises InputError unless it has 1 to 64 printable characters. where: the table's name in errors.
+    """
     name = table.get("name", table.get("kind", ""))
     if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable():
         raise InputError(f"{where} has the name {describe(name)}; give it 1 to 64 printable characters.")
     return name
 
 
-def _accelerator(table: Mapping[str, Any], where: str) -> Accelerator | None:
-    """Returns the accelerator that the table's `kind` names; None without that key. Raises InputError if unknown."""
+def _find_accelerator(table: Mapping[str, Any], where: str) -> Accelerator | None:
+    """Returns the accelerator that the table's `kind` names; None without that key. Raises InputError if unknown.
+
+    where: the table's name in errors.
+    """
     if "kind" not in table:
         return None
     kind = table["kind"]
@@ -196,12 +203,16 @@ def _accelerator(table: Mapping[str, Any], where: str) -> Accelerator | None:
     return ACCELERATORS[kind]
 
 
-def _number(key: str, value: object, where: str) -> float:
-    """Returns `value`, which must be a number within the bounds of `key`; raises InputError if it is not."""
+def _read_number(key: str, value: object, where: str) -> float:
+    """Returns `value` as a float. Raises InputError unless it is a finite number within the bounds of `key`.
+
+    The value of "count" must be an integer; true and false are no numbers. where: the table's name in errors.
+    """
     bounds = NUMBER_KEYS[key]
     is_number = isinstance(value, int if key == "count" else int | float) and not isinstance(value, bool)
+    expected = "an integer" if key == "count" else "a number"
     if not isinstance(value, int | float) or not is_number or not math.isfinite(value):
-        raise InputError(f"{where} has {key} {describe(value)}, which is no {bounds.what}; give a number.")
+        raise InputError(f"{where} has {key} {describe(value)}, which is not {expected}; give its {bounds.what}.")
     if not bounds.least <= value <= bounds.most:
         raise InputError(
             f"{where} has {key} {value:g}; give its {bounds.what}, {bounds.least:g} to {bounds.most:g}, or leave the "

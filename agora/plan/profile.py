@@ -41,7 +41,7 @@ USUAL_FLOPS: Final = 2e10
 """Operations per second of a usual processor, for the decision whether to measure at all."""
 MAX_FILE_BYTES: Final = 4096
 MAX_FLOPS: Final = 1e17
-"""No accelerator reaches more; a file that says so is ignored."""
+"""No accelerator reaches more; a profile file with more is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,17 @@ class Profile:
 
 
 def find_profile(folder: Path, manifest: Manifest, device: torch.device, budget_s: float = BUDGET_S) -> Profile | None:
-    """Returns the profile that an earlier start has written to `folder`, or measures one and writes it there.
+    """Returns the profile that an earlier start has written to `folder`; without one, measures it and writes it there.
 
-    Returns None if measuring would take a usual machine longer than `budget_s`: a start must not wait for that, and the
-    times of the first microbatches are more exact. If the folder cannot be written, the next start measures again.
+    Only a profile of the same run and hardware counts, see profile_key. Without one, returns None, and measures
+    nothing, if measuring would take a usual machine longer than `budget_s` seconds: a start must not wait for it, and
+    the times of the first microbatches are more exact. Blocks while it measures. Does not raise if the folder cannot be
+    written.
     """
     key = profile_key(manifest, device)
     path = folder / f"profile-{key[:16]}.json"
     known = read_profile(path, key)
-    if known is not None or not is_quick(manifest, budget_s):
+    if known is not None or not is_quick_to_measure(manifest, budget_s):
         return known
     profile = measure_profile(manifest, device, budget_s)
     with contextlib.suppress(OSError):
@@ -74,8 +76,11 @@ def find_profile(folder: Path, manifest: Manifest, device: torch.device, budget_
     return profile
 
 
-def is_quick(manifest: Manifest, budget_s: float) -> bool:
-    """Returns whether a usual machine computes one row's forward and backward in one layer twice within `budget_s`."""
+def is_quick_to_measure(manifest: Manifest, budget_s: float) -> bool:
+    """Returns whether the least that `measure_profile` does takes a machine of USUAL_FLOPS at most `budget_s` seconds.
+
+    The least is forward and backward of one row in one layer, twice.
+    """
     layer = manifest.model.layers // 2
     row = MicrobatchSize(1, manifest.model.context, manifest.has_marks)
     return (
@@ -84,7 +89,11 @@ def is_quick(manifest: Manifest, budget_s: float) -> bool:
 
 
 def profile_key(manifest: Manifest, device: torch.device) -> str:
-    """Returns a hex digest of what a profile depends on: hardware, threads, versions, the run's model, microbatch."""
+    """Returns a hex digest of what a profile depends on: the machine, the run's model and the size of its microbatches.
+
+    The number of compute threads and the versions of torch and of the file's format count, too. A profile that was
+    written under another key must not be used.
+    """
     on_gpu = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if on_gpu else f"{platform.processor()} {os.cpu_count()}"
     parts = [hardware, platform.machine(), torch.__version__, torch.get_num_threads(), VERSION]
@@ -93,7 +102,7 @@ def profile_key(manifest: Manifest, device: torch.device) -> str:
 
 
 def read_profile(path: Path, key: str) -> Profile | None:
-    """Returns the profile in the file `path`; None if there is none, it is malformed, or it is of another key."""
+    """Returns the profile in the file `path`; None if the file is missing, malformed, implausible or of another key."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return None
@@ -109,7 +118,7 @@ def read_profile(path: Path, key: str) -> Profile | None:
 
 
 def write_profile(path: Path, key: str, profile: Profile) -> None:
-    """Writes the profile to `path`, replacing an old one atomically. Raises OSError."""
+    """Writes the profile and its key to `path` as JSON, replacing an old one atomically. Raises OSError."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"key": key, **asdict(profile)}), encoding="utf-8")
     temporary.replace(path)
@@ -118,30 +127,32 @@ def write_profile(path: Path, key: str, profile: Profile) -> None:
 def measure_profile(
     manifest: Manifest, device: torch.device, budget_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> Profile:
-    """Measures and returns this machine's profile, by one layer in the middle of the model.
+    """Measures and returns the profile of `device`, by the model's middle layer with random weights.
 
-    Ends after about `budget_s` seconds, but times at least one row. Raises TypeError for a model family without
-    formulas. clock: returns seconds.
+    Times forward and backward of 1, 2 and 4 rows, but of no more than a microbatch has, and fits a line through the
+    times. Ends after about `budget_s` seconds of `clock`, but times at least one row. Blocks meanwhile. Raises
+    TypeError for a model family without formulas.
     """
     layer = manifest.model.layers // 2
     stage = _make_filled_stage(manifest, range(layer, layer + 1)).to(device)
-    most, context = manifest.schedule.microbatch, manifest.model.context
-    deadline, times = clock() + budget_s, list[tuple[int, float]]()
-    for rows in [rows for rows in ROWS if rows <= most]:
+    max_rows = manifest.schedule.microbatch
+    deadline = clock() + budget_s
+    times: list[tuple[int, float]] = []
+    for rows in [rows for rows in ROWS if rows <= max_rows]:
         if times and clock() + 2 * (REPEATS + 1) * times[-1][1] > deadline:
             break
         times.append((rows, _measure_seconds(stage, manifest, device, rows, deadline, clock)))
     fixed_s, row_s = fit_line(times)
-    batch = MicrobatchSize(most, context, manifest.has_marks)
+    batch = MicrobatchSize(max_rows, manifest.model.context, manifest.has_marks)
     work = sum(microbatch_flops(decoder_sizes(manifest.model), stage.layer_range, batch))
-    return Profile(work / (fixed_s + most * row_s), fixed_s, row_s)
+    return Profile(work / (fixed_s + max_rows * row_s), fixed_s, row_s)
 
 
 def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Returns a and b, both at least 0, of the line a + b * rows with the least squared errors.
+    """Returns a and b, both at least 0, of the line seconds = a + b * rows with the least squared errors.
 
-    times: pairs of (rows, seconds), at least one. a is 0 if there is one time only, or if the line would begin below 0
-    or not rise.
+    times: pairs of (rows, seconds), at least one. The line goes through zero (a is 0) if there is one time only, or if
+    the best line would begin below 0 or not rise.
     """
     through_zero = sum(rows * seconds for rows, seconds in times) / sum(rows**2 for rows, _ in times)
     if len(times) < 2:
@@ -153,7 +164,10 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _make_filled_stage(manifest: Manifest, layers: range) -> Stage:
-    """Returns a stage of `layers` on the CPU with small random weights, which compute as fast as real ones."""
+    """Returns a stage of `layers` on the CPU with small random weights, always the same ones.
+
+    Such weights compute as fast as real ones; frozen ones are quantised where the run does that.
+    """
     with torch.device("meta"):
         stage = family_of(manifest.model).make_stage(layers)
     stage.allocate()
@@ -171,9 +185,10 @@ def _make_filled_stage(manifest: Manifest, layers: range) -> Stage:
 def _measure_seconds(
     stage: Stage, manifest: Manifest, device: torch.device, rows: int, deadline: float, clock: Callable[[], float]
 ) -> float:
-    """Returns the median seconds of a forward and backward of `rows` rows, after one run to warm up.
+    """Returns the median of the seconds that `stage` takes for forward and backward of `rows` random rows on `device`.
 
-    Repeats REPEATS times, or until `deadline` on `clock`, but at least once.
+    Runs once to warm up, then is timed REPEATS times, or fewer once `deadline`, by `clock`, has passed, but at least
+    once.
     """
     tokens = torch.zeros(rows, manifest.model.context, dtype=torch.int64, device=device)
     entry = tokens
@@ -192,7 +207,11 @@ def _measure_seconds(
 
 
 def _forward_and_backward(stage: Stage, entry: Tensor, tokens: Tensor, device: torch.device) -> None:
-    """Computes a stage's output and all its gradients once, drops them, and waits until the device is done."""
+    """Computes a stage's output and gradients once, drops them, and waits until the device is done.
+
+    Gradients are those of trained parameters and, if it requires one, of `entry`, the stage's input. Products are in
+    bf16 where the device computes that natively. tokens: the microbatch's token ids.
+    """
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_native_bf16(device)):
         output = stage(entry, tokens)
     inputs: list[Tensor] = [parameter for _, parameter in stage.trained_parameters()]

@@ -1,4 +1,4 @@
-"""Finds the best plan for given machines: groups of replicas, one span for each group. Pure.
+"""Finds the best plan for given machines: groups of replicas, one span for each group. Deterministic.
 
 Knows: the search's order and its budget. Must not know: model families, devices, peers.
 
@@ -42,16 +42,17 @@ SEARCH_WORK: Final = 24_000_000
 """Upper bound on machines x stages^2 x random changes of one grouping: it limits the time for a swarm of any size."""
 MIN_DISTURBANCES: Final = 10
 MAX_DISTURBANCES: Final = 150
+"""Bounds on the number of random changes of one grouping, whatever SEARCH_WORK allows."""
 RANDOM_RESTARTS: Final = 0.5
-"""The probability that a random change starts from wholly random groups; in small swarms these reach groupings that
+"""The probability that a random change starts from entirely random groups; in small swarms these reach groupings that
 exchanges do not."""
 
 
 def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *, start: Plan | None = None) -> Plan:
-    """Returns the fastest plan found; the same machines and the same state of `rng` give the same plan.
+    """Returns the fastest plan found for `machines`; the same machines and the same state of `rng` give the same plan.
 
-    start: a plan for the first ones of `machines`; the search also begins from its groups. Raises OutOfMemory if the
-    machines together cannot hold the model, InputError without machines.
+    The best plan may be missed. start: a plan for the first ones of `machines`; the search then begins also from its
+    groups. Raises OutOfMemory if no way is found in which the machines hold the model, InputError without machines.
     """
     if not machines:
         raise InputError("a plan needs machines, and there is none; name at least one.")
@@ -70,21 +71,22 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
 def _best_grouping(
     rates: Rates, holders: Coverage, good_enough: float, rng: random.Random, start: Plan | None
 ) -> Grouping | None:
-    """Returns the fastest grouping found over all numbers of groups; of equally fast ones, that with fewer groups.
+    """Returns the fastest grouping found, over several numbers of groups; of equally fast ones, that with fewer groups.
 
-    good_enough: a rate at which the search ends. Returns None if no grouping can hold the model.
+    The PROMISING best, each of another number of groups, are searched further by random changes. good_enough: a rate at
+    which the search ends. start: a plan that it begins from, too. Returns None if no grouping found holds the model.
     """
     best_of_count: dict[int, Grouping] = {}
     for grouping in _from_plan(rates, start):
-        best_of_count[grouping.count] = grouping
-    for count in _group_counts(len(holders.machines), min(len(rates), rates.shape[-1] - 1)):
-        tried = [best_of_count.get(count), *_starting_groupings(rates, count, holders)]
-        if count - 1 in best_of_count:
-            tried.append(_best_split(rates, best_of_count[count - 1]))
-        found = max((grouping for grouping in tried if grouping is not None), key=_preference, default=None)
-        if found is not None:
-            best_of_count[count] = found
-            if found.rate >= good_enough:
+        best_of_count[grouping.group_count] = grouping
+    for group_count in _group_counts(len(holders.machines), min(len(rates), rates.shape[-1] - 1)):
+        tried = [best_of_count.get(group_count), *_starting_groupings(rates, group_count, holders)]
+        if group_count - 1 in best_of_count:
+            tried.append(_best_split(rates, best_of_count[group_count - 1]))
+        best = max((grouping for grouping in tried if grouping is not None), key=_preference, default=None)
+        if best is not None:
+            best_of_count[group_count] = best
+            if best.rate >= good_enough:
                 break
     finalists = sorted(best_of_count.values(), key=_preference, reverse=True)[:PROMISING]
     return max(
@@ -92,46 +94,55 @@ def _best_grouping(
     )
 
 
-def _starting_groupings(rates: Rates, count: int, holders: Coverage) -> Iterator[Grouping | None]:
-    """Yields the groupings into `count` groups that the search begins from, each improved; None for impossible ones.
+def _starting_groupings(rates: Rates, group_count: int, holders: Coverage) -> Iterator[Grouping | None]:
+    """Yields the groupings that the search begins from, each improved as `improve` does; None for impossible ones.
 
-    Three divide all machines. If some machines, but not all, can hold the whole model, three more set those apart
-    (ALONE) and divide the rest.
+    Three divide all machines into `group_count` groups. If some machines, but not all, can hold the whole model, three
+    more set those apart (ALONE) and divide the rest.
     """
     alone = rates[:, 0, -1] > 0
-    for groups in first_groups(rates, count, holders, np.zeros_like(alone)):
-        yield improve(rates, groups, count)
-    if count > 1 and alone.any() and not alone.all():
+    for groups in first_groups(rates, group_count, holders, np.zeros_like(alone)):
+        yield improve(rates, groups, group_count)
+    if group_count > 1 and alone.any() and not alone.all():
         others = fewest_holders(np.where(alone[:, None, None], 0.0, rates))
-        for groups in first_groups(rates, count, others, alone):
-            yield improve(rates, groups, count)
+        for groups in first_groups(rates, group_count, others, alone):
+            yield improve(rates, groups, group_count)
 
 
 def _preference(grouping: Grouping) -> tuple[float, int]:
     """Returns a sort key that is greater for the better of two groupings: the higher rate, then fewer groups."""
-    return grouping.rate, -grouping.count
+    return grouping.rate, -grouping.group_count
 
 
 def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
-    """Returns the best grouping with one more group, of those that split_groups leads to; None if there is none."""
-    count = grouping.count + 1
-    most = max(MIN_DISTURBANCES, SEARCH_WORK // (10 * _count_additions(rates)))
-    candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), most))
-    judged = [(cuts.rate if (cuts := best_cuts(rates, groups, count)) else 0.0) for groups in candidates]
-    promising = sorted(range(len(candidates)), key=lambda index: -judged[index])[:PROMISING]
-    tried = [improve(rates, candidates[index], count) for index in promising]
-    return max((found for found in tried if found is not None), key=_preference, default=None)
+    """Returns the best grouping found with one more group than `grouping`; None if none found holds the model.
+
+    Tries the divisions of split_groups, as many as SEARCH_WORK allows, and improves the PROMISING best of them.
+    """
+    group_count = grouping.group_count + 1
+    max_candidates = max(MIN_DISTURBANCES, SEARCH_WORK // (10 * _count_additions(rates)))
+    candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), max_candidates))
+    cut_rates = [(cuts.rate if (cuts := best_cuts(rates, groups, group_count)) else 0.0) for groups in candidates]
+    promising = sorted(range(len(candidates)), key=lambda index: -cut_rates[index])[:PROMISING]
+    tried = [improve(rates, candidates[index], group_count) for index in promising]
+    return max((improved for improved in tried if improved is not None), key=_preference, default=None)
 
 
 def _from_plan(rates: Rates, start: Plan | None) -> list[Grouping]:
-    """Returns [the improved grouping of the plan `start`], or [] without a plan or if it has no groups."""
+    """Returns a list of the grouping of the plan `start`, improved; [] without a plan or if it makes no grouping.
+
+    It makes none if spans of its groups overlap or leave out a stage.
+    """
     groups = groups_of_plan(start, len(rates)) if start is not None else None
     grouping = improve(rates, *groups) if groups is not None else None
     return [grouping] if grouping is not None else []
 
 
 def _group_counts(fewest: int, most: int) -> Iterator[int]:
-    """Yields the numbers of groups to try, rising from `fewest` to `most`: first one by one, then by COUNT_GROWTH."""
+    """Yields the numbers of groups to try, rising from `fewest` to `most`, both included: some of them, all different.
+
+    The first COUNTS_TRIED_ONE_BY_ONE follow each other, the later ones grow by COUNT_GROWTH.
+    """
     count = fewest
     while count < most:
         yield count
@@ -140,31 +151,36 @@ def _group_counts(fewest: int, most: int) -> Iterator[int]:
 
 
 def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
-    """Returns the best grouping found by random changes of `grouping`, each improved by exchanges.
+    """Returns the best grouping found by random changes, each then improved; at least as good as `grouping`.
 
-    A changed grouping that is no worse is changed further. Ends early at the rate `good_enough`.
+    Each change is of the newest grouping that was no slower than the one before it, or makes wholly random groups, of
+    the same number. Ends early at the rate `good_enough`, and otherwise after the changes that SEARCH_WORK allows.
     """
     best = current = grouping
     for _ in range(max(MIN_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _count_additions(rates)))):
         if best.rate >= good_enough:
             break
         restarts = rng.random() < RANDOM_RESTARTS
-        groups = scatter(rates, grouping.count, rng) if restarts else disturb(rates, current, rng)
-        found = improve(rates, groups, grouping.count)
-        if found is not None and found.rate >= current.rate:
-            current = found
-            best = found if found.rate > best.rate else best
+        groups = scatter(rates, grouping.group_count, rng) if restarts else disturb(rates, current, rng)
+        improved = improve(rates, groups, grouping.group_count)
+        if improved is not None and improved.rate >= current.rate:
+            current = improved
+            best = improved if improved.rate > best.rate else best
     return best
 
 
 def _count_additions(rates: Rates) -> int:
-    """Returns about how many additions one call of best_cuts takes."""
+    """Returns about how many additions one call of best_cuts takes: the number of entries of `rates`."""
     machines, begins, ends = rates.shape
     return int(machines * begins * ends)
 
 
 def _explain_lack(cost: RunCost, machines: Sequence[Machine], holders: Coverage) -> str:
-    """Returns the error's sentence: how many stages fit the machines, and how much memory the other stages need."""
+    """Returns an error's sentence: how many stages fit the machines, and how much device memory the others need.
+
+    The sentence has the machines' memory in all, too. What the other stages need is the least for all of them on one
+    machine. holders: the machines found that hold the most stages, not all.
+    """
     rest = Span(holders.reached, cost.stage_count - 1)
     lacking = cost.memory(rest).device / 1e9
     together = sum(machine.memory for machine in machines) / 1e9

@@ -41,8 +41,9 @@ def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
 class _SpanNeeds:
     """What each span needs, by the cost model, as arrays.
 
-    upload, download: bytes per microbatch, [first stage, last stage + 1]. flops, device, host: operations per
-    microbatch and bytes held, [training mode, first stage, last stage + 1]; infinite bytes where that is not a span.
+    upload, download: bytes per microbatch, [first stage, last stage + 1]. flops: operations per microbatch, and device,
+    host: bytes of memory needed there, [training mode, first stage, last stage + 1]. Where the last two indices are not
+    a span, the bytes are infinite.
     """
 
     def __init__(self, cost: RunCost) -> None:
@@ -53,14 +54,17 @@ class _SpanNeeds:
         self.device, self.host = np.full((modes, size, size), math.inf), np.full((modes, size, size), math.inf)
         for begin in range(cost.stage_count):
             for end in range(begin + 1, size):
-                self._add(cost, Span(begin, end - 1), (begin, end))
+                self._set((begin, end), cost, Span(begin, end - 1))
 
-    def _add(self, cost: RunCost, span: Span, place: tuple[int, int]) -> None:
-        """Fills the arrays at `place` = (first stage, last stage + 1): the traffic, operations and memory of `span`."""
-        self.upload[place], self.download[place] = cost.upload_bytes(span), cost.download_bytes(span)
+    def _set(self, index: tuple[int, int], cost: RunCost, span: Span) -> None:
+        """Sets the traffic, operations and memory of `span` in the arrays, in all training modes, as `cost` says.
+
+        index: of the span in the arrays: (first stage, last stage + 1).
+        """
+        self.upload[index], self.download[index] = cost.upload_bytes(span), cost.download_bytes(span)
         for number, mode in enumerate(cost.training_modes(span)):
-            self.flops[(number, *place)] = mode.flops
-            self.device[(number, *place)], self.host[(number, *place)] = mode.need.device, mode.need.host
+            self.flops[(number, *index)] = mode.flops
+            self.device[(number, *index)], self.host[(number, *index)] = mode.need.device, mode.need.host
 
     def rates_of(self, machine: Machine) -> Rates:
         """Returns the machine's rate at each span, as `RunCost.rate` computes it for the first training mode that fits.

@@ -2,7 +2,7 @@
 
 Knows: rates per hour. Must not know: peers, stages, what follows from a departure.
 
-The shapes `p3` and `g4dn` stand for two published logs of preemptible machines: which share of the mean fleet leaves
+The shapes `p3` and `g4dn` stand for two published logs of preemptible machines: which fraction of the mean fleet leaves
 per hour, and the most machines that leave at the same moment. How many leave together is drawn from 1 to that number.
 """
 
@@ -19,11 +19,11 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """How a fleet changes. The three rates are shares of the fleet per hour; joins make up for all of them.
+    """How a fleet changes. kills, leaves, hangs: fractions of the fleet per hour; joins make up for all departures.
 
-    kills: machines that vanish. leaves: machines that announce it and finish their work. hangs: machines that stop
-    with their connections open. at_once: the most that are killed at one moment; each number from 1 is as likely.
-    return_s: mean seconds from a departure to the join that replaces it.
+    kills: of machines that vanish. leaves: of machines that announce it and finish their work. hangs: of machines that
+    stop with their connections open. at_once: maximum number of machines killed at one moment; each number from 1 is as
+    likely. return_s: mean seconds from a departure to the join that replaces it.
     """
 
     kills: float = 0.0
@@ -42,7 +42,7 @@ SHAPES: Mapping[str, Churn] = {
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """`count` machines join, are killed, leave or hang at `time`."""
+    """A change of the fleet: `count` machines join, are killed, leave or hang, as `kind` says, at simulated `time`."""
 
     time: float
     kind: ChurnKind
@@ -52,8 +52,9 @@ class FleetEvent:
 def fleet_events(churn: Churn, peers: int, seconds: float, rng: random.Random) -> list[FleetEvent]:
     """Returns what happens to a fleet of `peers` machines in the first `seconds`, in order of time.
 
-    Departures are a Poisson process for each kind. Each departed machine is followed by a join after an exponentially
-    distributed time, so that the fleet stays near its size.
+    Departures are a Poisson process for each kind; kills come in groups, so many that churn.kills is the fraction of
+    the fleet killed per hour. Each departed machine is followed by a join after an exponentially distributed time, so
+    that the fleet stays near its size; joins after `seconds` are left out.
     """
     events: list[FleetEvent] = []
     kinds: tuple[tuple[ChurnKind, float, int], ...] = (

@@ -25,15 +25,15 @@ RUN: Final = RunId("00" * 32)
 DEEPEST = 12
 """The greatest depth of a shard that is kept: a stage of 100,000 peers is read at this depth."""
 FETCH_SAMPLE = 8
-"""Servers of a stage that a newcomer considers to fetch from."""
+"""Maximum number of a stage's servers among which a newcomer chooses those to fetch from."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardContent:
-    """What a read of a shard finds.
+    """What a read of a shard (the peers of one stage whose hashes begin with given bits) finds.
 
-    claims: the stored claims. count: peers found in the part `covered`, from 0 to 1, of all hashes; both together give
-    an estimate of the stage's size.
+    claims: the stored claims that the read returns. covered: the fraction, 0 to 1, of all hashes whose peers are all
+    among them. count: the number of these peers; count / covered is an estimate of the stage's size.
     """
 
     claims: tuple[PeerView, ...]
@@ -42,9 +42,13 @@ class ShardContent:
 
 
 class DirectoryModel:
-    """Keeps the claims of all peers. A claim is found in its shard of every depth, as far as keys keep it."""
+    """The DHT's directory in a simulation: the claims of all peers, each stored in its shards of all depths to DEEPEST.
+
+    A read returns a bounded number of a shard's claims, see `content`.
+    """
 
     def __init__(self, work: tuple[float, ...], rng: random.Random) -> None:
+        """work: of each stage for one microbatch; a machine's speed is the work that it does per second."""
         self._work = work
         self._rng = rng
         self._claims: dict[PeerId, PeerView] = {}
@@ -59,7 +63,11 @@ class DirectoryModel:
         return len(self._work)
 
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:
-        """Stores a peer's claim of its present incarnation, in place of its earlier one."""
+        """Stores a peer's claim of its present incarnation, in place of its earlier one, until `withdraw`.
+
+        state: "joining", "serving" or "leaving"; only with "serving" the peer counts as a server of its stages. The
+        claim's capacity and bandwidth are those of the machine's equipment.
+        """
         self.withdraw(peer.id)
         rate = peer.equipment.speed / sum(self._work[span.first : span.last + 1])
         bandwidth = peer.equipment.link.spec.rate
@@ -86,12 +94,15 @@ class DirectoryModel:
                 del self._servers[stage][peer]
 
     def _shards_of(self, claimed: PeerView) -> list[Shard]:
-        """Returns the shards of all depths in which a claim is found."""
+        """Returns the shards in which a claim is found: of each of its stages one at every depth up to DEEPEST."""
         bits = shard_bits(self._hashes[claimed.peer], DEEPEST)
         return [Shard(stage, bits[:depth]) for stage in claimed.span.stages for depth in range(DEEPEST + 1)]
 
     def content(self, shard: Shard) -> ShardContent:
-        """Returns what a read of a shard finds now; of more than MAX_KEY_RECORDS peers those with the least hashes."""
+        """Returns what a read of a shard finds now; of more than MAX_KEY_RECORDS claims those with the lowest hashes.
+
+        Returns the same object until a claim in this shard changes, so that readers can compare by identity.
+        """
         if (known := self._contents.get(shard)) is not None:
             return known
         found = list(self._members[shard].values())
@@ -102,23 +113,26 @@ class DirectoryModel:
         return content
 
     def claim_of(self, peer: PeerId) -> PeerView | None:
-        """Returns a peer's claim; None without one."""
+        """Returns a peer's stored claim; None if it has none."""
         return self._claims.get(peer)
 
     def is_current(self, peer: PeerId, incarnation: int) -> bool:
-        """Returns whether a peer has a claim and it is of this incarnation."""
+        """Returns whether a peer has a claim, and this claim is of the given incarnation."""
         claimed = self._claims.get(peer)
         return claimed is not None and claimed.incarnation == incarnation
 
     def seconds_to_end(self) -> float:
-        """Returns the seconds, drawn at random, until the claim of a peer that stops publishing now expires."""
+        """Returns the seconds until the claim of a peer that stops publishing now would expire.
+
+        That is LIFETIME_S less the claim's age, drawn from 0 to PUBLISH_CLAIM_S.
+        """
         return LIFETIME_S - self._rng.uniform(0.0, PUBLISH_CLAIM_S)
 
-    def servers(self, stage: int) -> int:
-        """Returns how many peers claim to serve a stage."""
+    def server_count(self, stage: int) -> int:
+        """Returns how many peers have a "serving" claim that includes `stage`."""
         return len(self._servers[stage])
 
     def sample_servers(self, stage: int) -> list[PeerView]:
-        """Returns at most FETCH_SAMPLE of the peers that claim to serve a stage, drawn at random."""
+        """Returns at most FETCH_SAMPLE of the "serving" claims that include `stage`, drawn at random."""
         servers = list(self._servers[stage].values())
         return servers if len(servers) <= FETCH_SAMPLE else self._rng.sample(servers, FETCH_SAMPLE)

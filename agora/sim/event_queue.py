@@ -15,17 +15,21 @@ K = TypeVar("K", bound=Hashable)
 
 
 class EventQueue:
-    """Calls functions at their simulated times, the earliest first. now: the time of the present event, in seconds."""
+    """The scheduled events of a simulation, each a function call; `run` calls them in order of their simulated times.
+
+    now: the time of the present event, or of the end of the last `run`, in seconds.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.happened = 0
-        """How many events were run."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._added = 0
 
     def at(self, time: float, function: Callable[..., None], *args: Any) -> None:
-        """Schedules `function(*args)` for simulated second `time`; if that has passed, for now, after this event."""
+        """Schedules `function(*args)` for simulated second `time`; if that has passed, for now, after this event.
+
+        Of events with equal times, the one that was scheduled first comes first.
+        """
         self._added += 1
         heapq.heappush(self._heap, (max(time, self.now), self._added, function, args))
 
@@ -34,35 +38,34 @@ class EventQueue:
         self.at(self.now + seconds, function, *args)
 
     def run(self, until: float) -> None:
-        """Calls all functions that are due at `until` or earlier, then sets `now` to `until`."""
+        """Calls all functions due at `until` or earlier, any added while it runs included; sets `now` to `until`."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, function, args = heapq.heappop(heap)
-            self.happened += 1
             function(*args)
         self.now = until
 
 
 class DeadlineWheel(Generic[K]):
-    """Calls `passed(key)` at a key's deadline, or up to `grain_s` seconds later, unless the key was removed before.
+    """Deadlines by key: calls `on_expired(key)` at a key's deadline or up to `grain_s` later, unless it is removed.
 
-    Most deadlines of a swarm are removed. A removed key takes no memory, whereas an event of the queue cannot be
-    removed.
+    Each key is removed before its call. Most deadlines of a swarm are removed in time: then the key takes no memory any
+    more, whereas an event of an EventQueue cannot be removed.
     """
 
-    def __init__(self, queue: EventQueue, passed: Callable[[K], None], grain_s: float = 0.25) -> None:
+    def __init__(self, queue: EventQueue, on_expired: Callable[[K], None], grain_s: float = 0.25) -> None:
         self._queue = queue
-        self._passed = passed
+        self._on_expired = on_expired
         self._grain_s = grain_s
         self._slots: dict[int, dict[K, None]] = {}
         self._slot_of: dict[K, int] = {}
 
     def add(self, key: K, deadline: float) -> None:
-        """Adds a key that is not there yet; its deadline is rounded up to a multiple of `grain_s`."""
+        """Adds a key, which must not be there yet; rounds its deadline up to a multiple of `grain_s`."""
         slot = math.ceil(deadline / self._grain_s)
         if slot not in self._slots:
             self._slots[slot] = {}
-            self._queue.at(slot * self._grain_s, self._pass, slot)
+            self._queue.at(slot * self._grain_s, self._pass_slot, slot)
         self._slots[slot][key] = None
         self._slot_of[key] = slot
 
@@ -72,11 +75,14 @@ class DeadlineWheel(Generic[K]):
         if slot is not None:
             del self._slots[slot][key]
 
-    def _pass(self, slot: int) -> None:
-        """Removes the keys of one slot one by one and calls `passed` for each; such a call may remove other keys."""
+    def _pass_slot(self, slot: int) -> None:
+        """Removes the keys of one slot one by one and calls `on_expired` for each; such a call may remove other keys.
+
+        slot: the deadline in units of `grain_s`.
+        """
         keys = self._slots[slot]
         while keys:
             key = next(iter(keys))
             self.remove(key)
-            self._passed(key)
+            self._on_expired(key)
         del self._slots[slot]

@@ -1,6 +1,6 @@
-"""Simulated machines that join, serve, move, leave, hang and die, and that read the directory.
+"""Simulated peers that join, serve, move, leave, hang and die, and that read the directory.
 
-Knows: that placement rules decide which span each machine holds. Must not know: how microbatches travel.
+Knows: that placement rules decide which span each peer holds. Must not know: how microbatches travel.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from agora.swarm.membership import LIFETIME_S
 from agora.swarm.view import View
 
 DRAIN_S = 60.0
-"""Seconds within which a peer that moves or leaves finishes what it holds."""
-DRAIN_LOOK_S = 1.0
-"""Seconds between two checks whether a machine that moves or leaves has finished."""
+"""Seconds after which a peer that moves or leaves gives up the work that it has not finished."""
+DRAIN_POLL_S = 1.0
+"""Seconds between two checks whether a peer that moves or leaves has finished."""
 HANG_S = 60.0
-"""Seconds after which a machine that hangs is ended, by its watchdog or its owner."""
+"""Seconds after which a peer that hangs is ended, by its watchdog or its owner."""
 
 DEPARTED_KEPT_S = LIFETIME_S + 600.0
-"""Seconds for which a machine that has gone is remembered: longer than its claim may be in any peer's view."""
+"""Seconds for which a peer that has gone is remembered: longer than its claim may be in any other's view."""
 
 
 class PlacementRules(Protocol):
-    """Interface: decides which stages each machine holds, and how often a machine reconsiders its span."""
+    """Protocol: decides which stages each peer holds, and how often a peer reconsiders its span."""
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span that a newcomer should hold; None: it stands by."""
+        """Returns the span that a peer without one should hold; None if it should stand by. view: of the peer."""
 
     def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
-        """Returns the span to which a serving peer should move; None: it stays. view: returns what the peer knows."""
+        """Returns the span to which a serving peer should move; None: it stays. view: computes what the peer knows."""
 
-    def next_look_s(self) -> float | None:
-        """Returns the seconds until a peer judges its place again; None: never."""
+    def judge_interval_s(self) -> float | None:
+        """Returns the seconds until a peer next asks `reconsider`, or if it stands by `choose`; None: never."""
 
 
 class FleetSimulation:
-    """All machines of a simulation. It schedules their actions in `events`; whoever owns that queue runs them.
+    """The peers of a simulation: adds, moves and removes them, and schedules their actions in `events`.
 
-    state_bytes: by stage, the bytes that a newcomer fetches. startup_s: the seconds from a machine's start to its first
-    choice of a span.
+    The owner of this object runs the events. rules: decide which span a peer holds. state_bytes: by stage, the bytes
+    that a newcomer fetches. startup_s: seconds from a peer's start to its first choice of a span.
     """
 
     def __init__(
@@ -72,53 +72,61 @@ class FleetSimulation:
         self._rng = rng
         self._state_bytes = state_bytes
         self._startup_s = startup_s
-        self._numbers = 0
+        self._last_number = 0
         self.stages = len(state_bytes)
         self._readers: dict[PeerId, SimulatedReader] = {}
         self.peers: dict[PeerId, SimulatedPeer] = {}
-        """The machines that have not gone, hung ones included."""
+        """The peers that have not gone, hung ones included."""
         self._departed: dict[PeerId, SimulatedPeer] = {}
         self.hops: HopSimulation
         self.origins: OriginSimulation
 
     def connect(self, hops: HopSimulation, origins: OriginSimulation) -> None:
-        """Sets the two other parts of the simulation; must be called before any event happens."""
+        """Sets `hops` and `origins`, the other parts of the simulation; must be called before any event happens."""
         self.hops, self.origins = hops, origins
 
     def find(self, peer: str) -> SimulatedPeer:
-        """Returns the machine with this id, also one that has gone but may still be in a peer's view."""
+        """Returns the peer with this id, also one that went less than DEPARTED_KEPT_S ago.
+
+        Raises KeyError for any other id.
+        """
         return self.peers.get(PeerId(peer)) or self._departed[PeerId(peer)]
 
     # --- coming
 
     def add(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a machine that holds nothing yet, and returns it."""
-        self._numbers += 1
-        name = PeerId(f"peer-{self._numbers:06d}")
-        peer = SimulatedPeer(name, self._numbers, equipment, SimulatedDevice(self._events), self.stages)
+        """Adds a peer that holds nothing yet, and returns it; nothing is scheduled for it."""
+        self._last_number += 1
+        name = PeerId(f"peer-{self._last_number:06d}")
+        peer = SimulatedPeer(name, self._last_number, equipment, SimulatedDevice(self._events), self.stages)
         self.peers[name] = peer
         self._readers[name] = SimulatedReader(name, self._directory, self._measurements, self._rng)
         return peer
 
     def place(self, peer: SimulatedPeer, span: Span) -> None:
-        """Puts the claim of a machine that serves a span from the start into the directory; call `start` afterwards."""
-        peer.span, peer.presence = span, Presence.SERVING
+        """Makes a peer serve `span` without fetching its state, and stores its claim; `start_after` must follow."""
+        peer.span = span
+        peer.presence = Presence.SERVING
+        peer.serving_since = self._events.now
         peer.incarnation += 1
         self._directory.claim(peer, span, "serving")
 
-    def start(self, peer: SimulatedPeer, after_s: float) -> None:
-        """Lets a placed machine read the directory now, and begin its work and further reads after so many seconds."""
+    def start_after(self, peer: SimulatedPeer, after_s: float) -> None:
+        """Makes a placed peer read the directory now, and begin its work and further reads `after_s` from now."""
         self._read_directory(peer)
-        self._events.after(after_s, self._start_work, peer)
+        self._events.after(after_s, self._enter_service, peer)
 
-    def _start_work(self, peer: SimulatedPeer) -> None:
-        """Lets a placed machine begin its work, unless it has gone since."""
+    def _enter_service(self, peer: SimulatedPeer) -> None:
+        """Makes a placed peer begin to train, its reads and its periodic placement checks, if it still serves."""
         if peer.presence is Presence.SERVING:
-            self._begin_work(peer)
+            self._begin_training(peer)
             self._watch(peer)
 
     def join(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a machine and returns it at once, without a span; after `startup_s` it chooses one or stands by."""
+        """Adds a peer, counts the join, and returns the peer, which has no span yet.
+
+        After `startup_s` it chooses a span or stands by. At intervals it reads the directory and checks its placement.
+        """
         self._measurements.joins += 1
         peer = self.add(equipment)
         self._events.after(self._startup_s, self._choose, peer)
@@ -126,48 +134,59 @@ class FleetSimulation:
         return peer
 
     def _watch(self, peer: SimulatedPeer) -> None:
-        """Schedules a machine's first read of the directory and its first judgement of its own place."""
+        """Schedules a peer's next read of the directory and its first placement check; both repeat.
+
+        Schedules no placement check if the rules give no interval.
+        """
         read_s = self._readers[peer.id].interval_s()
         self._events.after(read_s, self._read, peer)
-        if (look_s := self._rules.next_look_s()) is not None:
-            self._events.after(read_s + look_s, self._look, peer)
+        if (wait_s := self._rules.judge_interval_s()) is not None:
+            self._events.after(read_s + wait_s, self._judge_placement, peer)
 
     def _choose(self, peer: SimulatedPeer) -> None:
-        """Lets a standing-by machine read the directory and choose a span; with one, it begins to fetch its state."""
+        """Makes a standing-by peer read the directory and choose a span, claim it and begin to fetch its state.
+
+        The peer goes on standing by if the rules choose none. Does nothing if it is not standing by.
+        """
         if peer.presence is Presence.STANDBY:
             reader = self._readers[peer.id]
             reader.read(None, self._events.now)
             span = self._rules.choose(reader.view(None), peer)
             if span is not None:
-                self._fetch(peer, span)
+                self._claim_and_fetch(peer, span)
 
-    def _fetch(self, peer: SimulatedPeer, span: Span) -> None:
-        """Claims a span as joining, and fetches the state of its stages from peers that serve them."""
-        peer.span, peer.presence = span, Presence.JOINING
+    def _claim_and_fetch(self, peer: SimulatedPeer, span: Span) -> None:
+        """Claims `span` as "joining" and starts to fetch its stages' state from some peers that claim to serve them.
+
+        `_serve` is called when the state has arrived; immediately if there are no such peers.
+        """
+        peer.span = span
+        peer.presence = Presence.JOINING
         peer.incarnation += 1
         self._directory.claim(peer, span, "joining")
         donors = {
             donor.id: donor
             for stage in span.stages
             for view in self._directory.sample_servers(stage)
-            if (donor := self.find(view.peer)).has_room
+            if (donor := self.find(view.peer)).has_state
         }
         size = sum(self._state_bytes[stage] for stage in span.stages)
-        SimulatedFetch(self._events, peer, size, list(donors.values()), self._rng, self._serve)
+        SimulatedFetch(self._events, peer, size, self._rng, self._serve).start(list(donors.values()))
 
     def _serve(self, peer: SimulatedPeer) -> None:
-        """Called when a machine has its stages' state: claims the span as serving, and makes it an origin at stage 0.
+        """Called when a peer has its stages' state: claims its span as "serving" and makes it begin to train.
 
-        Does nothing if the machine is no longer joining.
+        Does nothing if the peer is no longer joining.
         """
         if peer.presence is not Presence.JOINING or peer.span is None:
             return
         peer.presence = Presence.SERVING
+        peer.serving_since = self._events.now
         self._directory.claim(peer, peer.span, "serving")
-        self._begin_work(peer)
+        self._begin_training(peer)
 
-    def _begin_work(self, peer: SimulatedPeer) -> None:
-        """Lets a machine that serves read the directory, and makes it an origin at stage 0."""
+    def _begin_training(self, peer: SimulatedPeer) -> None:
+        """Makes a peer that serves read the directory, and makes it an origin if its span begins at stage 0."""
         self._read_directory(peer)
         if peer.span is not None and peer.span.first == 0:
             self.origins.begin(peer)
@@ -175,9 +194,10 @@ class FleetSimulation:
     # --- staying
 
     def _read(self, peer: SimulatedPeer) -> None:
-        """Refreshes a machine's sample of its next stage's servers, and schedules its next read.
+        """Makes a peer read the directory, and schedules its next read.
 
-        If the sample has changed, routes the microbatches that wait for a peer. Does nothing once the machine is down.
+        Counts the records that the peer publishes until then. If the known servers of the stage after its span have
+        changed, routes the microbatches that wait for one of these. Does nothing once the peer is down.
         """
         if not peer.is_up:
             return
@@ -189,9 +209,9 @@ class FleetSimulation:
         self._events.after(interval_s, self._read, peer)
 
     def _read_directory(self, peer: SimulatedPeer) -> bool:
-        """Reads what is due for a machine, and sets its `replicas` to those that serve the stage after its span.
+        """Reads the shards that are due for a peer, and updates its `replicas`: who serves the stage after its span.
 
-        Returns whether these have changed.
+        Returns whether `replicas` has changed; False if there is no such stage, or no span.
         """
         reader = self._readers[peer.id]
         if not reader.read(peer.span, self._events.now) or peer.span is None or peer.span.last + 1 >= self.stages:
@@ -202,8 +222,12 @@ class FleetSimulation:
         peer.replicas = replicas
         return True
 
-    def _look(self, peer: SimulatedPeer) -> None:
-        """Moves a machine that serves if the rules say so, lets one that stands by choose; schedules the next check."""
+    def _judge_placement(self, peer: SimulatedPeer) -> None:
+        """Begins to move a serving peer if the rules say so twice, before and after a new read; counts the move.
+
+        A peer that stands by chooses a span instead. Schedules the next such call. Does nothing once the peer is
+        down.
+        """
         if not peer.is_up:
             return
         if peer.presence is Presence.STANDBY:
@@ -215,79 +239,95 @@ class FleetSimulation:
                 span = self._reconsider(peer)  # again, on a view as fresh as the daemon's
             if span is not None and span != peer.span:
                 self._measurements.moves += 1
-                self._drain(peer, lambda: self._fetch(peer, span))
-        if (look_s := self._rules.next_look_s()) is not None:
-            self._events.after(look_s, self._look, peer)
+                self._drain(peer, lambda: self._claim_and_fetch(peer, span))
+        if (wait_s := self._rules.judge_interval_s()) is not None:
+            self._events.after(wait_s, self._judge_placement, peer)
 
     def _reconsider(self, peer: SimulatedPeer) -> Span | None:
-        """Returns the span to which a machine should move, by its own view; None: it stays."""
+        """Returns the span to which the rules move a peer, by the peer's own view; None: it stays."""
         reader = self._readers[peer.id]
         return self._rules.reconsider(self._events.now, peer, lambda: reader.view(peer.span))
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
-        """Stops new work for a machine, lets it finish what it holds, for at most DRAIN_S, then calls `then`."""
+        """Makes a peer claim that it leaves and refuse new work; calls `then` when it has finished its work.
+
+        Work that is not finished after DRAIN_S is handed back to its callers before `then`.
+        """
         peer.presence = Presence.LEAVING
         if peer.span is not None:
             self._directory.claim(peer, peer.span, "leaving")
         self._wait_for_drain(peer, self._events.now + DRAIN_S, then)
 
     def _wait_for_drain(self, peer: SimulatedPeer, until: float, then: Callable[[], None]) -> None:
-        """Calls `then` as soon as a leaving machine holds no more work; at `until` it hands the rest back first.
+        """Calls `then` when a leaving peer holds no more work, checked every DRAIN_POLL_S, or at `until`.
 
-        Forgets what the machine knew as an origin and of its next stage. Does nothing if it is no longer leaving.
+        At `until`, first ends the work that is left without an answer. Before `then` is called, the peer forgets
+        what it knew as an origin and of its next stage. Does nothing if the peer is no longer leaving.
         """
         if peer.presence is not Presence.LEAVING:
             return
         if peer.visits and self._events.now < until:
-            self._events.after(DRAIN_LOOK_S, self._wait_for_drain, peer, until, then)
+            self._events.after(DRAIN_POLL_S, self._wait_for_drain, peer, until, then)
             return
         self.hops.hand_back(peer)
-        peer.origin, peer.replicas = None, ()
+        peer.origin = None
+        peer.replicas = ()
         peer.paths_s.clear()
         then()
 
-    # --- going
+    # --- departure
 
     def leave(self, peer: SimulatedPeer) -> None:
-        """Makes a machine claim that it leaves, finish what it holds, and go."""
+        """Makes a peer claim that it leaves, finish its work within DRAIN_S, and go; counts the departure."""
         self._measurements.leaves += 1
         self._drain(peer, lambda: self._go(peer))
 
     def _go(self, peer: SimulatedPeer) -> None:
-        """Removes the claim of a machine that has finished what it held, and the machine."""
+        """Removes a peer that has finished its work, and withdraws its claim at once, not when that expires."""
         self._directory.withdraw(peer.id)
         self._end(peer)
 
     def kill(self, peer: SimulatedPeer) -> None:
-        """Makes a machine vanish; its claim stays in the directory until it expires."""
+        """Makes a peer vanish now, and counts the kill; its claim stays in the directory until the claim expires."""
         self._measurements.kills += 1
         self._vanish(peer)
 
     def hang(self, peer: SimulatedPeer) -> None:
-        """Makes a machine stop with its connections open; it is ended after HANG_S."""
+        """Makes a peer stop with its connections open, and counts the hang.
+
+        Its connections break after SILENCE_S, its claim stays until it expires, and the peer is ended after HANG_S.
+        """
         self._measurements.hangs += 1
         peer.presence = Presence.HUNG
         peer.device.stop()
-        self._end_claim_later(peer)
+        self._expire_claim_later(peer)
         self._events.after(SILENCE_S, self.hops.break_connections, peer)
         self._events.after(HANG_S, self._end, peer)
 
     def _vanish(self, peer: SimulatedPeer) -> None:
-        """Ends a machine now, and its claim when that expires."""
-        self._end_claim_later(peer)
+        """Ends a peer now; its claim stays in the directory until the claim expires."""
+        self._expire_claim_later(peer)
         self._end(peer)
 
-    def _end_claim_later(self, peer: SimulatedPeer) -> None:
-        """Schedules the end of the claim, a lifetime after it was last published."""
+    def _expire_claim_later(self, peer: SimulatedPeer) -> None:
+        """Schedules the removal of the peer's claim from the directory for when the claim expires.
+
+        That is LIFETIME_S after the claim's last publication, whose moment is drawn at random. A claim of a newer
+        incarnation stays.
+        """
         self._events.after(self._directory.seconds_to_end(), self._end_claim, peer.id, peer.incarnation)
 
     def _end_claim(self, peer: PeerId, incarnation: int) -> None:
-        """Removes a peer's claim if it is still of this incarnation."""
+        """Removes a peer's claim if the claim is still of this incarnation."""
         if self._directory.is_current(peer, incarnation):
             self._directory.withdraw(peer)
 
     def _end(self, peer: SimulatedPeer) -> None:
-        """Takes a machine out of the simulation and breaks its connections; does nothing if it has gone already."""
+        """Takes a peer out of the simulation and breaks its connections; does nothing if it has gone already.
+
+        Counts its open microbatches as lost. Leaves its claim as it is, and keeps the peer for `find` for
+        DEPARTED_KEPT_S.
+        """
         if self.peers.pop(peer.id, None) is None:
             return
         if peer.origin is not None:
@@ -300,10 +340,10 @@ class FleetSimulation:
         self.hops.break_connections(peer)
 
     def _forget(self, peer: PeerId) -> None:
-        """Forgets a machine that has gone; called when no peer's view can name it any more."""
+        """Forgets a peer that has gone, so that `find` raises for it; called when no view can name it any more."""
         del self._departed[peer]
 
     def pick(self, count: int) -> list[SimulatedPeer]:
-        """Returns `count` of the machines that are up and not leaving, drawn at random; all if there are fewer."""
+        """Returns `count` peers, drawn at random from those that are up and not leaving; all of these if fewer."""
         up = [p for p in self.peers.values() if p.is_up and p.presence is not Presence.LEAVING]
         return self._rng.sample(up, min(count, len(up)))

@@ -16,13 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from agora_protocol.ids import Span
 
 PRECISION = 1e-6
-"""The bisection ends when its two bounds differ by at most this share of the upper one."""
+"""The bisection ends when its two bounds differ by at most this fraction of the upper one."""
 
 
 def flow_bound(holders: Iterable[tuple[Span, float]], work: Sequence[float]) -> float:
     """Returns the greatest rate, in microbatches per second, of holders given as (span, speed); 0 if a stage has none.
 
-    speed: work that a machine does per second. work: of each stage, for one microbatch.
+    The result is below the exact rate by at most the fraction PRECISION. speed: work that a machine does per second.
+    work: of each stage, for one microbatch.
     """
     speeds: defaultdict[Span, float] = defaultdict(float)
     for span, speed in holders:
@@ -38,29 +39,32 @@ def flow_bound(holders: Iterable[tuple[Span, float]], work: Sequence[float]) -> 
 
 
 def can_serve(speeds: Mapping[Span, float], work: Sequence[float], rate: float) -> bool:
-    """Returns whether the holders, by the total speed of each span, can compute all stages `rate` times per second."""
-    left = dict(speeds)
-    by_end = sorted(left, key=lambda span: (span.last, span.first))
+    """Returns whether machines with these speeds can compute every stage `rate` times per second.
+
+    speeds: by span, the sum of the speeds (work per second) of its holders. work: of each stage, for one microbatch.
+    """
+    unused = dict(speeds)
+    by_end = sorted(unused, key=lambda span: (span.last, span.first))
     for stage, amount in enumerate(work):
         need = rate * amount
         for span in by_end:
             if need <= 0.0:
                 break
-            if stage in span and left[span] > 0.0:
-                taken = min(need, left[span])
-                left[span] -= taken
-                need -= taken
+            if stage in span and unused[span] > 0.0:
+                used = min(need, unused[span])
+                unused[span] -= used
+                need -= used
         if need > 1e-12 * max(1.0, rate * amount):
             return False
     return True
 
 
 def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> float:
-    """Returns the rate of the best placement of machines on one stage each, in microbatches per second.
+    """Returns the rate, in microbatches per second, of a good placement of machines of these speeds on one stage each.
 
-    Each machine, the fastest first, goes to the stage whose rate is least (longest processing time first). That is
-    optimal if all machines are equally fast and all stages have equal work; else it is an approximation. 0 with fewer
-    machines than stages.
+    Each machine, the fastest first, goes to the stage with the lowest rate so far (longest processing time first). That
+    is optimal if all machines are equally fast and all stages have equal work; otherwise it is an approximation. 0 with
+    fewer machines than stages.
     """
     rates = [0.0] * len(work)
     for speed in sorted(speeds, reverse=True):
@@ -70,7 +74,10 @@ def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> floa
 
 
 def _rate_bound(speeds: Mapping[Span, float], work: Sequence[float]) -> float:
-    """Returns a rate that cannot be exceeded: total speed / total work, or one stage's holders alone, if less."""
+    """Returns an upper bound for flow_bound: total speed / total work, or less if one stage's holders allow less.
+
+    A stage's holders allow the sum of their speeds divided by the stage's work. speeds: as for can_serve.
+    """
     total = sum(speeds.values()) / sum(work)
     alone = (
         sum(speed for span, speed in speeds.items() if stage in span) / amount

@@ -23,29 +23,27 @@ from agora.sim.simulated_device import JobOrder
 from agora.sim.simulated_peer import Call, Presence, SimulatedMicrobatch, SimulatedPeer, Visit
 from agora.sim.simulated_work import Workload
 
-KEPT_ANSWERS = 1024
-"""Answers that a peer keeps for repeats."""
-SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)
-"""Seconds after which a connection to a peer that hangs is broken off; see net/liveness.py."""
+KEPT_ANSWERS = 1024  # maximum number of answers that a peer keeps for repeats
+SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)  # then a hung peer's connections break
 
 
 class RootListener(Protocol):
-    """Interface: what an origin does when an attempt of one of its microbatches ends."""
+    """Protocol: the origins' side, which is told of the end of each attempt at a microbatch, successful or not."""
 
     def on_completed(self, visit: Visit) -> None:
         """Called when a microbatch has passed all stages and its origin has the answer."""
 
     def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """Called when an attempt ended without a result.
+        """Called when an attempt ended without a result; the next may begin after `retry_s` seconds.
 
-        retry_s: seconds to wait at least before the next one. is_failure: False if the origin itself had no free seat.
+        is_failure: False if the origin's own hop refused the attempt.
         """
 
 
 class HopSimulation:
-    """Moves microbatches from peer to peer, as events in `events`. find: returns the simulated peer of an id.
+    """The way of all microbatches from peer to peer, as events in `events`. find: returns the peer with an id.
 
-    root: told of the end of each attempt at its origin; must be set before any event happens.
+    root: the origins' side, told of the end of each attempt; must be set before any event happens.
     """
 
     def __init__(
@@ -62,14 +60,14 @@ class HopSimulation:
         self._find = find
         self._rng = rng
         self._deadlines: DeadlineWheel[Call] = DeadlineWheel(events, self._on_deadline)
-        self.root: RootListener | None = None
+        self.root: RootListener
 
     # --- a visit begins
 
     def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
-        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it at once.
+        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it immediately.
 
-        Reports it as unfinished if the hop refuses it now.
+        If the hop refuses it now, calls root.on_unfinished instead. deadline: in simulated seconds.
         """
         peer = microbatch.origin
         kept = peer.answers.get((microbatch.id, 0))
@@ -80,15 +78,19 @@ class HopSimulation:
         visit = Visit(microbatch, peer, 0, deadline)
         visit.is_root = True
         if (retry_s := self._refusal_s(peer)) is not None:
-            self._root().on_unfinished(visit, retry_s, False)
+            self.root.on_unfinished(visit, retry_s, False)
         else:
             self._begin(visit)
 
     def _arrive(self, call: Call) -> None:
-        """Called when a call reaches its callee: sends a kept answer, joins a running visit, refuses, or begins one."""
+        """Called when a call reaches its callee: sends a kept answer, joins a running visit, begins one, or refuses.
+
+        The call fails if the callee does not hold the stage or the time is too short, and after SILENCE_S if the callee
+        hangs. If the call is accepted, its caller learns the length of the callee's queue.
+        """
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
         if peer.presence is Presence.HUNG:
-            self._events.after(SILENCE_S, self._on_failed, call, MAX_FAILURES)
+            self._events.after(SILENCE_S, self._on_failed, call)
         if call.ended or not peer.is_up:
             return  # the end of its connection tells the caller
         key = (microbatch.id, stage)
@@ -99,8 +101,8 @@ class HopSimulation:
             return
         visit = peer.visits.get(key)
         if visit is None:
-            if peer.has_room and (peer.span is None or stage not in peer.span):
-                self._reply(call, self._on_failed, call, MAX_FAILURES)
+            if peer.has_state and (peer.span is None or stage not in peer.span):
+                self._reply(call, self._on_failed, call)
                 return
             if (retry_s := self._refusal_s(peer)) is not None:
                 self._measurements.busy += 1
@@ -108,7 +110,7 @@ class HopSimulation:
                 return
             visit = Visit(microbatch, peer, stage, self._events.now + call.attempt.deadline_ms / 1000.0)
             if is_hopeless(visit.deadline - self._events.now, peer.busy_s.value or 0.0):
-                self._reply(call, self._on_failed, call, UNAVAILABLE_FAILURES)
+                self._reply(call, self._on_failed, call, True)
                 return
             self._begin(visit)
         else:
@@ -118,21 +120,24 @@ class HopSimulation:
         self._reply(call, self._on_accepted, call, peer.device.queue_length)
 
     def _refusal_s(self, peer: SimulatedPeer) -> float | None:
-        """Returns the seconds after which a peer that refuses now may be asked again; None if it has a free seat."""
+        """Returns None if a peer can take a visit, else the seconds until it may be asked again: mean visit / slots.
+
+        The seconds lie within the ledger's retry limits; for a peer that does not serve they are CLOSED_RETRY_MS.
+        """
         if peer.presence is not Presence.SERVING:
             return CLOSED_RETRY_MS / 1000.0
-        if len(peer.visits) < self._workload.seats:
+        if len(peer.visits) < self._workload.slots:
             return None
-        free_in_ms = 1000.0 * (peer.seat_s.value or 0.0) / self._workload.seats
+        free_in_ms = 1000.0 * (peer.slot_s.value or 0.0) / self._workload.slots
         return min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS) / 1000.0
 
     def _begin(self, visit: Visit) -> None:
-        """Takes a seat and queues the forward; at the last stage forward, loss and backward are one job."""
+        """Takes a slot, adds the peer to the path, queues the forward, at the last stage forward and backward."""
         peer, workload = visit.peer, self._workload
         peer.visits[visit.key] = visit
         visit.started = self._events.now
-        visit.microbatch.path.peers[visit.entry] = peer.id
-        seconds = workload.seconds(visit.entry, visit.last, peer.equipment.speed)
+        visit.microbatch.path.peer_by_stage[visit.entry_stage] = peer.id
+        seconds = workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
         if visit.last == workload.stages - 1:
             visit.committed = True
             peer.device.submit(JobOrder.FORWARD, seconds, self._on_finished, visit)
@@ -142,16 +147,16 @@ class HopSimulation:
     # --- on to the next stage
 
     def _on_forward_done(self, visit: Visit) -> None:
-        """Called at the end of a visit's forward: routes the boundary to a peer of the next stage."""
+        """Called at the end of a visit's forward: routes the visit to a peer of the next stage, unless cancelled."""
         if visit.state == "forward":
             visit.state = "routing"
             self._route(visit)
 
     def _route(self, visit: Visit) -> bool:
-        """Calls the peer that the routing table chooses, or gives up near the deadline.
+        """Calls the peer that the routing table chooses for a visit, or ends the visit if its deadline is too near.
 
-        Returns False if no peer can be called now: then the visit waits, and it is routed again at the time that the
-        table names.
+        Returns whether the visit need not wait: it was sent on, or has ended. Otherwise appends it to `peer.waiting`,
+        and schedules the routing of all that wait for when the table says so.
         """
         peer, now, stage = visit.peer, self._events.now, visit.last + 1
         until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
@@ -172,16 +177,13 @@ class HopSimulation:
         return False
 
     def _wake(self, peer: SimulatedPeer, wakes_at: float) -> None:
-        """Routes a peer's waiting visits; does nothing if an earlier time was set after this one."""
+        """Routes a peer's waiting visits; does nothing if an earlier wake-up has replaced this one."""
         if peer.wakes_at == wakes_at:
             peer.wakes_at = math.inf
             self.route_waiting(peer)
 
     def route_waiting(self, peer: SimulatedPeer) -> None:
-        """Routes the visits that wait at a peer, in order, until one still has to wait; none if the peer is not up.
-
-        Called when the peer's view has changed or one of its calls has ended.
-        """
+        """Routes the visits that wait at a peer, in order, until one still has to wait; none if the peer is not up."""
         for _ in range(len(peer.waiting) if peer.is_up else 0):
             visit = peer.waiting.popleft()
             if visit.state == "routing" and visit.call is None and not self._route(visit):
@@ -189,20 +191,19 @@ class HopSimulation:
                 return
 
     def _call(self, visit: Visit, callee: SimulatedPeer, payload: int, until: float) -> None:
-        """Charges the chosen peer in the routing table and sends it the boundary; a peer that is gone costs a failure.
+        """Charges the chosen callee in the routing table and sends it the boundary; the call fails if that is gone.
 
-        until: simulated time at which the attempt is left.
+        payload: the boundary's bytes. until: simulated second at which the attempt ends.
         """
         now, peer = self._events.now, visit.peer
         attempt = peer.table.record_sent(now, visit.last + 1, callee.id, payload, until)
         call = Call(visit, callee, attempt)
-        visit.call, visit.state = call, "below"
+        visit.call, visit.state = call, "downstream"
         self._deadlines.add(call, attempt.until)
         self._measurements.messages += 1
         arrival = peer.equipment.link.send(callee.equipment.link, payload, now, self._rng)
         if callee.presence is Presence.GONE:  # nobody listens there any more
-            delay_s = peer.equipment.link.round_trip_to(callee.equipment.link)
-            self._events.after(delay_s, self._on_failed, call, MAX_FAILURES)
+            self._events.after(peer.equipment.link.round_trip_to(callee.equipment.link), self._on_failed, call)
             return
         callee.calls_in[call] = None
         self._events.at(arrival, self._arrive, call)
@@ -212,54 +213,59 @@ class HopSimulation:
     def _reply(self, call: Call, then: Callable[..., None], *args: object) -> None:
         """Schedules `then(*args)` for when a message without tensors, sent now, reaches the caller; counts it."""
         self._measurements.messages += 1
-        delay_s = call.callee.equipment.link.delay_to(call.caller.peer.equipment.link)
-        self._events.after(delay_s, then, *args)
+        self._events.after(call.callee.equipment.link.outward_delay_s(), then, *args)
 
     def _on_accepted(self, call: Call, queue: int) -> None:
-        """Called when the caller learns that its call got a seat; counts a message to each peer before the caller."""
-        if call.ended or not call.caller.peer.is_up:
+        """Called when the caller learns that its call was accepted: records queue and ping in the routing table.
+
+        Counts a message to each peer upstream, which learns this progress too.
+        """
+        visit = call.caller
+        if call.ended or not visit.peer.is_up:
             return
-        caller = call.caller.peer
-        ping_s = caller.equipment.link.round_trip_to(call.callee.equipment.link)
-        caller.table.record_accepted(self._events.now, call.attempt, queue, ping_s)
-        self._measurements.messages += sum(
-            1 for entry in call.caller.microbatch.path.peers if entry < call.caller.entry
-        )
+        ping_s = visit.peer.equipment.link.round_trip_to(call.callee.equipment.link)
+        visit.peer.table.record_accepted(self._events.now, call.attempt, queue, ping_s)
+        self._measurements.messages += sum(stage < visit.entry_stage for stage in visit.microbatch.path.peer_by_stage)
 
     def _on_busy(self, call: Call, retry_s: float) -> None:
-        """Called when the caller receives BUSY: routes the visit to another peer."""
+        """Called when the caller receives BUSY: backs off from the callee for `retry_s`, and routes the visit again."""
         if self._end(call):
             call.caller.peer.table.record_busy(self._events.now, call.attempt, retry_s)
             self._reroute(call)
 
-    def _on_failed(self, call: Call, max_failures: int) -> None:
-        """Called when the caller learns that a call has failed: routes the visit to another peer."""
+    def _on_failed(self, call: Call, is_unavailable: bool = False) -> None:
+        """Called when the caller learns that a call has failed: counts it, drops the callee from the path, reroutes.
+
+        is_unavailable: the callee answered Unavailable. Then no time counts as wasted, and its failures in a row are
+        counted up to UNAVAILABLE_FAILURES only.
+        """
         if self._end(call):
             now, attempt = self._events.now, call.attempt
-            wasted_s = 0.0 if max_failures == UNAVAILABLE_FAILURES else now - attempt.started
-            call.caller.peer.table.record_failed(now, attempt, wasted_s, max_failures)
-            path = call.caller.microbatch.path.peers
+            wasted_s = 0.0 if is_unavailable else now - attempt.started
+            most = UNAVAILABLE_FAILURES if is_unavailable else MAX_FAILURES
+            call.caller.peer.table.record_failed(now, attempt, wasted_s, most)
+            path = call.caller.microbatch.path.peer_by_stage
             if path.get(attempt.stage) == call.callee.id:
                 del path[attempt.stage]
             self._measurements.rerouted += 1
             self._reroute(call)
 
     def _on_deadline(self, call: Call) -> None:
-        """Called at a call's deadline: the call fails at its caller, and the callee loses that caller."""
+        """Called at a call's deadline: the call fails at its caller, and the callee's visit loses this caller."""
         if not call.ended and call.caller.peer.is_up:
             self._measurements.timeouts += 1
             callee_visit = call.visit
-            self._on_failed(call, MAX_FAILURES)
+            self._on_failed(call)
             self._forget_caller(callee_visit, call)
 
     def _end(self, call: Call) -> bool:
-        """Ends a call on its caller's side; returns whether the caller was still waiting for it and is up."""
+        """Marks a call as ended and forgets it at both ends; returns whether its caller is up and waited for it."""
         if call.ended:
             return False
         call.ended = True
         self._deadlines.remove(call)
         call.callee.calls_in.pop(call, None)
-        return call.caller.peer.is_up and call.caller.state == "below" and call.caller.call is call
+        return call.caller.peer.is_up and call.caller.state == "downstream" and call.caller.call is call
 
     def _reroute(self, call: Call) -> None:
         """Routes a visit whose call has failed, before the visits that wait at the same peer."""
@@ -269,45 +275,47 @@ class HopSimulation:
         self.route_waiting(visit.peer)
 
     def _on_answered(self, call: Call, queue: int) -> None:
-        """Called when the gradient reaches the caller: records the times, queues its backward, and routes what waits.
+        """Called when the gradient reaches the caller: records times, queues the caller's backward, routes what waits.
 
-        Does nothing if the caller no longer waits for it. queue: of the callee's device when it finished; its message
-        says so right before the gradient.
+        Does nothing if the caller no longer waits. queue: length of the callee's queue at the end of its visit.
         """
         if not self._end(call):
             return
-        now, visit, below, peer = self._events.now, call.caller, call.visit, call.caller.peer
-        assert below is not None, "an answer comes from a visit"
-        service_s = self._workload.seconds(below.entry, below.last, below.peer.equipment.speed)
+        now, visit, callee, peer = self._events.now, call.caller, call.visit, call.caller.peer
+        assert callee is not None, "an answer comes from a visit"
+        callee_s = self._workload.seconds(callee.entry_stage, callee.last, callee.peer.equipment.speed)
+        service_s = callee_s * callee.peer.device.slowdown
         peer.pace = peer.pace.after_completion(now)
         period_s = peer.pace.period_s.value or math.inf
-        service_s *= below.peer.device.slowdown
         peer.table.record_queue(now, call.attempt, queue)
         nbytes = int(self._workload.gradient_bytes)
         crossing_s = peer.table.record_answered(now, call.attempt, service_s, nbytes, period_s)
-        visit.below_path_s = min(below.path_s + crossing_s, now - call.attempt.started)
+        visit.downstream_path_s = min(callee.path_s + crossing_s, now - call.attempt.started)
         visit.state, visit.committed, visit.queued_at = "backward", True, now
-        seconds = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed)
+        seconds = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
         seconds *= 1.0 - self._workload.forward_share
         peer.device.submit(JobOrder.BACKWARD, seconds, self._on_backward_done, visit)
         self.route_waiting(peer)
 
     def _on_backward_done(self, visit: Visit) -> None:
-        """Called at the end of a visit's backward: records how long it took, and finishes the visit."""
+        """Called at the end of a visit's backward: records its seconds, the wait included, and finishes the visit."""
         visit.peer.backward_s = visit.peer.backward_s.with_sample(self._events.now - visit.queued_at)
         self._on_finished(visit)
 
     def _on_finished(self, visit: Visit) -> None:
-        """Called when a visit's work is done: counts it, keeps its answer and sends it to all that wait for it."""
+        """Called when a visit's work is done: records times, frees the slot, keeps and sends the answer.
+
+        Ignores a visit that was cancelled. Reports the origin's own visit as completed.
+        """
         if visit.state == "cancelled":
             return
         peer, now = visit.peer, self._events.now
-        own_s = self._workload.seconds(visit.entry, visit.last, peer.equipment.speed) * peer.device.slowdown
-        visit.path_s, visit.state = own_s + visit.below_path_s, "answered"
+        own_s = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed) * peer.device.slowdown
+        visit.path_s, visit.state = own_s + visit.downstream_path_s, "answered"
         peer.busy_s = peer.busy_s.with_sample(own_s)
         peer.paths_s.append(visit.path_s)
-        peer.seat_s = peer.seat_s.with_sample(now - visit.started)
-        self._measurements.count(visit)
+        peer.slot_s = peer.slot_s.with_sample(now - visit.started)
+        self._measurements.record_visit(visit)
         peer.visits.pop(visit.key, None)
         self._keep_answer(visit)
         callers, visit.callers, visit.call = visit.callers, [], None  # without cycles, so that memory is freed at once
@@ -317,7 +325,7 @@ class HopSimulation:
             self._report_completed(visit)
 
     def _keep_answer(self, visit: Visit) -> None:
-        """Keeps an answer for repeats, and forgets the oldest beyond KEPT_ANSWERS."""
+        """Keeps a visit's answer at its peer for repeated calls; forgets the peer's oldest beyond KEPT_ANSWERS."""
         answers = visit.peer.answers
         answers[visit.key] = visit
         visit.microbatch.kept.append(visit)
@@ -325,7 +333,7 @@ class HopSimulation:
             del answers[next(iter(answers))]
 
     def _send_answer(self, visit: Visit, call: Call) -> None:
-        """Sends the gradient to one caller, unless its call has ended."""
+        """Sends the gradient to the caller of `call`, unless the call has ended; counts two messages."""
         if call.ended:
             return
         self._measurements.messages += 2  # "finished", and the answer
@@ -336,16 +344,16 @@ class HopSimulation:
     # --- visits that end without an answer
 
     def _give_up(self, visit: Visit) -> None:
-        """Ends a visit whose deadline is too near to call the next stage; answers its callers with Unavailable."""
+        """Ends a visit without an answer: its callers get Unavailable; an origin's own visit is a failed attempt."""
         callers = list(visit.callers)
         self._cancel(visit)
         for call in callers:
-            self._reply(call, self._on_failed, call, UNAVAILABLE_FAILURES)
+            self._reply(call, self._on_failed, call, True)
         if visit.is_root:
-            self._root().on_unfinished(visit, 0.0, True)
+            self.root.on_unfinished(visit, 0.0, True)
 
     def _cancel(self, visit: Visit) -> None:
-        """Ends a visit without an answer, and with it the work at later stages for which nothing else waits."""
+        """Ends a visit without telling its callers; abandons its open call, and later work that nobody else wants."""
         visit.peer.visits.pop(visit.key, None)
         if visit.state == "forward":
             visit.peer.device.discard(visit)
@@ -360,7 +368,7 @@ class HopSimulation:
             self._forget_caller(call.visit, call)
 
     def _forget_caller(self, visit: Visit | None, call: Call) -> None:
-        """Removes a caller that has gone; cancels the visit if none is left and its gradient cannot be counted yet."""
+        """Removes a caller that has gone; cancels the visit if none is left, unless committed, root or answered."""
         if visit is None or call not in visit.callers:
             return
         visit.callers.remove(call)
@@ -368,33 +376,25 @@ class HopSimulation:
             self._cancel(visit)
 
     def hand_back(self, peer: SimulatedPeer) -> None:
-        """Ends all visits of a peer that leaves or moves; their callers are told and call others."""
+        """Ends all visits of a peer that leaves or moves; their callers get Unavailable, and call other peers."""
         for visit in list(peer.visits.values()):
-            callers, was_root = list(visit.callers), visit.is_root
-            self._cancel(visit)
-            for call in callers:
-                self._reply(call, self._on_failed, call, UNAVAILABLE_FAILURES)
-            if was_root:
-                self._root().on_unfinished(visit, 0.0, True)
+            self._give_up(visit)
         peer.waiting.clear()
 
     def break_connections(self, peer: SimulatedPeer) -> None:
-        """Ends all calls of a peer that has gone: its callers notice after half a round trip, its callees at once."""
+        """Fails every call to a peer that has gone, one delay of the peer's link later; cancels its visits at once.
+
+        Work that its callees do for nobody else is cancelled too, unless it is committed.
+        """
         for call in list(peer.calls_in):
-            delay_s = peer.equipment.link.delay_to(call.caller.peer.equipment.link)
-            self._events.after(delay_s, self._on_failed, call, MAX_FAILURES)
+            self._events.after(peer.equipment.link.outward_delay_s(), self._on_failed, call)
         for visit in list(peer.visits.values()):
             self._cancel(visit)
         peer.waiting.clear()
 
     def _report_completed(self, visit: Visit) -> None:
-        """Reports to the origin that a microbatch has come back, and forgets its kept answers: nobody asks again."""
+        """Tells the origin that a visit's microbatch is completed; removes the microbatch's kept answers everywhere."""
         kept, visit.microbatch.kept = visit.microbatch.kept, []
         for answered in kept:
             answered.peer.answers.pop(answered.key, None)
-        self._root().on_completed(visit)
-
-    def _root(self) -> RootListener:
-        """Returns the origin's side, which is set right after this object is made."""
-        assert self.root is not None, "the simulation sets it before anything happens"
-        return self.root
+        self.root.on_completed(visit)

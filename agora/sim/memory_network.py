@@ -29,7 +29,10 @@ from agora.net.network_errors import ConnectionBroken, DeadlinePassed
 
 @dataclass(frozen=True)
 class MemoryCall:
-    """A request as a peer's handler sees it. deadline: on the loop's clock."""
+    """A request as the called peer's handler sees it. peer: the caller. deadline: in seconds on the loop's clock.
+
+    progress: a function that sends the caller an Advance, the progress message of a microbatch.
+    """
 
     peer: PeerId
     message: Message
@@ -43,15 +46,12 @@ Handler = Callable[[MemoryCall], Awaitable[Reply]]
 
 @dataclass
 class NetworkFaults:
-    """Faults drawn at random: probabilities for each call, the range of a message's delay in seconds, and counts.
+    """Faults drawn at random for each call, and how often each has happened."""
 
-    fired: how often each kind of fault happened, `kill` and `hang` included.
-    """
-
-    lost_answer: float = 0.0
-    break_call: float = 0.0
-    latency_s: tuple[float, float] = (0.001, 0.003)
-    fired: Counter[str] = field(default_factory=Counter)
+    lost_answer: float = 0.0  # probability that the handler's answer is lost
+    break_call: float = 0.0  # probability that the connection breaks within 0.3 s, unless the answer comes first
+    latency_s: tuple[float, float] = (0.001, 0.003)  # range of the delay of messages from peers without an uplink
+    fired: Counter[str] = field(default_factory=Counter)  # how often each kind happened: lost, break, kill, hang
 
 
 class Uplink:
@@ -59,29 +59,36 @@ class Uplink:
 
     def __init__(self, spec: LinkSpec, rng: random.Random) -> None:
         """Creates an idle link."""
-        self.spec, self.rng = spec, rng
+        self.spec = spec
+        self.rng = rng
         self.bucket = TokenBucket(spec.rate)
         self.lines: dict[PeerId, DelayLine] = {}
 
     def arrival(self, to: PeerId, size: int, now: float) -> float:
-        """Reserves the link for `size` bytes to a peer; returns the time at which the last of them arrives."""
+        """Reserves the link for `size` bytes to a peer, sent at `now`; returns when the last of them arrives."""
         line = self.lines.setdefault(to, DelayLine(self.spec, self.rng))
         return line.arrival(size, self.bucket.take(size, now))
 
 
 class MemoryPeer:
-    """One peer of the network, and its Caller."""
+    """One peer of the network, and the agora.calls.Caller with which it calls others.
+
+    frozen: whether the peer has been killed or hangs. died: done once the peer was killed. calls_in: number of requests
+    that have reached its handler.
+    """
 
     def __init__(self, network: MemoryNetwork, peer: PeerId, handler: Handler, link: LinkSpec | None) -> None:
         """Creates a living peer; link: None if only the network's latency delays its messages."""
-        self.network, self.peer, self.handler = network, peer, handler
+        self.network = network
+        self.peer = peer
+        self.handler = handler
         self.uplink = Uplink(link, network.rng) if link else None
         self.frozen = False
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls_in = 0
 
-    async def gate(self) -> None:
-        """Returns at once, or never if the peer is frozen; the peer's own work awaits it, so as to freeze as well."""
+    async def block_if_frozen(self) -> None:
+        """Returns immediately, or never if the peer is frozen; the peer's own work awaits this, to freeze as well."""
         if self.frozen:
             await asyncio.Event().wait()
 
@@ -94,14 +101,14 @@ class MemoryPeer:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """Calls a peer, as agora.calls.Caller has it. While this peer is frozen, neither sends nor returns."""
-        await self.gate()
+        """Calls a peer and returns its reply, as agora.calls.Caller does; does not end while this peer is frozen."""
+        await self.block_if_frozen()
         try:
             reply = await self.network.carry(self, peer, request, tensors, deadline, on_progress)
         except AgoraError:
-            await self.gate()
+            await self.block_if_frozen()
             raise
-        await self.gate()
+        await self.block_if_frozen()
         return reply
 
 
@@ -110,7 +117,8 @@ class MemoryNetwork:
 
     `kill` breaks a peer's connections and freezes it; `hang` only freezes it: a frozen peer never goes on. Three sets
     that a test may change at any time: calls from and to `dead` peers break, and calls between two peers of a pair in
-    `broken`; requests to `silent` peers are never answered.
+    `broken`; requests to `silent` peers are never answered. calls: number of calls, by (caller, callee). unanswered:
+    the requests of calls that ended without an answer or a refusal.
     """
 
     def __init__(self, faults: NetworkFaults | None = None, rng: random.Random | None = None) -> None:
@@ -126,24 +134,27 @@ class MemoryNetwork:
         self.tasks: set[asyncio.Task[Reply]] = set()
 
     def join(self, peer: PeerId, handler: Handler, link: LinkSpec | None = None) -> MemoryPeer:
-        """Adds a peer whose requests `handler` answers; it replaces an earlier peer of the same id."""
+        """Adds a peer whose requests `handler` answers; it takes the place of an earlier peer of the same id.
+
+        Calls made to the earlier peer before still go to that peer's handler.
+        """
         joined = self.peers[peer] = MemoryPeer(self, peer, handler, link)
         return joined
 
     def kill(self, peer: PeerId) -> None:
-        """Kills a peer: its connections break at once, and it is frozen."""
+        """Kills a peer: open and later calls to it fail with ConnectionBroken; its calls and `gate` never return."""
         self.faults.fired["kill"] += 1
         self.peers[peer].frozen = True
         if not self.peers[peer].died.done():
             self.peers[peer].died.set_result(None)
 
     def hang(self, peer: PeerId) -> None:
-        """Freezes a peer; its connections stay open."""
+        """Freezes a peer for good; its connections stay open, so that calls to it fail only at their deadline."""
         self.faults.fired["hang"] += 1
         self.peers[peer].frozen = True
 
     def is_cut_between(self, one: PeerId, other: PeerId) -> bool:
-        """Returns whether calls between the two fail: one of them is in `dead`, or the pair is in `broken`."""
+        """Returns whether calls between two peers fail: one of the two is in `dead`, or the pair is in `broken`."""
         return bool({one, other} & self.dead) or frozenset((one, other)) in self.broken
 
     async def carry(
@@ -155,10 +166,12 @@ class MemoryNetwork:
         deadline: float,
         on_progress: OnProgress | None,
     ) -> Reply:
-        """Delivers a request to `peer` and returns its reply; called by MemoryPeer.call.
+        """Delivers a request to `peer` and returns that peer's reply; called by MemoryPeer.call.
 
-        Raises the handler's error, ConnectionBroken for a fault or a dead peer, DeadlinePassed at the deadline. A
-        request that ends with one of the last two, or is cancelled, is added to `unanswered`.
+        on_progress: called with each progress message of the handler, if it is set. Raises the handler's error,
+        ConnectionBroken for a fault or a peer that is dead or unknown, DeadlinePassed at the deadline. A request that
+        ends with ConnectionBroken or DeadlinePassed, or is cancelled, is added to `unanswered`. Every request is
+        counted in `calls`.
         """
         target = self.peers.get(peer)
         self.calls[caller.peer, peer] += 1
@@ -181,27 +194,28 @@ class MemoryNetwork:
         deadline: float,
         on_progress: OnProgress | None,
     ) -> asyncio.Task[Reply]:
-        """Starts the target's handler on a request and returns its task.
+        """Starts the target's handler on a request, as a task that returns the reply; returns the task.
 
-        The task raises DeadlinePassed if the target's handler runs out of time; it never ends at a silent target.
+        The handler's deadline is the call's, or the request's own `deadline_ms` if that ends first. The task raises
+        DeadlinePassed if the handler raises TimeoutError, and never ends at a silent or frozen target.
         """
 
-        def progress(news: Advance) -> None:
-            """Passes a progress message to the caller; over an uplink after the link's delay, without one at once."""
+        def progress(advance: Advance) -> None:
+            """Passes a progress message to the caller, after the uplink's delay; drops it if a peer is frozen."""
             if not on_progress or caller.frozen or target.frozen:
                 return
             if target.uplink is None:
-                on_progress(news)
+                on_progress(advance)
             else:
                 arrival = target.uplink.arrival(caller.peer, 0, loop_time())
-                asyncio.get_running_loop().call_at(arrival, on_progress, news)
+                asyncio.get_running_loop().call_at(arrival, on_progress, advance)
 
         left_s = getattr(request, "deadline_ms", 1e9) / 1000.0
         call = MemoryCall(caller.peer, request, list(tensors), min(deadline, loop_time() + left_s), progress)
 
         async def handle() -> Reply:
-            """Runs the handler, unless the target hangs or is silent."""
-            await target.gate()
+            """Counts the request, runs the handler, returns its reply; never ends if the target is frozen or silent."""
+            await target.block_if_frozen()
             target.calls_in += 1
             if target.peer in self.silent:
                 await asyncio.Event().wait()
@@ -224,10 +238,11 @@ class MemoryNetwork:
     async def _reply(
         self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply], deadline: float
     ) -> Reply:
-        """Waits for the answer, a fault or the deadline; returns the answer once it has arrived.
+        """Waits for the answer, a fault or the deadline; returns the answer once it has arrived at the caller.
 
-        Raises ConnectionBroken when the target dies, and at random as `faults` says; DeadlinePassed, after cancelling
-        the handler, when there is no answer in time.
+        Raises the handler's error; ConnectionBroken when the target dies, when the two peers are cut off, and at random
+        as `faults` says; DeadlinePassed, after cancelling the handler, when there is no answer in time. Also cancels
+        the handler if this call is cancelled. Counts the random faults in `faults.fired`.
         """
         will_break = self.rng.random() < self.faults.break_call
         until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if will_break else deadline
@@ -257,7 +272,7 @@ class MemoryNetwork:
         return reply
 
     async def _travel(self, sender: MemoryPeer, to: PeerId, size: int) -> None:
-        """Waits until `size` bytes sent now have arrived."""
+        """Waits as long as `size` bytes sent now travel; without an uplink, a time drawn from `faults.latency_s`."""
         if sender.uplink is None:
             await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
         else:

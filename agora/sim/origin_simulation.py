@@ -19,18 +19,22 @@ from agora.sim.hop_simulation import HopSimulation
 from agora.sim.measurements import Measurements
 from agora.sim.simulated_peer import OriginState, Presence, SimulatedMicrobatch, SimulatedPeer, Visit
 
+MAX_DOUBLINGS = 16
+"""The time for an attempt, and the time before it, double at most this often, so that no number overflows."""
+
 
 @dataclass(frozen=True, slots=True)
 class OriginRules:
-    """The settings of origins. stages: of the run. seats: the most microbatches that an origin has in flight.
+    """The settings of all origins, the peers that hold stage 0 and open microbatches.
 
+    stages: number of stages of the run. slots: maximum number of microbatches that an origin has in flight.
     max_in_flight: the manifest's; 0 to measure it. staleness, step_microbatches: the manifest's bound on what all
-    origins have in flight, in steps, and a step's size; 0 for no bound. first_patience_s: the time limit of an attempt
-    before any attempt was measured. traffic: whether microbatches are opened at all.
+    origins have in flight, in steps, and a step's size in microbatches; either is 0 for no bound. first_patience_s: the
+    time limit of an attempt before any attempt was measured. traffic: whether microbatches are opened at all.
     """
 
     stages: int
-    seats: int
+    slots: int
     max_in_flight: int = 0
     staleness: float = 0.0
     step_microbatches: int = 0
@@ -39,7 +43,10 @@ class OriginRules:
 
 
 class OriginSimulation:
-    """Opens microbatches at every peer that serves stage 0. origins: returns the number of such peers."""
+    """The origins of a simulation: opens microbatches at every peer that serves stage 0, and sends them into `hops`.
+
+    It makes itself the `root` of `hops`. origins: returns how many peers serve stage 0.
+    """
 
     def __init__(
         self,
@@ -57,21 +64,25 @@ class OriginSimulation:
         hops.root = self
 
     def begin(self, peer: SimulatedPeer) -> None:
-        """Makes a peer that has begun to serve stage 0 an origin, and opens its first microbatches."""
+        """Makes a peer that has begun to serve stage 0 an origin; if rules.traffic, opens its first microbatches."""
         peer.origin = OriginState(opening.PER_STAGE * self._rules.stages)
         if self._rules.traffic:
             self._open(peer)
 
     def _open(self, peer: SimulatedPeer) -> None:
-        """Opens microbatches at a peer until next_opening decides otherwise, or the peer does not serve."""
+        """Opens microbatches at a peer, one after the other, until opening.next_opening decides otherwise.
+
+        Begins the first attempt of each, and updates the origin's credit. Opens none if the peer does not serve as an
+        origin.
+        """
         state = peer.origin
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
-            seen = OpeningInputs(
+            inputs = OpeningInputs(
                 path_s=median(peer.paths_s) if peer.paths_s else None, staleness_ceiling=self._staleness_ceiling(peer)
             )
-            state.credit = self._credit(state, seen)
-            decision = opening.next_opening(now, state.quota, state.credit, seen, state.open_count)
+            state.credit = self._credit(state, inputs)
+            decision = opening.next_opening(now, state.quota, state.credit, inputs, state.open_count)
             if decision.action != "open":
                 return
             state.open_count += 1
@@ -79,19 +90,22 @@ class OriginSimulation:
             state.next_number += 1
             self._attempt(SimulatedMicrobatch(identity, peer, now))
 
-    def _credit(self, state: OriginState, seen: OpeningInputs) -> opening.Credit:
-        """Returns how many microbatches an origin may have in flight, by the same rule as pipeline/origin.py."""
+    def _credit(self, state: OriginState, inputs: OpeningInputs) -> opening.Credit:
+        """Returns how many microbatches an origin may have in flight, and why.
+
+        That is rules.max_in_flight, or if it is 0 opening.measured_credit; at most rules.slots in both cases.
+        """
         rules = self._rules
         if rules.max_in_flight:
-            limit = min(rules.max_in_flight, rules.seats)
+            limit = min(rules.max_in_flight, rules.slots)
             return opening.Credit(limit, f"{limit}: schedule.max_in_flight")
-        ceiling = min(state.credit_ceiling, rules.seats)
+        ceiling = min(state.credit_ceiling, rules.slots)
         return opening.measured_credit(
-            seen.path_s, state.pace.period_s.value, rules.stages, ceiling, seen.staleness_ceiling
+            inputs.path_s, state.pace.period_s.value, rules.stages, ceiling, inputs.staleness_ceiling
         )
 
     def _staleness_ceiling(self, peer: SimulatedPeer) -> int:
-        """Returns the most microbatches that this origin may have in flight by schedule.staleness; 2**31 if unbound."""
+        """Returns how many microbatches this origin may have in flight by schedule.staleness; 2**31 without a bound."""
         rules = self._rules
         if not rules.staleness or not rules.step_microbatches:
             return 2**31
@@ -99,22 +113,32 @@ class OriginSimulation:
         return opening.staleness_limit(rules.staleness, rules.step_microbatches, peer.number % origins, origins)
 
     def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
-        """Sends a microbatch into its origin's own hop; each further attempt gets twice the time.
+        """Starts the next attempt of a microbatch at its origin's own hop, with a deadline; adds 1 to `attempts`.
 
-        Does nothing if the peer is not up or is an origin no longer.
+        The first attempt gets PATIENCE_FACTOR times an attempt's mean seconds, at least MIN_PATIENCE_S; before any
+        attempt was measured, `first_patience_s`. Each further attempt gets twice the time, up to MAX_PATIENCE_S. Does
+        nothing if the peer is not up or is no longer an origin.
         """
         peer = microbatch.origin
         if peer.origin is None or not peer.is_up:
             return
-        usual_s, doubled = peer.origin.attempt_s.value, 2.0 ** min(microbatch.attempts, 16)
-        first = self._rules.first_patience_s if usual_s is None else max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
+        usual_s = peer.origin.attempt_s.value
+        backoff_factor = 2.0 ** min(microbatch.attempts, MAX_DOUBLINGS)
+        first_patience_s = self._rules.first_patience_s
+        if usual_s is not None:
+            first_patience_s = max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
         microbatch.attempts += 1
-        self._hops.enter(microbatch, self._events.now + min(MAX_PATIENCE_S, first * doubled))
+        self._hops.enter(microbatch, self._events.now + min(MAX_PATIENCE_S, first_patience_s * backoff_factor))
 
     def on_completed(self, visit: Visit) -> None:
-        """Records an answered microbatch, and opens further ones at its origin."""
-        peer, now = visit.peer, self._events.now
+        """Counts an answered microbatch, records its seconds and the origin's pace, and opens further ones there.
+
+        Raises the ceiling of the origin's credit by 1, to at most twice the credit. If the peer is no longer an origin,
+        only counts the microbatch.
+        """
+        peer = visit.peer
         state = peer.origin
+        now = self._events.now
         self._measurements.completed += 1
         if state is None:
             return
@@ -125,7 +149,11 @@ class OriginSimulation:
         self._open(peer)
 
     def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """Schedules another attempt of the microbatch, or drops it if its origin no longer serves."""
+        """Schedules another attempt of the microbatch; if its origin no longer serves, drops and counts it instead.
+
+        The attempt begins after the longer of `retry_s` and RETRY_S doubled with each attempt, at most MAX_RETRY_S. A
+        failure also counts as rerouted, and as an interruption of the origin's pace.
+        """
         peer, microbatch = visit.peer, visit.microbatch
         state = peer.origin
         if state is None or peer.presence is not Presence.SERVING:
@@ -134,5 +162,5 @@ class OriginSimulation:
         if is_failure:
             state.pace = state.pace.after_interruption()
             self._measurements.rerouted += 1
-        rest_s = max(retry_s, RETRY_S * 2.0 ** min(microbatch.attempts - 1, 16))
-        self._events.after(min(rest_s, MAX_RETRY_S), self._attempt, microbatch)
+        wait_s = max(retry_s, RETRY_S * 2.0 ** min(microbatch.attempts - 1, MAX_DOUBLINGS))
+        self._events.after(min(wait_s, MAX_RETRY_S), self._attempt, microbatch)

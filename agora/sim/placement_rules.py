@@ -14,15 +14,15 @@ from agora_protocol.ids import Span
 from agora.sim.scenario import SimulatedModel
 from agora.sim.simulated_peer import Equipment, SimulatedPeer
 from agora.swarm.placement import Ability, StageDemands, choose_placement
-from agora.swarm.rebalancing import judge_move, next_look_s
+from agora.swarm.rebalancing import judge_interval_s, judge_move
 from agora.swarm.view import View
 
 VERDICT_TTL_S = 2.0
-"""Seconds for which a cached verdict on a span and machine kind is reused."""
+"""Simulated seconds for which a verdict is reused: whether machines of one span and kind may move."""
 
 
 class _ZeroDraws(random.Random):
-    """Always draws 0: with it judge_move returns a move if any draw at all could lead to one."""
+    """A random generator that draws 0 each time: with it, judge_move returns a move if any draw could lead to one."""
 
     def random(self) -> float:
         """Returns 0."""
@@ -30,11 +30,11 @@ class _ZeroDraws(random.Random):
 
 
 class DaemonPlacement:
-    """Decides as the daemon does. It implements fleet_simulation.PlacementRules.
+    """The daemon's own placement and rebalancing for simulated machines: a fleet_simulation.PlacementRules.
 
-    model: the stages' costs. rebalancing: whether machines that serve ever move. Caches, per span and machine kind for
-    VERDICT_TTL_S, whether any random draw could lead to a move. Machines' views differ in large runs, so this is an
-    approximation.
+    model: the stages' costs. rebalancing: whether machines that serve ever move. Remembers for VERDICT_TTL_S, by span
+    and kind of machine, whether any random draw could lead to a move: an approximation, since machines' views differ in
+    large runs.
     """
 
     def __init__(self, model: SimulatedModel, rebalancing: bool, rng: random.Random) -> None:
@@ -46,33 +46,36 @@ class DaemonPlacement:
         self._may_move: dict[tuple[Span, str], tuple[float, bool]] = {}
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span that a newcomer should hold; None: it stands by."""
+        """Returns the span that choose_placement gives a machine without one; None: the machine stands by."""
         return choose_placement(view, self._demands, self._ability(peer.equipment), self._rng).span
 
     def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
-        """Returns the span to which a serving peer should move; None: it stays. view: returns the peer's view.
+        """Returns the span to which a serving peer should move; None: it stays, or it holds no span.
 
-        Remembers for VERDICT_TTL_S whether peers of this span and kind of machine may move at all.
-        now: simulated seconds.
+        If in the last VERDICT_TTL_S no draw could have moved a machine of this span and kind, returns None without
+        calling `view`. view: computes what the peer knows. now: simulated seconds.
         """
         if not self._rebalancing or peer.span is None:
             return None
-        alike = (peer.span, peer.equipment.kind)
-        judged_at, may_move = self._may_move.get(alike, (-math.inf, False))
+        span_and_kind = (peer.span, peer.equipment.kind)
+        judged_at, may_move = self._may_move.get(span_and_kind, (-math.inf, False))
         if now - judged_at > VERDICT_TTL_S:
-            may_move = self._move_target(view(), peer, _ZeroDraws()) is not None
-            self._may_move[alike] = now, may_move
-        return self._move_target(view(), peer, self._rng) if may_move else None
+            may_move = self._move_target(view(), peer, _ZeroDraws(), math.inf) is not None
+            self._may_move[span_and_kind] = now, may_move
+        return self._move_target(view(), peer, self._rng, now - peer.serving_since) if may_move else None
 
-    def next_look_s(self) -> float | None:
-        """Returns the random number of seconds until a peer judges its place again; None: never."""
-        return next_look_s(self._rng)
+    def judge_interval_s(self) -> float | None:
+        """Returns the seconds until a peer judges its span again, drawn at random by rebalancing.judge_interval_s."""
+        return judge_interval_s(self._rng)
 
-    def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random) -> Span | None:
-        """Returns the span to which judge_move moves the peer; None: it stays."""
-        placement = judge_move(view, peer.id, self._demands, self._ability(peer.equipment), rng)
+    def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random, served_s: float) -> Span | None:
+        """Returns the span to which rebalancing.judge_move moves the peer; None: it stays.
+
+        served_s: for how many seconds the peer has served its span.
+        """
+        placement = judge_move(view, peer.id, self._demands, self._ability(peer.equipment), rng, served_s)
         return None if placement is None else placement.span
 
     def _ability(self, equipment: Equipment) -> Ability:
         """Returns what a machine can do, in stages of mean work per second and bytes per second."""
-        return Ability(equipment.speed / self._mean_work, equipment.link.spec.rate, equipment.longest)
+        return Ability(equipment.speed / self._mean_work, equipment.link.spec.rate, equipment.max_span_lengths)

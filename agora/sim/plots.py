@@ -20,7 +20,7 @@ FONT = 'font-family="sans-serif" font-size="12"'
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One picture: `lines` by name, each with a value for every time of `times` (seconds)."""
+    """A line plot: `lines` by name, each with a value in `unit` for every time of `times` (seconds)."""
 
     title: str
     unit: str
@@ -29,7 +29,7 @@ class Plot:
 
 
 def plots_of(samples: Sequence[Sample]) -> dict[str, Plot]:
-    """Returns the pictures of a simulation by the names of their files: throughput, machines, messages over time."""
+    """Returns the plots of a simulation over time, by name: "throughput", "peers" and "messages"."""
     times = [sample.time for sample in samples]
     throughput = {
         "best placement": [sample.best for sample in samples],
@@ -37,7 +37,7 @@ def plots_of(samples: Sequence[Sample]) -> dict[str, Plot]:
         "completed": [sample.rate for sample in samples],
     }
     peers = {
-        "there": [float(sample.peers) for sample in samples],
+        "up": [float(sample.peers) for sample in samples],
         "serving": [float(sample.serving) for sample in samples],
     }
     messages = {"messages": [sample.messages for sample in samples]}
@@ -49,7 +49,7 @@ def plots_of(samples: Sequence[Sample]) -> dict[str, Plot]:
 
 
 def to_svg(plot: Plot) -> str:
-    """Returns a picture as the text of an SVG file: title, axes, and one line with its name for each of the series."""
+    """Returns a plot as the text of an SVG file: title, axes, and each of `lines` with its name."""
     end = max(plot.times, default=0.0) or 1.0
     top = 1.05 * max((max(values, default=0.0) for values in plot.lines.values()), default=0.0) or 1.0
     parts = [
@@ -70,7 +70,10 @@ def to_svg(plot: Plot) -> str:
 
 
 def _axes(end: float, top: float) -> list[str]:
-    """Returns grid lines with their numbers: values at the left, minutes below."""
+    """Returns the SVG elements of a plot's horizontal grid lines, with values at the left and minutes below.
+
+    end: greatest time, in seconds. top: greatest value.
+    """
     parts = []
     for tick in range(TICKS + 1):
         value, time = top * tick / TICKS, end * tick / TICKS
@@ -82,10 +85,10 @@ def _axes(end: float, top: float) -> list[str]:
 
 
 def _x(time: float, end: float) -> float:
-    """Returns the horizontal place of a time."""
+    """Returns the SVG x coordinate of a time; the time axis reaches from 0 to `end`."""
     return LEFT + (WIDTH - LEFT - RIGHT) * time / end
 
 
 def _y(value: float, top: float) -> float:
-    """Returns the vertical place of a value."""
+    """Returns the SVG y coordinate of a value; the value axis reaches from 0 at the bottom to `top`."""
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top

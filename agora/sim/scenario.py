@@ -31,9 +31,10 @@ class ScenarioError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """`count` equal machines. speed: stages of work 1 per second. holds: the most stages that fit on one of them.
+    """`count` equal machines. speed: how many stages of work 1 such a machine computes per second.
 
-    span: the stages that they hold from the start; None: balanced_spans chooses.
+    holds: the maximum number of stages that fit on one machine. kind: the name of these machines. span: the stages that
+    each holds from the start; None: balanced_spans chooses.
     """
 
     kind: str
@@ -46,11 +47,12 @@ class MachineGroup:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """The run. work: of each stage, for one microbatch: seconds on a machine of speed 1, forward and backward together.
+    """The run's costs. work: of each stage, for one microbatch: seconds on a machine of speed 1, forward and backward.
 
-    forward_share: the forward's part of the work. boundary_bytes, gradient_bytes: of one microbatch. state_bytes: of
-    each stage. seats: the most microbatches that a machine holds at once. target_microbatches: of an optimizer step.
-    max_in_flight, staleness: see the manifest's schedule.
+    forward_share: the forward's fraction of the work. boundary_bytes: sent to the next stage for one microbatch;
+    gradient_bytes: sent back. state_bytes: what a newcomer to each stage fetches. slots: the slots of a machine, how
+    many microbatches it holds at once at most. target_microbatches: size of an optimizer step. max_in_flight,
+    staleness: as in the manifest's schedule; 0 means that the first is measured and that the second has no bound.
     """
 
     work: tuple[float, ...]
@@ -58,7 +60,7 @@ class SimulatedModel:
     gradient_bytes: float
     state_bytes: tuple[float, ...]
     forward_share: float = 1.0 / 3.0
-    seats: int = 128
+    slots: int = 128
     max_in_flight: int = 0
     staleness: float = 0.0
     target_microbatches: int = 0
@@ -71,11 +73,12 @@ class SimulatedModel:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One simulation. warmup_s: the seconds at the start that the report leaves out. sample_s: between two samples.
+    """What to simulate: the machines, the run's costs, the churn, and for how long.
 
-    rebalancing: whether machines that serve may move. startup_s: seconds from a machine's start to its choice of a
-    span. traffic: whether origins open microbatches; without them hours of churn are simulated in seconds, and the
-    report shows placement only.
+    seconds: simulated time in all. warmup_s: the seconds at the start that the report leaves out. sample_s: seconds
+    between two samples. seed: of all that is drawn at random. rebalancing: whether machines that serve may move.
+    startup_s: seconds from a machine's start to its choice of a span. traffic: whether origins open microbatches;
+    without them hours of churn are simulated in seconds, and the report shows placement only.
     """
 
     name: str
@@ -97,7 +100,10 @@ class Scenario:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Reads a scenario's TOML file. Raises ScenarioError if it is missing, malformed, or cannot be simulated."""
+    """Reads a scenario from a TOML file; a scenario without a name gets the file's name without suffix.
+
+    Raises ScenarioError if the file is missing or malformed, and InputError as `parse_scenario` does.
+    """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -108,16 +114,16 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
-    """Returns the scenario that a TOML document describes; what is missing gets its default.
+    """Returns the scenario that a TOML document describes; missing settings get their defaults, the name `name`.
 
     Raises ScenarioError for unknown keys, values out of range, and a scenario without peers, with more than MAX_PEERS,
-    or with a warm-up as long as itself.
+    or whose warm-up is not shorter than the whole; another InputError for a link or a span that is malformed.
     """
     top = SettingsTable(raw, "the scenario", ScenarioError)
     model = _model(top.table("model"))
     groups = tuple(_machine_group(table, model.stages) for table in top.tables("machines"))
     scenario = Scenario(
-        name=top.text("name", name),
+        name=top.string("name", name),
         machines=groups,
         model=model,
         churn=_churn(top.table("churn", optional=True)),
@@ -140,7 +146,10 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
 
 
 def _model(table: SettingsTable) -> SimulatedModel:
-    """Returns the model that the section [model] describes. Raises ScenarioError for unknown keys and wrong values."""
+    """Returns the model that the section [model] describes; all settings but `stages` have defaults.
+
+    Raises ScenarioError for unknown keys and wrong values.
+    """
     stages = table.integer("stages", least=1, most=MAX_STAGES)
     model = SimulatedModel(
         work=table.numbers("work", stages, 1.0, above=0.0, most=1e6),
@@ -148,7 +157,7 @@ def _model(table: SettingsTable) -> SimulatedModel:
         gradient_bytes=table.number("gradient_bytes", boundary, least=0.0, most=1e12),
         state_bytes=table.numbers("state_bytes", stages, 100e6, least=0.0, most=1e13),
         forward_share=table.number("forward_share", 1.0 / 3.0, above=0.0, most=0.99),
-        seats=table.integer("seats", 128, least=1, most=100_000),
+        slots=table.integer("slots", 128, least=1, most=100_000),
         max_in_flight=table.integer("max_in_flight", 0, least=0, most=100_000),
         staleness=table.number("staleness", 0.0, least=0.0, most=1000.0),
         target_microbatches=table.integer("target_microbatches", 0, least=0, most=10**9),
@@ -158,14 +167,15 @@ def _model(table: SettingsTable) -> SimulatedModel:
 
 
 def _machine_group(table: SettingsTable, stages: int) -> MachineGroup:
-    """Returns the group of equal machines that one table [[machines]] describes.
+    """Returns the group of equal machines that one table [[machines]] describes. stages: number of stages of the run.
 
-    Raises ScenarioError for unknown keys, values out of range, and stages beyond the last one.
+    Raises ScenarioError for unknown keys, values out of range, and stages beyond the last one; another InputError for a
+    link or a span that is malformed.
     """
-    span = table.text("stages", "")
-    link = table.text("link", DEFAULT_LINK)
+    span = table.string("stages", "")
+    link = table.string("link", DEFAULT_LINK)
     group = MachineGroup(
-        kind=table.text("kind", "machine"),
+        kind=table.string("kind", "machine"),
         count=table.integer("count", 1, least=0, most=MAX_PEERS),
         speed=table.number("speed", 1.0, above=0.0, most=1e9),
         link=LinkSpec.parse(link),
@@ -179,7 +189,7 @@ def _machine_group(table: SettingsTable, stages: int) -> MachineGroup:
 
 
 def _churn(table: SettingsTable) -> Churn:
-    """Returns the churn that the section [churn] describes: that of its shape, except for the settings given.
+    """Returns the churn that the section [churn] describes: SHAPES[shape], with the settings given in place of its own.
 
     Raises ScenarioError for unknown keys and wrong values.
     """

@@ -14,10 +14,10 @@ from agora_protocol.errors import InputError
 
 
 class SettingsTable:
-    """Returns the settings of one table by name; `end` raises if the table has others than those that were read.
+    """One table of a TOML file, whose settings are read by name and type; `end` raises if a setting was not read.
 
-    Each method raises `error(sentence)` for a value of a wrong type or outside of its limits, and for a missing one
-    that has no default. where: the table's name in error sentences.
+    Each method raises `error(sentence)` for a value of a wrong type or outside of its limits. A missing setting has the
+    value `default`; if `default` is None, the method raises. where: the table's name in error sentences.
     """
 
     def __init__(self, raw: dict[str, Any], where: str, error: Callable[[str], InputError]) -> None:
@@ -27,7 +27,10 @@ class SettingsTable:
         self._asked: list[str] = []
 
     def end(self) -> None:
-        """Raises for a setting that was not read; the message names the read setting with the most similar name."""
+        """Raises for the first setting that no method has read; to be called after all known settings have been read.
+
+        The message names the known setting with the most similar name; if none is similar, all known settings.
+        """
         for name in self._raw:
             if name not in self._asked:
                 close = difflib.get_close_matches(name[:64], self._asked, n=1, cutoff=0.5)
@@ -35,7 +38,7 @@ class SettingsTable:
                 raise self._error(f"{self._where} has no setting {name[:64]!r}; {hint}")
 
     def table(self, name: str, optional: bool = False) -> SettingsTable:
-        """Returns the table [name] inside this one; an empty one if it is missing and `optional`, else raises."""
+        """Returns the table [name] inside this one; if missing and `optional` an empty one, if missing else raises."""
         value = self._value(name, {} if optional else None)
         if not isinstance(value, dict):
             raise self._error(f"{name} of {self._where} is not a table; write [{name}]")
@@ -48,16 +51,18 @@ class SettingsTable:
             raise self._error(f"{name} of {self._where} is not a list of tables; write [[{name}]]")
         return [SettingsTable(entry, f"[[{name}]] number {n}", self._error) for n, entry in enumerate(value, 1)]
 
-    def text(self, name: str, default: str) -> str:
-        """Returns the setting `name`; raises unless it is a text of at most 200 characters."""
+    def string(self, name: str, default: str) -> str:
+        """Returns the setting `name`; raises unless it is a string of at most 200 characters."""
         value = self._value(name, default)
-        if not isinstance(value, str) or len(value) > 200:
-            raise self._error(f"{name} of {self._where} is not a text of at most 200 characters; write it in quotes")
+        if not isinstance(value, str):
+            raise self._error(f"{name} of {self._where} is not a string; write it in quotes")
+        if len(value) > 200:
+            raise self._error(f"{name} of {self._where} is too long; write at most 200 characters")
         return value
 
     def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
         """Returns the setting `name`; raises unless it is one of `choices`."""
-        value = self.text(name, default)
+        value = self.string(name, default)
         if value not in choices:
             close = difflib.get_close_matches(value, choices, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(choices)}"
@@ -72,9 +77,9 @@ class SettingsTable:
         return value
 
     def integer(self, name: str, default: int | None = None, *, least: int, most: int) -> int:
-        """Returns the setting `name`; raises unless it is a whole number from `least` to `most`.
+        """Returns the setting `name`, a whole number from `least` to `most`.
 
-        default: for a missing setting; None: it must be there.
+        default: the value of a missing setting; None: a missing setting raises. Raises for any other value.
         """
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -84,7 +89,10 @@ class SettingsTable:
     def number(
         self, name: str, default: float, *, least: float = 0.0, above: float | None = None, most: float = math.inf
     ) -> float:
-        """Returns the setting `name`, a number from `least` to `most`; if `above` is given, one greater than that."""
+        """Returns the setting `name`; raises unless it is a number from `least` to `most`.
+
+        above: if given, the number must be greater than this, and `least` has no effect.
+        """
         return self._check_limits(name, self._value(name, default), least, above, most)
 
     def numbers(
@@ -99,8 +107,8 @@ class SettingsTable:
     ) -> tuple[float, ...]:
         """Returns the setting `name` as `count` numbers; the file has one number for all, or a list of `count`.
 
-        Raises for another length, and for a number outside of the limits: at least `least`, above `above`, at most
-        `most`.
+        default: one number for all. least, above, most: limits of each number, as for `number`. Raises for a list of
+        another length, and for a number outside of the limits.
         """
         value = self._value(name, default)
         values = value if isinstance(value, list) else [value] * count
@@ -109,7 +117,7 @@ class SettingsTable:
         return tuple(self._check_limits(name, entry, least, above, most) for entry in values)
 
     def _check_limits(self, name: str, value: Any, least: float, above: float | None, most: float) -> float:
-        """Returns `value`, which was read as setting `name`, as a float; raises unless it is within the limits."""
+        """Returns the value of setting `name` as a float; raises unless it is a number in the limits of `number`."""
         low = least if above is None else above
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= most or (above is not None and value == above):
@@ -118,7 +126,7 @@ class SettingsTable:
         return float(value)
 
     def _value(self, name: str, default: Any) -> Any:
-        """Returns a setting's value, or its default, and remembers that it was read; raises if there is neither."""
+        """Returns the value of setting `name`, or if missing `default`; raises if that is None. Marks it as read."""
         self._asked.append(name)
         value = self._raw.get(name, default)
         if value is None:

@@ -14,7 +14,7 @@ from agora.sim.event_queue import EventQueue
 
 
 class JobOrder(IntEnum):
-    """The order of jobs, the least number first, as in train/device.py."""
+    """The order of a device's waiting jobs, the lowest number first, as in train/device.py."""
 
     BACKWARD = 0
     FORWARD = 1
@@ -24,9 +24,10 @@ Job = tuple[float, Callable[[Any], None], Any]
 
 
 class SimulatedDevice:
-    """Runs jobs one after the other. slowdown: a factor on the seconds of each job; it may be changed at any time.
+    """The compute device of a simulated machine: runs jobs one after the other, in simulated time.
 
-    busy_s: the seconds of all jobs that have started.
+    slowdown: a factor on the seconds of each job; it may be changed at any time, and counts for jobs that start later.
+    busy_s: the seconds of all jobs that have started, times the slowdown.
     """
 
     __slots__ = ("_events", "_queues", "_running", "_stopped", "busy_s", "slowdown")
@@ -45,23 +46,26 @@ class SimulatedDevice:
         return len(self._queues[0]) + len(self._queues[1]) + self._running
 
     def submit(self, order: JobOrder, seconds: float, done: Callable[[Any], None], subject: Any) -> None:
-        """Queues a job that takes `seconds`; `done(subject)` is called at its end."""
+        """Queues a job that takes `seconds`, or starts it if the device is free; calls `done(subject)` at its end.
+
+        subject: what the job is about, such as a visit; `discard` finds the job by it.
+        """
         self._queues[order].append((seconds, done, subject))
         if not self._running:
             self._start_next()
 
     def discard(self, subject: Any) -> None:
-        """Removes the queued jobs of `subject`; one that runs goes on to its end."""
+        """Removes the queued jobs of `subject`; a job that runs goes on to its end."""
         for queue in self._queues:
             for job in [job for job in queue if job[2] is subject]:
                 queue.remove(job)
 
     def stop(self) -> None:
-        """Stops the device: no queued job starts and no completion is reported; the queue is kept."""
+        """Stops the device for good: no queued job starts, no `done` is called any more, and the queue is kept."""
         self._stopped = True
 
     def _start_next(self) -> None:
-        """Starts the first job of the first queue that has one, unless the device is stopped."""
+        """Starts the oldest backward, or the oldest forward if no backward waits, unless the device is stopped."""
         queue = self._queues[0] or self._queues[1]
         if not queue or self._stopped:
             return
@@ -71,7 +75,7 @@ class SimulatedDevice:
         self._events.after(seconds * self.slowdown, self._end, done, subject)
 
     def _end(self, done: Callable[[Any], None], subject: Any) -> None:
-        """Calls `done`, then starts the next job; does neither if the device is stopped."""
+        """Ends the running job: calls `done(subject)`, then starts the next job; does neither if stopped."""
         if self._stopped:
             return
         self._running = False

@@ -11,31 +11,39 @@ from agora.net.link import DelayLine, LinkSpec, TokenBucket
 
 
 class SimulatedLink:
-    """What one machine sends and receives: each direction at the link's rate, first come first served."""
+    """One machine's link: a queue in each direction at the link's rate, then latency, jitter and retransmissions.
+
+    Each queue is first come, first served. sent_bytes, received_bytes: of all messages since the start.
+    """
 
     __slots__ = ("_down", "_up", "received_bytes", "sent_bytes", "spec")
 
     def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec
         self._up, self._down = TokenBucket(spec.rate), TokenBucket(spec.rate)
-        self.sent_bytes = self.received_bytes = 0.0
+        self.sent_bytes = 0.0
+        self.received_bytes = 0.0
 
     def send(self, to: SimulatedLink, size: float, now: float, rng: random.Random) -> float:
-        """Reserves both links for a message of `size` bytes; returns the time at which its last byte arrives.
+        """Sends a message of `size` bytes at `now`; returns when its last byte arrives, in simulated seconds.
 
-        Upload and download overlap, so the slower one decides.
+        Reserves this link's upload and the download of `to`; the two overlap, so that the slower one decides. Jitter
+        and loss are drawn from `rng`. Adds the size to this link's sent_bytes and to the received_bytes of `to`.
         """
-        bytes_whole = int(size)
+        whole_bytes = int(size)
         self.sent_bytes += size
         to.received_bytes += size
-        sent_at = self._up.take(bytes_whole, now)
-        taken_at = to._down.take(bytes_whole, max(now, sent_at - size / self.spec.rate))
-        return DelayLine(self.spec, rng).arrival(bytes_whole, max(sent_at, taken_at))
+        sent_at = self._up.take(whole_bytes, now)
+        taken_at = to._down.take(whole_bytes, max(now, sent_at - size / self.spec.rate))
+        return DelayLine(self.spec, rng).arrival(whole_bytes, max(sent_at, taken_at))
 
-    def delay_to(self, to: SimulatedLink) -> float:
-        """Returns the seconds that a message without bytes takes on an idle link: half of this link's round trip."""
+    def outward_delay_s(self) -> float:
+        """Returns the seconds that a message without bytes takes to any machine: half of this link's round trip.
+
+        The answer takes half of the other link's round trip, so that both together are `round_trip_to`.
+        """
         return self.spec.rtt_s / 2.0
 
     def round_trip_to(self, to: SimulatedLink) -> float:
-        """Returns the round trip to another machine on idle links: (rtt_a + rtt_b) / 2, see docs/links.md."""
+        """Returns the seconds of a round trip on idle links: (rtt_a + rtt_b) / 2, see docs/links.md."""
         return (self.spec.rtt_s + to.spec.rtt_s) / 2.0

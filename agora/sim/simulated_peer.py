@@ -37,15 +37,12 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What a machine can do. kind: the name of its kind. speed: work per second, in the unit of the stages' work.
+    """What a machine can do."""
 
-    longest: for each first stage, how many stages the machine can hold from there on.
-    """
-
-    kind: str
-    speed: float
-    link: SimulatedLink
-    longest: tuple[int, ...]
+    kind: str  # name of its MachineGroup
+    speed: float  # work per second, in the unit of stages' work
+    link: SimulatedLink  # its own network link
+    max_span_lengths: tuple[int, ...]  # for each first stage, how many stages the machine can hold from there on
 
 
 @dataclass(slots=True)
@@ -53,22 +50,23 @@ class OriginState:
     """What a peer that holds stage 0 remembers of the microbatches that it opens; see pipeline/origin.py."""
 
     credit_ceiling: int
+    """The most that a measured credit can be."""
     open_count: int = 0
+    """How many microbatches are in flight."""
     pace: Pace = field(default_factory=Pace)
+    """How often one is completed."""
     quota: StepQuota = field(default_factory=StepQuota)
+    """How many it may open for the present step."""
     credit: Credit = field(default_factory=lambda: Credit(1, "not measured yet"))
+    """How many it may have in flight."""
     attempt_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
+    """Mean seconds of the attempts that were completed."""
     next_number: int = 0
+    """The number of the next microbatch."""
 
 
 class SimulatedPeer:
-    """One machine with its daemon's own state. Compared by identity.
-
-    visits: its unfinished work, and answers: the kept answers, both by microbatch and entry stage. waiting: visits for
-    which no peer of the next stage can be called now; wakes_at: when they are routed again. calls_in: open calls to
-    this machine. paths_s: seconds of its last visits, including those at later stages. origin: None unless it holds
-    stage 0.
-    """
+    """One machine with its daemon's own state. Compared by identity."""
 
     def __init__(self, peer: PeerId, number: int, equipment: Equipment, device: SimulatedDevice, stages: int) -> None:
         self.id = peer
@@ -77,38 +75,49 @@ class SimulatedPeer:
         self.device = device
         self.presence = Presence.STANDBY
         self.span: Span | None = None
+        self.serving_since = 0.0
+        """Simulated second since which it has served its span."""
         self.incarnation = 0
         self.table = RoutingTable(peer, stages)
+        """What it knows of the peers that it calls."""
         self.pace = Pace()
+        """How often its calls are answered."""
         self.busy_s = MovingAverage(0.1)
+        """Mean seconds of a visit's own work."""
         self.backward_s = MovingAverage(0.1)
-        self.seat_s = MovingAverage(0.1)
+        """Mean seconds of a backward pass with its wait."""
+        self.slot_s = MovingAverage(0.1)
+        """Mean seconds of a whole visit."""
         self.paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
+        """Seconds of work of its last visits, the work at later stages included."""
         self.visits: dict[tuple[MicrobatchId, int], Visit] = {}
+        """Its unfinished work, by microbatch and entry stage."""
         self.answers: dict[tuple[MicrobatchId, int], Visit] = {}
+        """Finished visits, whose answers are kept, by the same key."""
         self.waiting: deque[Visit] = deque()
+        """Visits for which no peer of the next stage can be called now."""
         self.wakes_at = math.inf
+        """When the next routing of `waiting` is scheduled."""
         self.calls_in: dict[Call, None] = {}
+        """Open calls to this peer."""
         self.replicas: tuple[PeerView, ...] = ()
+        """The peers known to serve its next stage."""
         self.origin: OriginState | None = None
+        """None unless it holds stage 0."""
 
     @property
     def is_up(self) -> bool:
-        """Whether its process runs and answers."""
+        """Whether the machine's process runs and answers: it has neither gone nor hung."""
         return self.presence not in (Presence.GONE, Presence.HUNG)
 
     @property
-    def has_room(self) -> bool:
-        """Whether it answers calls for microbatches of its span."""
+    def has_state(self) -> bool:
+        """Whether the machine has its stages' state and works on microbatches: it serves, or is leaving."""
         return self.presence in (Presence.SERVING, Presence.LEAVING)
 
 
 class SimulatedMicrobatch:
-    """One microbatch of an origin. opened: simulated second at which it was opened. attempts: how often it was sent.
-
-    path: the peer last known to hold it, by entry stage. counted: an integer with a bit for each stage at which its
-    gradient was counted. kept: its visits whose answers peers keep.
-    """
+    """One microbatch of an origin. opened: simulated second at which it was opened."""
 
     __slots__ = ("attempts", "counted", "id", "kept", "opened", "origin", "path")
 
@@ -116,30 +125,29 @@ class SimulatedMicrobatch:
         self.id = identity
         self.origin = origin
         self.opened = opened
-        self.attempts = 0
-        self.path = PathHint()
-        self.counted = 0
-        self.kept: list[Visit] = []
+        self.attempts = 0  # how many were begun
+        self.path = PathHint()  # by entry stage, the peer last known to hold the microbatch
+        self.counted = 0  # an integer with a bit for each stage at which its gradient was counted
+        self.kept: list[Visit] = []  # its visits whose answers peers keep
 
 
-VisitState = Literal["forward", "routing", "below", "backward", "answered", "cancelled"]
+VisitState = Literal["forward", "routing", "downstream", "backward", "answered", "cancelled"]
+"""downstream: a peer of the next stage has been called, and its answer is awaited."""
 
 
 class Visit:
-    """A peer's work on one microbatch, from the stage `entry` on; see pipeline/hop.py.
+    """A peer's work on one microbatch, at the stages from `entry_stage` to `last`; the daemon's is a RunningWork.
 
-    callers: the open calls that wait for its answer; none at the origin. call: its own open call to the next stage.
-    is_root: whether it is the origin's own hop. committed: whether it is completed even if its callers go away. path_s:
-    seconds of its own work and of the later stages'; below_path_s: those of the later stages alone.
+    Times are simulated seconds.
     """
 
     __slots__ = (
-        "below_path_s",
         "call",
         "callers",
         "committed",
         "deadline",
-        "entry",
+        "downstream_path_s",
+        "entry_stage",
         "is_root",
         "last",
         "microbatch",
@@ -150,33 +158,31 @@ class Visit:
         "state",
     )
 
-    def __init__(self, microbatch: SimulatedMicrobatch, peer: SimulatedPeer, entry: int, deadline: float) -> None:
+    def __init__(self, microbatch: SimulatedMicrobatch, peer: SimulatedPeer, entry_stage: int, deadline: float) -> None:
         assert peer.span is not None, "only a peer that holds stages gets a visit"
         self.microbatch = microbatch
         self.peer = peer
-        self.entry = entry
+        self.entry_stage = entry_stage
         self.last = peer.span.last
         self.deadline = deadline
-        self.callers: list[Call] = []
-        self.call: Call | None = None
-        self.is_root = False
-        self.committed = False
+        self.callers: list[Call] = []  # the open calls that wait for its answer; none at the origin
+        self.call: Call | None = None  # its own open call to the next stage
+        self.is_root = False  # whether it is at the origin's own hop
+        self.committed = False  # whether it goes on even if all its callers go away
         self.state: VisitState = "forward"
-        self.started = self.queued_at = 0.0
-        self.below_path_s = self.path_s = 0.0
+        self.started = 0.0  # when it took its slot
+        self.queued_at = 0.0  # when its backward was queued
+        self.path_s = 0.0  # seconds of work of this visit and of the later stages
+        self.downstream_path_s = 0.0  # those of the later stages alone
 
     @property
     def key(self) -> tuple[MicrobatchId, int]:
-        """The key of the visit at its peer: the microbatch, and the stage at which it entered."""
-        return self.microbatch.id, self.entry
+        """Identifies the visit among its peer's visits: the microbatch, and the stage at which it entered."""
+        return self.microbatch.id, self.entry_stage
 
 
 class Call:
-    """One call of the visit `caller` to a peer of the next stage.
-
-    attempt: its entry in the caller's routing table. visit: the callee's work on it, None until that has begun. ended:
-    whether the caller waits for it no longer.
-    """
+    """One call of the visit `caller` to a peer of the next stage. attempt: its entry in the caller's routing table."""
 
     __slots__ = ("attempt", "callee", "caller", "ended", "visit")
 
@@ -184,5 +190,5 @@ class Call:
         self.caller = caller
         self.callee = callee
         self.attempt = attempt
-        self.visit: Visit | None = None
-        self.ended = False
+        self.visit: Visit | None = None  # the callee's work for the call; None until that has begun
+        self.ended = False  # whether the caller no longer waits for the answer

@@ -26,14 +26,14 @@ from agora.swarm.directory_shards import (
     shards_to_publish,
 )
 from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
-from agora.swarm.view import PeerView, StageSample, View
+from agora.swarm.view import PeerView, StageEstimate, View
 
 RECORDS_OF_A_PEER = 2
 """Each peer publishes a claim and a progress record, and a read finds both."""
 
 
 class SimulatedReader:
-    """Reads the directory for one peer and keeps what it found. Reads take no simulated time and no link."""
+    """One peer's reader of the directory, with what it has found. Reads take no simulated time and no link."""
 
     def __init__(self, peer: PeerId, directory: DirectoryModel, measurements: Measurements, rng: random.Random) -> None:
         self._peer = peer
@@ -47,14 +47,17 @@ class SimulatedReader:
         self._plan = ReadPlan((), True)
 
     def read(self, span: Span | None, now: float) -> bool:
-        """Reads the shards that are due; returns whether what is known of the stage after `span` has changed.
+        """Reads the shards that are due; returns whether the known claims of the stage after `span` have changed.
 
-        Adds the records and keys that it read to the measurements. span: what the peer holds; None: nothing. now:
-        simulated seconds.
+        Forgets shards that should have been read again by now, and updates the estimates of the stages' sizes. Adds the
+        numbers of records and keys read to the measurements. span: what the peer holds; None: nothing. now: simulated
+        seconds.
         """
         reader = ReaderIdentity(self._reader_hash, self._directory.stage_count, span, self._seed)
         self._plan = plan_read(self._readings, reader, now, self._rng)
-        after, is_changed, found = -1 if span is None else span.last + 1, False, {}
+        after = -1 if span is None else span.last + 1
+        is_changed = False
+        found = {}
         for shard in self._plan.shards:
             content = self._directory.content(shard)
             found[shard] = Reading(content.count, content.covered, now)
@@ -67,7 +70,7 @@ class SimulatedReader:
         return self._forget(span, now, after) or is_changed
 
     def _forget(self, span: Span | None, now: float, after: int) -> bool:
-        """Forgets shards that should have been read again by now; returns whether one of stage `after` was."""
+        """Forgets shards whose claims are older than _linger_s; returns whether one of them was of stage `after`."""
         lingers = [self._linger_s(stage, span) for stage in range(self._directory.stage_count)]
         ended = [shard for shard, (_, at) in self._known.items() if now - at > lingers[shard.stage]]
         for shard in ended:
@@ -75,23 +78,27 @@ class SimulatedReader:
         return any(shard.stage == after for shard in ended)
 
     def _linger_s(self, stage: int, span: Span | None) -> float:
-        """Returns for how many seconds claims that were read of a stage stay in the view, see DirectoryReader."""
+        """Returns for how many seconds the claims that were read of a stage stay in the view.
+
+        In a large run longer than in a small one: by the period of the reads of this stage, which is shorter for the
+        stages of `span` and the next one. See swarm/directory_reader.py.
+        """
         if self._plan.is_small:
             return linger_s(0.0)
         is_close = span is not None and span.first <= stage <= span.last + 1
         return (
             linger_s(0.0)
-            + (1.0 + JITTER) * (self._plan.near_period if is_close else self._plan.other_period) * MAX_READ_S
+            + (1.0 + JITTER) * (self._plan.close_period if is_close else self._plan.other_period) * MAX_READ_S
         )
 
     def interval_s(self) -> float:
-        """Returns the seconds until the next read, drawn at random."""
+        """Returns the seconds until the next read: CALM_READ_S, or MAX_READ_S in a large run, varied by JITTER."""
         return (CALM_READ_S if self._plan.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     def records_published_per_s(self, span: Span | None) -> float:
-        """Returns the records per second that the peer stores: its claim and its progress, in each of its shards.
+        """Returns how many records per second the peer publishes: its claim and its progress, in each of its shards.
 
-        0 without a span.
+        0.0 without a span.
         """
         if span is None:
             return 0.0
@@ -99,7 +106,7 @@ class SimulatedReader:
         return shards * (1.0 / PUBLISH_CLAIM_S + 1.0 / PUBLISH_PROGRESS_S)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
-        """Returns the peers that are known to serve a stage, sorted by id."""
+        """Returns the known claims of a stage whose state is "serving", one for each peer, sorted by peer id."""
         claims = {
             view.peer: view
             for shard, (content, _) in self._known.items()
@@ -109,17 +116,18 @@ class SimulatedReader:
         return tuple(claims[peer] for peer in sorted(claims) if claims[peer].state == "serving")
 
     def view(self, span: Span | None) -> View:
-        """Returns the view of all claims that are known, the peer's own included.
+        """Returns a View of all known claims, the peer's own included.
 
-        In a large run it has each stage's estimated size, as in the daemon's membership.
+        In a large run the View also has each stage's estimated size, as in the daemon's membership. span: what the peer
+        holds.
         """
         peers = {view.peer: view for content, _ in self._known.values() for view in content.claims}
         own = self._directory.claim_of(self._peer)
         if own is not None:
             peers[self._peer] = own
-        return View(peers, {} if self._plan.is_small else dict(self._samples(span)))
+        return View(peers, {} if self._plan.is_small else dict(self._estimates(span)))
 
-    def _samples(self, span: Span | None) -> Iterator[tuple[int, StageSample]]:
-        """Yields for each stage its number and its StageSample: the estimated peers, and how long claims are kept."""
+    def _estimates(self, span: Span | None) -> Iterator[tuple[int, StageEstimate]]:
+        """Yields (stage, StageEstimate) for each stage: the estimated number of peers, and how long claims are kept."""
         for stage in range(self._directory.stage_count):
-            yield stage, StageSample(estimate_peers(self._readings, stage), self._linger_s(stage, span))
+            yield stage, StageEstimate(estimate_peers(self._readings, stage), self._linger_s(stage, span))

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a microbatch costs. work: of each stage, as seconds on a machine of speed 1, forward and backward together.
+    """What a microbatch costs. work: of each stage, in seconds on a machine of speed 1, forward and backward together.
 
-    forward_share: the forward's part of it. boundary_bytes, gradient_bytes: sent to and by the next stage for each
-    microbatch. seats: the most microbatches that a peer holds at once.
+    forward_share: the forward's part of it. boundary_bytes: sent to the next stage for each microbatch; gradient_bytes:
+    sent back by it. slots: maximum number of microbatches that a peer holds at the same time.
     """
 
     work: tuple[float, ...]
     boundary_bytes: float
     gradient_bytes: float
     forward_share: float = 1.0 / 3.0
-    seats: int = 128
+    slots: int = 128
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """The number of stages of the run."""
         return len(self.work)
 
-    def seconds(self, entry: int, last: int, speed: float) -> float:
-        """Returns the seconds that the stages from `entry` to `last` take a machine of this speed."""
-        return sum(self.work[entry : last + 1]) / speed
+    def seconds(self, first: int, last: int, speed: float) -> float:
+        """Returns the seconds of forward and backward at the stages `first` to `last` on a machine of this speed."""
+        return sum(self.work[first : last + 1]) / speed

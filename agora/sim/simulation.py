@@ -29,7 +29,7 @@ from agora.sim.simulated_work import Workload
 LATEST_START_S = 1.0
 """Seconds within which the machines of the start begin to work, each at a random moment.
 
-At 0 all claims are there and have been read: a machine that knew of no next one would fail its first calls.
+All claims are stored and read before: a machine that knew no peer of its next stage would fail its first calls.
 """
 
 COLLECTED_EVERY = 1000
@@ -37,16 +37,18 @@ COLLECTED_EVERY = 1000
 
 
 class Simulation:
-    """One scenario, ready to be run once by `run`. measurements: what has been counted so far.
+    """The simulation of one scenario, with the machines of the start in place; `run` runs it once.
 
-    rules: decide which stages a machine holds; by default as the daemon does.
+    measurements: what has been counted until now. rules: decide which stages a machine holds; by default as the daemon
+    does. Everything drawn at random comes from the scenario's seed.
     """
 
     def __init__(self, scenario: Scenario, rules: PlacementRules | None = None) -> None:
         self.scenario = scenario
         self.events = EventQueue()
         self.measurements = Measurements()
-        model, seed = scenario.model, scenario.seed
+        model = scenario.model
+        seed = scenario.seed
         self._rng = random.Random(f"{seed} fleet")
         self.directory = DirectoryModel(model.work, random.Random(f"{seed} directory"))
         rules = rules or DaemonPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement"))
@@ -59,19 +61,19 @@ class Simulation:
             state_bytes=model.state_bytes,
             startup_s=scenario.startup_s,
         )
-        workload = Workload(model.work, model.boundary_bytes, model.gradient_bytes, model.forward_share, model.seats)
+        workload = Workload(model.work, model.boundary_bytes, model.gradient_bytes, model.forward_share, model.slots)
         link_rng = random.Random(f"{seed} links")
         self.hops = HopSimulation(self.events, workload, self.measurements, self.fleet.find, link_rng)
         origin_rules = OriginRules(
             model.stages,
-            model.seats,
+            model.slots,
             model.max_in_flight,
             model.staleness,
             model.target_microbatches,
             traffic=scenario.traffic,
         )
         origins = OriginSimulation(
-            self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.servers(0)
+            self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.server_count(0)
         )
         self.fleet.connect(self.hops, origins)
         self._last: tuple[float, int, int, float, int, int] = (0.0, 0, 0, 0.0, 0, 0)
@@ -79,7 +81,7 @@ class Simulation:
         self._prepare()
 
     def run(self, progress: Callable[[float], None] = lambda time: None) -> Measurements:
-        """Simulates the whole scenario and returns what was counted.
+        """Simulates the whole scenario and returns what was counted, with a sample for every `sample_s` seconds.
 
         progress: called after every sample with the simulated seconds that have passed.
         """
@@ -96,27 +98,33 @@ class Simulation:
     # --- the machines
 
     def _prepare(self) -> None:
-        """Adds the machines of the start, with spans, and schedules the events of the scenario's churn."""
+        """Adds the machines of the start, in random order, and schedules their work and the events of the churn.
+
+        Each machine holds the span of its group, or one of balanced_spans if the group has none. It begins to work at a
+        random moment within LATEST_START_S.
+        """
         groups = [group for group in self.scenario.machines for _ in range(group.count)]
         self._rng.shuffle(groups)
-        placed = balanced_spans([g for g in groups if g.span is None], self.scenario.model.work)
-        free = iter(placed)
+        spans = iter(balanced_spans([group for group in groups if group.span is None], self.scenario.model.work))
         peers = [self.fleet.add(self._equipment(group)) for group in groups]
         for peer, group in zip(peers, groups, strict=True):
-            self.fleet.place(peer, group.span or next(free))
+            self.fleet.place(peer, group.span or next(spans))
         for peer in peers:
-            self.fleet.start(peer, self._rng.uniform(0.0, LATEST_START_S))
+            self.fleet.start_after(peer, self._rng.uniform(0.0, LATEST_START_S))
         for event in fleet_events(self.scenario.churn, len(groups), self.scenario.seconds, self._rng):
             self.events.at(event.time, self._apply, event)
 
     def _equipment(self, group: MachineGroup) -> Equipment:
-        """Returns the Equipment of one more machine of `group`; all machines of a group are equal."""
+        """Returns new Equipment for a machine of `group`, with a link of its own; machines of a group are equal."""
         stages = self.scenario.model.stages
-        longest = tuple(min(group.holds, stages - stage) for stage in range(stages))
-        return Equipment(group.kind, group.speed, SimulatedLink(group.link), longest)
+        max_span_lengths = tuple(min(group.holds, stages - stage) for stage in range(stages))
+        return Equipment(group.kind, group.speed, SimulatedLink(group.link), max_span_lengths)
 
     def _apply(self, event: FleetEvent) -> None:
-        """Adds the machines of a "join" event, each of a random group; kills, hangs or removes random machines else."""
+        """Makes an event of the churn happen: adds event.count machines, or kills, hangs or sends away random ones.
+
+        A machine that joins is of a random group, drawn in proportion to the groups' counts.
+        """
         if event.kind == "join":
             for _ in range(event.count):
                 weights = [group.count for group in self.scenario.machines]
@@ -130,8 +138,10 @@ class Simulation:
     # --- the samples
 
     def _take_sample(self) -> None:
-        """Adds a sample of the time since the last one, and counts the seconds of empty stages."""
-        measured, now, model = self.measurements, self.events.now, self.scenario.model
+        """Adds a sample of the time since the last one to the measurements, and counts the seconds of empty stages."""
+        measured = self.measurements
+        model = self.scenario.model
+        now = self.events.now
         peers = [peer for peer in self.fleet.peers.values() if peer.is_up]
         serving = [p for p in peers if p.presence is Presence.SERVING and p.span is not None]
         speeds = [peer.equipment.speed for peer in peers]
@@ -159,9 +169,9 @@ class Simulation:
         self._last = (now, measured.completed, measured.messages, *counted)
 
     def _count_empty(self, now: float, seconds: float) -> int:
-        """Adds the seconds since the last sample to every stage that no machine serves; returns how many there are.
+        """Adds `seconds`, those since the last sample, to empty_s of every stage that no machine serves now.
 
-        Updates the longest time for which a stage was empty.
+        Also updates longest_empty_s. Returns the number of these stages. now: simulated seconds.
         """
         held = {
             stage
@@ -179,25 +189,27 @@ class Simulation:
 
 @contextmanager
 def _rare_cycle_collection() -> Iterator[None]:
-    """Lets Python look for unreachable cycles of objects COLLECTED_EVERY times more rarely; restores that at the end.
+    """Context manager: inside, Python's garbage collector runs COLLECTED_EVERY times less often.
 
-    Each look visits all objects, of which a large fleet has millions; hardly any of them are in cycles.
+    Each collection visits all objects, of which a large fleet has millions; hardly any of them are in cycles.
     """
-    before = gc.get_threshold()
-    gc.set_threshold(before[0] * COLLECTED_EVERY, *before[1:])
+    thresholds = gc.get_threshold()
+    gc.set_threshold(thresholds[0] * COLLECTED_EVERY, *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
 
 
 def balanced_spans(groups: list[MachineGroup], work: tuple[float, ...]) -> list[Span]:
-    """Returns a span for each machine of a fleet that starts at once, so that all stages get about equal speed.
+    """Returns a span for each machine of a fleet that starts together, so that all stages get about equal speed.
 
-    Each machine, the fastest first, goes to the stages whose rate is least. This is for the start only: after it the
-    daemon's placement decides.
+    groups: the group of each machine; the spans are in the same order. Each machine, the fastest first, holds as many
+    stages in a row as it can: those whose rates, given the machines placed so far, have the least sum. This is for the
+    start only; later the daemon's placement decides.
     """
-    rates, stages = [0.0] * len(work), len(work)
+    stages = len(work)
+    rates = [0.0] * stages
     spans: dict[int, Span] = {}
     for index in sorted(range(len(groups)), key=lambda i: -groups[i].speed):
         length = min(groups[index].holds, stages)

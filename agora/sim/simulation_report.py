@@ -17,7 +17,10 @@ from agora.sim.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """The figures of one simulation. Means are of the samples after the warm-up; counters are of the whole time."""
+    """Computes a simulation's figures from its measurements, and renders them as JSON and text.
+
+    Means are of the samples after the warm-up; counters are of the whole time. measured: what Simulation.run returned.
+    """
 
     scenario: Scenario
     measured: Measurements
@@ -28,35 +31,39 @@ class SimulationReport:
         return [sample for sample in self.measured.samples if sample.time > self.scenario.warmup_s]
 
     def mean(self, what: Callable[[Sample], float]) -> float:
-        """Returns the mean of one figure over the samples after the warm-up; NaN without any."""
+        """Returns the mean of `what(sample)` over the samples after the warm-up; NaN without such samples."""
         values = [what(sample) for sample in self.samples]
         return statistics.fmean(values) if values else math.nan
 
     @property
     def rate(self) -> float:
-        """Microbatches completed per second."""
+        """Mean number of microbatches completed per second; NaN without samples, as all means."""
         return self.mean(lambda sample: sample.rate)
 
     @property
-    def of_bound(self) -> float:
-        """The rate / the mean flow bound of the machines that served; 0 if that bound is 0."""
+    def fraction_of_bound(self) -> float:
+        """`rate` / the mean flow bound of the machines that served; 0 if that bound is 0 or there is no sample."""
         return _ratio(self.rate, self.mean(lambda sample: sample.bound))
 
     @property
-    def of_best_placement(self) -> float:
-        """The rate / the mean rate of the best placement of all machines at each moment, on one stage each."""
+    def fraction_of_best_placement(self) -> float:
+        """`rate` / the mean of best_whole_placement of all machines at each moment; 0 if that mean is 0 or NaN."""
         return _ratio(self.rate, self.mean(lambda sample: sample.best))
 
     @property
-    def bound_of_best_placement(self) -> float:
-        """The mean flow bound of the machines that served / the mean rate of the best placement.
+    def bound_fraction_of_best_placement(self) -> float:
+        """The mean flow bound of the machines that served / the mean of best_whole_placement of all machines.
 
-        Below 1 it shows what placement loses. It can exceed 1 if machines hold several stages.
+        0 if the latter is 0 or NaN. Below 1 the ratio shows what placement loses. It can exceed 1 if machines hold
+        several stages.
         """
         return _ratio(self.mean(lambda sample: sample.bound), self.mean(lambda sample: sample.best))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the JSON object of `swarm simulate --json`."""
+        """Returns the JSON object of `swarm simulate --json`: means to 6 digits, None for a mean without samples.
+
+        It has the counters of the whole time, and under "timeline" every sample, those of the warm-up included.
+        """
         scenario, measured = self.scenario, self.measured
         return {
             "schema": 1,
@@ -66,14 +73,14 @@ class SimulationReport:
             "stages": scenario.model.stages,
             "seconds": scenario.seconds,
             "microbatches_per_second": _round_significant(self.rate),
-            "of_bound": _round_significant(self.of_bound),
-            "of_best_placement": _round_significant(self.of_best_placement),
+            "of_bound": _round_significant(self.fraction_of_bound),
+            "of_best_placement": _round_significant(self.fraction_of_best_placement),
             "microbatches": {
                 "completed": measured.completed,
                 "rerouted": measured.rerouted,
                 "dropped": measured.dropped,
                 "lost_with_origin": measured.lost,
-                "counted_twice": measured.twice,
+                "counted_twice": measured.counted_twice,
             },
             "messages_per_peer_per_second": _round_significant(self.mean(lambda sample: sample.messages)),
             "directory": {
@@ -94,18 +101,20 @@ class SimulationReport:
         }
 
     def lines(self) -> list[str]:
-        """Returns the lines that `swarm simulate` prints."""
+        """Returns the report as the lines of text that `swarm simulate` prints: a name and its figures in each."""
         scenario, measured = self.scenario, self.measured
         least = min((sample.peers for sample in self.samples), default=0)
         most = max((sample.peers for sample in self.samples), default=0)
         empty_s = sum(measured.empty_s.values())
+        of_bound, of_best = self.fraction_of_bound, self.fraction_of_best_placement
         rows = [
             ("machines", f"{scenario.peers} at the start, {least} to {most} later, on {scenario.model.stages} stages"),
             ("simulated", f"{scenario.seconds:.0f} s, of which the first {scenario.warmup_s:.0f} s are not measured"),
-            ("throughput", f"{self.rate:.3f} microbatches/s, {self.of_bound:.1%} of what the spans held allow"),
-            ("best placement", f"{self.of_best_placement:.1%} of the best placement of all machines at each moment"),
+            ("throughput", f"{self.rate:.3f} microbatches/s, {of_bound:.1%} of what the spans held allow"),
+            ("best placement", f"{of_best:.1%} of the best placement of all machines at each moment"),
             ("microbatches", f"{measured.completed} completed, {measured.rerouted} calls rerouted, "
-             f"{measured.dropped} dropped, {measured.lost} lost with their origin, {measured.twice} counted twice"),
+             f"{measured.dropped} dropped, {measured.lost} lost with their origin, "
+             f"{measured.counted_twice} counted twice"),
             ("fleet", f"{measured.joins} joined, {measured.kills} were killed, {measured.leaves} left, "
              f"{measured.hangs} hung, {measured.moves} moved"),
             ("empty stages", f"{empty_s:.0f} s in all, {measured.longest_empty_s:.0f} s at a stretch"),
@@ -117,7 +126,7 @@ class SimulationReport:
 
 
 def _timeline_entry(sample: Sample) -> dict[str, Any]:
-    """Returns a sample as an entry of the JSON object's timeline."""
+    """Returns a sample's time, machines, rate and bounds as an entry of the JSON object's timeline."""
     return {
         "time": sample.time,
         "peers": sample.peers,
@@ -129,7 +138,7 @@ def _timeline_entry(sample: Sample) -> dict[str, Any]:
 
 
 def _ratio(value: float, by: float) -> float:
-    """Returns value / by; 0 if `by` is not greater than 0."""
+    """Returns value / by; 0 if `by` is not greater than 0, NaN included."""
     return value / by if by > 0.0 else 0.0
 
 

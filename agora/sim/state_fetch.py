@@ -12,15 +12,17 @@ from agora.sim.event_queue import EventQueue
 from agora.sim.simulated_peer import Presence, SimulatedPeer
 
 DONORS = 4
-"""Replicas from which a newcomer fetches at once."""
+"""Maximum number of replicas from which a newcomer fetches at the same time."""
 PIECE_S = 0.25
 """Seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state."""
 
 
 class SimulatedFetch:
-    """Fetches `size` bytes for `peer` from DONORS of the donors, then calls `done(peer)`; at once without donors.
+    """A newcomer's fetch of `size` bytes of state from several replicas at once; calls `done(peer)` at its end.
 
-    A donor that has gone is left out; when all have gone, the rest counts as fetched from a checkpoint.
+    `start` begins the fetch. A donor that goes sends nothing more; when all donors have gone, the rest counts as
+    fetched from a checkpoint, without delay. If the peer goes or fetches another state meanwhile, `done` is never
+    called.
     """
 
     __slots__ = ("_done", "_events", "_incarnation", "_left", "_open", "_peer", "_rng")
@@ -30,7 +32,6 @@ class SimulatedFetch:
         events: EventQueue,
         peer: SimulatedPeer,
         size: float,
-        donors: Sequence[SimulatedPeer],
         rng: random.Random,
         done: Callable[[SimulatedPeer], None],
     ) -> None:
@@ -41,17 +42,21 @@ class SimulatedFetch:
         self._rng = rng
         self._done = done
         self._open = 0
-        chosen = donors if len(donors) <= DONORS else rng.sample(list(donors), DONORS)
+
+    def start(self, donors: Sequence[SimulatedPeer]) -> None:
+        """Starts to fetch from at most DONORS of `donors` at once, drawn at random; without any, calls `done` now."""
+        chosen = donors if len(donors) <= DONORS else self._rng.sample(list(donors), DONORS)
         for donor in chosen:
             self._open += 1
             self._next_piece(donor)
         if not chosen:
-            done(peer)
+            self._done(self._peer)
 
     def _next_piece(self, donor: SimulatedPeer) -> None:
-        """Asks a donor for the next piece. Ends the donor's part if no piece is left or the donor is down.
+        """Makes a donor send the next piece, PIECE_S of its uplink, and schedules the one after it for its arrival.
 
-        Calls `done` when the last donor's part has ended. Does nothing if the peer no longer fetches this state.
+        If no bytes are left or the donor is down, ends this donor's turn instead, and calls `done` if it was the last
+        donor. Does nothing if the peer no longer fetches this state.
         """
         if self._peer.presence is not Presence.JOINING or self._peer.incarnation != self._incarnation:
             return  # the peer is gone, or fetches other stages by now

@@ -18,7 +18,7 @@ class DeadlockError(AssertionError):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never blocks: advances its clock by the timeout."""
+    """A selector that never blocks: each `select` adds its timeout to the clock `now`, in seconds."""
 
     def __init__(self) -> None:
         """Starts the clock at 1000 s."""
@@ -26,7 +26,7 @@ class _JumpingSelector(selectors.SelectSelector):
         self.now = 1000.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Adds `timeout` to the clock and returns what is ready now. Raises DeadlockError without a timeout."""
+        """Adds `timeout` to the clock and returns the ready files. Raises DeadlockError if `timeout` is None."""
         if timeout is None:
             raise DeadlockError
         self.now += max(0.0, timeout)
@@ -34,7 +34,10 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A deterministic loop: the same coroutine runs in the same order every time, without sockets and threads."""
+    """An event loop in virtual time: a wait takes no real time, because the clock jumps to the next timer.
+
+    A coroutine that uses neither sockets nor threads runs in the same order every time.
+    """
 
     def __init__(self) -> None:
         """Creates the loop with a clock of its own."""
@@ -42,16 +45,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
 
     def time(self) -> float:
-        """Returns the virtual time, in seconds."""
+        """Returns the virtual time, in seconds; it begins at 1000."""
         return self._jumping.now
 
     def open_timers(self) -> int:
-        """Returns the number of timers that will still fire."""
+        """Returns the number of timers of the loop that are set and not cancelled."""
         timers: list[asyncio.TimerHandle] = getattr(self, "_scheduled")  # noqa: B009 asyncio does not declare it
         return sum(not timer.cancelled() for timer in timers)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` in virtual time and returns its result."""
+    """Runs `work` on a new VirtualLoop and returns its result; raises what it raises.
+
+    Raises DeadlockError if every task waits and no timer is set. Cancels the tasks that are left at the end.
+    """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

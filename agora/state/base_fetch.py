@@ -1,4 +1,4 @@
-"""Fetches tensors of the base model from several peers at once, in pieces; sources may die, hang or send false data.
+"""Fetches tensors of the base model from several peers at once, in pieces; sources may die, hang or send corrupt data.
 
 Knows: which piece to ask of which peer, and the store that pieces go into. Must not know: how calls travel, who the
 peers are, which stages need the tensors.
@@ -33,9 +33,9 @@ from agora.swarm.conduct import Offence, ReportOffence
 
 INDEX_S: Final = 30.0  # seconds a source may take to say which tensors it has
 AGAIN_S: Final = 5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
-REVIVE_S: Final = 30.0  # seconds until a source that has failed FAILURES times in a row is tried again
-LOOK_S: Final = 2.0  # seconds between two readings of the list of sources
-PATIENCE_S: Final = 60.0  # seconds without an open call for a piece or a Busy answer, after which the fetch fails
+RETRY_FAILED_S: Final = 30.0  # seconds until a source that has failed FAILURES times in a row is tried again
+LIST_SOURCES_S: Final = 2.0  # seconds between two readings of the list of sources
+PATIENCE_S: Final = 60.0  # the fetch fails after so many seconds with neither an open piece call nor a Busy answer
 BUSY_PATIENCE_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
 NO_PEER_PATIENCE_S: Final = 15.0  # takes the place of PATIENCE_S while there is no other peer at all
 
@@ -43,16 +43,16 @@ ListSources = Callable[[], Sequence[PeerId]]
 """Returns the peers that may be asked now, the likeliest first."""
 
 
-class FalseBaseError(ProtocolError):
+class CorruptBaseError(ProtocolError):
     """Raised when a peer's answer to GetBase or GetPiece is malformed or contradicts the run's tensor list.
 
-    No network fault causes that: it is an offence. `_handle_failure` reports it and excludes the peer.
+    Such an answer is an offence: `_handle_failure` reports it and excludes the peer.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class PieceKey:
-    """Names one piece to fetch. number: its tensor's number in the tensor list. piece: its number in the tensor."""
+    """Names one piece to fetch. number: the tensor's number in the tensor list. piece: the piece's, in the tensor."""
 
     number: int
     piece: int
@@ -60,10 +60,10 @@ class PieceKey:
 
 @dataclass(slots=True)
 class _BaseSource(ChunkSource[int | None]):
-    """A peer that tensors are fetched from.
+    """A peer that tensors are fetched from. is_excluded: the peer is asked for nothing any more.
 
     calls: the key is the piece's index in BaseFetch.schedule, or None for the call that asks which tensors the peer
-    has. held: the numbers of the tensors that it has, None until it has said so. is_excluded: it is not asked any more.
+    has. held: the numbers of the tensors that the peer has; None while this is not known, or is to be asked again.
     """
 
     held: frozenset[int] | None = None
@@ -71,11 +71,11 @@ class _BaseSource(ChunkSource[int | None]):
 
 
 class BaseFetch:
-    """Fetches first the tensor list, then tensors, each piece checked by its hash before it is written to the store.
+    """Fetches the tensor list (fetch_list), then tensors (fetch) from several sources at once into the store.
 
-    A source that has none of the missing tensors is asked again later: it may be fetching them, too. A source that sent
-    false data is not asked again. The fetch fails when no source could give anything for PATIENCE_S. Pieces that have
-    arrived stay in the store.
+    Each piece is checked by its hash before it is written. A source that has none of the missing tensors is asked again
+    later which ones it has. A source that sent corrupt data is asked for nothing more. The fetch fails when no source
+    could give anything for PATIENCE_S, or NO_PEER_PATIENCE_S without any source; arrived pieces stay in the store.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class BaseFetch:
         self._pieces: Sequence[PieceKey] = ()
         self._listed: Mapping[int, ListedTensor] = {}
         self._missing: Counter[int] = Counter()  # tensor number -> how many of its pieces are not in the store
-        self._next_look = 0.0
+        self._refresh_at = 0.0
         self._finishing: dict[int, asyncio.Task[None]] = {}  # tensors of which every piece is written, by number
         self._last_arrival = 0.0  # loop time at which the newest piece arrived
-        self._last_hope = 0.0  # loop time at which a piece last arrived or was being fetched, or a source was Busy
+        self._last_progress_at = 0.0  # loop time of the last arrival, open call for a piece, or Busy answer
 
     async def fetch_list(self, known: TensorList | None) -> TensorList:
-        """Sets and returns the tensor list: `known` if that is given, or the one fetched from a peer.
+        """Sets and returns `tensor_list`: `known` if that is not None, without a call, or one fetched from a peer.
 
-        Raises BaseModelError when no peer gives it, or when it is malformed.
+        Raises BaseModelError when no peer gives the list, or when it is malformed although it has the right hash.
         """
         self.tensor_list = known
         await self._run(lambda: self.tensor_list is not None)
@@ -120,10 +120,11 @@ class BaseFetch:
         return self.tensor_list
 
     async def fetch(self, missing: Mapping[int, Sequence[int]]) -> None:
-        """Fetches pieces into the store and returns when every tensor is complete there.
+        """Fetches pieces into the store, and returns when every tensor in `missing` is complete there.
 
         To be called after fetch_list, and after the store has begun these tensors. missing: tensor number -> numbers of
-        its missing pieces. Raises BaseModelError when no peer gives one of them, DiskError when one cannot be written.
+        its missing pieces; [] if only the completion of the tensor is missing. Raises BaseModelError when no peer gives
+        some piece, DiskError when a piece cannot be written.
         """
         assert self.tensor_list is not None
         self._listed = {number: self.tensor_list.tensors[number] for number in missing}
@@ -135,9 +136,9 @@ class BaseFetch:
         await self._run(lambda: self.schedule.is_complete and not self._missing)
 
     async def _run(self, is_done: Callable[[], bool]) -> None:
-        """Asks sources until `is_done()`; cancels its open calls before it returns or raises."""
-        self._last_hope = self._last_arrival = loop_time()
-        self._next_look = 0.0
+        """Calls `_advance` until `is_done()`; then, also on an error, cancels open calls and awaits `_finish` tasks."""
+        self._last_progress_at = self._last_arrival = loop_time()
+        self._refresh_at = 0.0
         try:
             while not is_done():
                 await self._advance()
@@ -147,20 +148,20 @@ class BaseFetch:
             self._collect_ended()
 
     async def _advance(self) -> None:
-        """Starts due calls and waits up to TICK_S until one ends.
+        """One turn of the fetch: updates the sources, starts due calls, waits up to TICK_S for one, handles ended ones.
 
-        Raises BaseModelError when no piece has come or been requested for PATIENCE_S (NO_PEER_PATIENCE_S while there is
-        no source).
+        Raises the exceptions of ended calls and tasks. Raises BaseModelError when for PATIENCE_S (NO_PEER_PATIENCE_S
+        while there is no source) no call for a piece was open, no part of the list arrived, and no source was Busy.
         """
         now = loop_time()
-        self._look_for_sources(now)
-        self._ask_what_they_have(now)
+        self._refresh_sources(now)
+        self._ask_for_indexes(now)
         self._ask_for_pieces(now)
         calls = [task for source in self._sources.values() for task, _ in source.calls.values()]
         calls += self._finishing.values()
         if any(key is not None for source in self._sources.values() for key in source.calls):
-            self._last_hope = now
-        if now - self._last_hope > (PATIENCE_S if self._sources else NO_PEER_PATIENCE_S):
+            self._last_progress_at = now
+        if now - self._last_progress_at > (PATIENCE_S if self._sources else NO_PEER_PATIENCE_S):
             raise BaseModelError(self._explain_failure())
         if calls:
             await asyncio.wait(calls, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -169,9 +170,9 @@ class BaseFetch:
         self._collect_ended()
 
     def _collect_ended(self) -> None:
-        """Removes the calls and the finishing tensors that have ended, and re-raises the exception of any of them.
+        """Removes calls and finishing tensors that have ended; raises the first error that it meets, leaving the rest.
 
-        A piece whose call ended without it is missing again. on_tensor is called for each finished tensor.
+        A piece whose last open call ended without it is missing again. on_tensor is called for each finished tensor.
         """
         for source in self._sources.values():
             for chunk, task in source.take_ended_calls():
@@ -186,7 +187,7 @@ class BaseFetch:
             self._on_tensor(number)
 
     def _explain_failure(self) -> str:
-        """Returns the error sentence for a fetch that fails: what is missing, the peers' reasons, and what to do."""
+        """Returns the error text of a fetch that fails: what is missing, up to three peers' errors, and what to do."""
         what = "the list of the base model's tensors"
         if self.tensor_list is not None and self._missing:
             first = self._listed[min(self._missing)].name
@@ -200,14 +201,14 @@ class BaseFetch:
 
     # --- starting calls
 
-    def _look_for_sources(self, now: float) -> None:
-        """Every LOOK_S, adds peers that are newly listed, and removes idle ones that are listed no longer.
+    def _refresh_sources(self, now: float) -> None:
+        """Adds peers that are newly listed as sources, and removes idle sources that are listed no longer.
 
-        Excluded sources are kept, so that they stay excluded when they are listed again.
+        Does nothing within LIST_SOURCES_S of the last time. Excluded sources are kept, so that they stay excluded.
         """
-        if now < self._next_look:
+        if now < self._refresh_at:
             return
-        self._next_look = now + LOOK_S
+        self._refresh_at = now + LIST_SOURCES_S
         listed = list(self._list_sources())
         for peer in listed:
             self._sources.setdefault(peer, _BaseSource(peer))
@@ -216,11 +217,12 @@ class BaseFetch:
             if not self._sources[peer].is_excluded:
                 del self._sources[peer]
 
-    def _ask_what_they_have(self, now: float) -> None:
-        """Asks idle sources which tensors they have, as long as fewer than SOURCES sources are engaged and not slow.
+    def _ask_for_indexes(self, now: float) -> None:
+        """Starts calls that ask idle sources which tensors they have, until SOURCES sources are engaged and not slow.
 
-        A source is engaged if it is being asked, or if it has missing tensors and did not fail lately. A source without
-        any missing tensor is to be asked again after AGAIN_S.
+        A source is engaged if it is being asked that, or if its tensors are known and its last call did not fail. First
+        forgets the tensors of each source that has no open call and none of the missing tensors; such a source is asked
+        again after AGAIN_S.
         """
         usable = [source for source in self._sources.values() if not source.is_excluded]
         for source in usable:
@@ -233,21 +235,21 @@ class BaseFetch:
             source.calls[None] = (asyncio.create_task(self._fetch_index(source)), now)
 
     def _has_missing(self, source: _BaseSource) -> bool:
-        """Returns whether the source has a tensor that is not complete in the store."""
+        """Returns whether the source has a tensor that is still missing here; False while its tensors are not known."""
         return source.held is not None and any(number in source.held for number in self._missing)
 
     def _patience_s(self, source: _BaseSource) -> float:
-        """Returns how many seconds a call to the source may last before an idle source is asked as well."""
+        """Returns after how many seconds a call is slow: SLOW_S, or with known `held` max(SLOW_S, 4 * median time)."""
         return SLOW_S if source.held is None else max(SLOW_S, 4 * self.schedule.median_s())
 
     def _ask_for_pieces(self, now: float) -> None:
-        """Starts calls for pieces until each source's window is full, one call per source in turn."""
+        """Starts calls for pieces, one per usable source in turn, until `_start_piece` finds no more for any source."""
         free = [s for s in self._sources.values() if s.held is not None and not s.is_excluded and now >= s.not_before]
         while free:
             free = [source for source in free if self._start_piece(source, now)]
 
     def _start_piece(self, source: _BaseSource, now: float) -> bool:
-        """Starts a call for the source's next piece. Returns False if its window is full or it has no missing piece."""
+        """Starts a call for the piece that `schedule` chooses; False if there is none or the window is full."""
         held = source.held
         if held is None or len(source.calls) >= source.window:
             return False
@@ -260,10 +262,13 @@ class BaseFetch:
     # --- calls; each runs as a task of its own
 
     async def _fetch_index(self, source: _BaseSource) -> None:
-        """Asks a source which tensors it has, and for the tensor list if that is not known yet. Sets source.held."""
+        """Asks a source which tensors it has, and sets its `held`; a failed call is handled by _handle_failure.
+
+        If the tensor list is not known yet, fetches it from this source, too, and sets `tensor_list`.
+        """
         try:
             reply = await self._call(source, GetBase, INDEX_S)
-            tensors = self.tensor_list or await self._fetch_list_of(source, _read_list_size(reply))
+            tensors = self.tensor_list or await self._fetch_tensor_list(source, _read_list_size(reply))
             source.held = _read_held(reply, tensors)
         except AgoraError as error:
             self._handle_failure(source, error)
@@ -271,28 +276,28 @@ class BaseFetch:
         self.tensor_list = self.tensor_list or tensors
         source.failures = 0
 
-    async def _fetch_list_of(self, source: _BaseSource, size: int) -> TensorList:
-        """Fetches the tensor list, of `size` bytes, from one source and returns it.
+    async def _fetch_tensor_list(self, source: _BaseSource, size: int) -> TensorList:
+        """Fetches the tensor list, of `size` bytes, from one source, piece after piece, and returns it.
 
-        Raises FalseBaseError if its hash is not the manifest's, BaseModelError if it has that hash and is malformed.
+        Raises CorruptBaseError if the list does not have the manifest's hash, BaseModelError if malformed.
         """
         data = bytearray()
         for piece in range(count_pieces(size)):
             reply = await self._call(source, partial(GetPiece, LIST, piece), CHUNK_S)
             data += _check_piece(reply, min(STATE_CHUNK_BYTES, size - len(data)))
-            self._last_hope = self._last_arrival = loop_time()
+            self._last_progress_at = self._last_arrival = loop_time()
         if hashlib.sha256(data).hexdigest() != self._list_hash:
-            raise FalseBaseError("bad-message", "The tensor list is not the one that the manifest names.")
+            raise CorruptBaseError("bad-message", "The tensor list is not the one that the manifest names.")
         try:
             return await asyncio.to_thread(TensorList.from_bytes, bytes(data))
         except ProtocolError as error:
             raise malformed_list_error(error) from error
 
     async def _fetch_piece(self, source: _BaseSource, chunk: int) -> None:
-        """Asks a source for a piece, checks its hash and writes it to the store; the last piece completes its tensor.
+        """Asks a source for a piece, checks its hash, writes it to the store and records it as arrived.
 
-        chunk: the piece's index in `schedule`. Calls of other sources for the same piece are cancelled. A failed call
-        is handled by _handle_failure; DiskError is raised.
+        The last piece of a tensor starts `_finish`. Cancels calls to other sources for the same piece; calls on_piece.
+        A failed call is handled by _handle_failure; DiskError is raised. chunk: the piece's index in `schedule`.
         """
         key, started_at = self._pieces[chunk], loop_time()
         listed = self._listed[key.number]
@@ -300,7 +305,7 @@ class BaseFetch:
             reply = await self._call(source, partial(GetPiece, key.number, key.piece), CHUNK_S)
             data = _check_piece(reply, listed.piece_bytes(key.piece))
             if not await asyncio.to_thread(listed.is_piece, key.piece, data):
-                raise FalseBaseError("bad-tensor", f"Piece {key.piece} of {listed.name} has another SHA-256.")
+                raise CorruptBaseError("bad-tensor", f"Piece {key.piece} of {listed.name} has another SHA-256.")
         except AgoraError as error:
             self._handle_failure(source, error, key)
             return
@@ -318,38 +323,35 @@ class BaseFetch:
         self.on_piece()
 
     def _finish(self, number: int) -> None:
-        """Starts a task that completes a tensor in the store, after all of its pieces were written."""
+        """Starts a task that completes a tensor in the store, all of whose pieces are written; does not wait for it."""
         self._finishing[number] = asyncio.create_task(asyncio.to_thread(self._store.finish, number))
 
     async def _call(self, source: _BaseSource, make: Callable[[int], GetBase | GetPiece], within_s: float) -> Reply:
-        """Calls the source and returns its reply.
-
-        make: takes the milliseconds until the deadline, returns the request.
-        """
+        """Sends the request make(milliseconds until the deadline), due in `within_s` seconds; returns the reply."""
         deadline = loop_time() + within_s
         return await self._caller.call(source.peer, make(milliseconds_until(deadline)), deadline=deadline)
 
     # --- failures
 
     def _handle_failure(self, source: _BaseSource, error: AgoraError, key: PieceKey | None = None) -> None:
-        """Decides how a source whose call failed is treated from now on.
+        """Excludes or pauses a source whose call failed, or removes a tensor from the source's `held`.
 
-        key: the piece that it was asked for; None if it was asked which tensors it has.
+        key: the piece that was asked for; None if the call was for the held tensors, or for the tensor list.
 
         | error                         | what follows                                                     |
         |-------------------------------|------------------------------------------------------------------|
-        | an answer that cannot be true | an offence; the source is asked for nothing more                 |
+        | CorruptBaseError              | an offence is reported; the source is asked for nothing more     |
         | another ProtocolError         | the source is asked for nothing more                             |
         | BaseModelError                | raised: the manifest itself is wrong                             |
-        | Busy                          | a pause as long as it asks for, within bounds                    |
-        | refused to say what it has    | it is asked again after AGAIN_S                                  |
-        | refused a tensor              | the source counts as not having it                               |
-        | any other error               | a pause, longer each time; after FAILURES in a row, REVIVE_S     |
+        | Busy                          | a pause as long as the source asks for, within bounds            |
+        | refused to say what it has    | the source is asked again after AGAIN_S                          |
+        | refused a tensor              | the source counts as not having this tensor                      |
+        | any other error               | a pause, longer each time; after FAILURES in a row, RETRY_FAILED_S     |
         """
         if isinstance(error, BaseModelError):
             raise error
         now, source.last_error = loop_time(), str(error)
-        if isinstance(error, FalseBaseError):
+        if isinstance(error, CorruptBaseError):
             self._report_offence(source.peer, Offence.FALSE_BASE, f"{error.code}: {error}")
         if isinstance(error, ProtocolError):
             source.is_excluded, source.held = True, None
@@ -362,37 +364,37 @@ class BaseFetch:
         else:
             source.record_failure(error, now)
             if isinstance(error, Busy) and now < self._last_arrival + BUSY_PATIENCE_S:
-                self._last_hope = now
+                self._last_progress_at = now
             if source.failures >= FAILURES:
-                source.held, source.failures, source.not_before = None, 0, now + REVIVE_S
+                source.held, source.failures, source.not_before = None, 0, now + RETRY_FAILED_S
 
 
 def _read_list_size(reply: Reply) -> int:
-    """Returns the tensor list's size in bytes from the answer to GetBase. Raises FalseBaseError for another message."""
+    """Returns the tensor list's size in bytes from an answer to GetBase. Raises CorruptBaseError for other messages."""
     if not isinstance(reply.message, BaseIndex):
-        raise FalseBaseError("bad-message", f"GetBase was answered by {type(reply.message).__name__}.")
+        raise CorruptBaseError("bad-message", f"GetBase was answered by {type(reply.message).__name__}.")
     return reply.message.size
 
 
 def _read_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
-    """Returns the numbers of the tensors that the sender of this answer to GetBase has.
+    """Returns the numbers, in the list `tensors`, of the tensors that the sender of this answer to GetBase has.
 
-    Raises FalseBaseError for a malformed answer, and for one that states another size of the tensor list.
+    Raises CorruptBaseError for a malformed answer, and for one that states another size of the tensor list.
     """
     if _read_list_size(reply) != len(tensors.to_bytes()):
-        raise FalseBaseError("bad-message", "The list has another size than a peer says.")
+        raise CorruptBaseError("bad-message", "The list has another size than a peer says.")
     (bits,) = reply.tensors
     if bits.dtype != "uint8" or len(bits.shape) != 1:
-        raise FalseBaseError("bad-tensor", "What a peer has is not uint8 [n].")
+        raise CorruptBaseError("bad-tensor", "What a peer has is not uint8 [n].")
     try:
         return bits_to_held(bits.data, len(tensors.tensors))
     except ProtocolError as error:
-        raise FalseBaseError(error.code, str(error)) from error
+        raise CorruptBaseError(error.code, str(error)) from error
 
 
 def _check_piece(reply: Reply, nbytes: int) -> memoryview:
-    """Returns the bytes in the answer to GetPiece. Raises FalseBaseError unless they are `nbytes` many."""
+    """Returns the piece in an answer to GetPiece. Raises CorruptBaseError unless it has `nbytes` bytes."""
     tensor = reply.tensors[0] if isinstance(reply.message, TensorPiece) and reply.tensors else None
     if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (nbytes,)):
-        raise FalseBaseError("bad-tensor", f"A piece is not uint8 [{nbytes}].")
+        raise CorruptBaseError("bad-tensor", f"A piece is not uint8 [{nbytes}].")
     return tensor.data

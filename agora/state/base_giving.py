@@ -1,7 +1,7 @@
 """Gives other peers tensors of the base model: answers GetBase and GetPiece for as long as the daemon lives.
 
-A piece is hashed before it is given, so that a damaged file never sends an asker false bytes. Knows: which tensors this
-machine has, and how many pieces it gives at once. Must not know: who asks, how calls travel, which span is held.
+A piece is hashed before it is given, so that no requester gets corrupt bytes of a damaged file. Knows: which tensors
+this machine has, and how many pieces it gives at a time. Must not know: who asks, how calls travel, which span is held.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
+from agora_protocol.errors import AgoraError, Busy, DiskError, ProtocolError, Refused
 from agora_protocol.limits import STATE_CHUNK_BYTES
 from agora_protocol.messages import BaseIndex, GetBase, GetPiece, TensorPiece
 from agora_protocol.tensor_list import TensorList, count_pieces, held_to_bits
@@ -23,14 +23,18 @@ from agora.threads import run_in_thread
 
 MAX_AT_ONCE: Final = 8  # pieces that are read at the same time; each takes STATE_CHUNK_BYTES of memory
 RETRY_MS: Final = 500
-LIST_WAIT_S: Final = 5.0  # seconds an asker waits while files are hashed for the tensor list, before it gets Busy
+LIST_WAIT_S: Final = 5.0  # seconds a requester waits while files are hashed for the tensor list, before it gets Busy
 LIST_RETRY_MS: Final = 5000
 LIST: Final = -1
 """The tensor number in GetPiece that stands for the tensor list itself."""
 
 
-class BaseGiver:
-    """Answers requests for the tensors in `base`. The owner of this object calls `close` at the daemon's end."""
+class BaseServer:
+    """Answers other peers' requests for the base model's tensors that this machine has, as recorded in `base`.
+
+    The owner of this object calls `close` at the daemon's end. report: called with an event when a tensor's file is
+    damaged, or when the files are not those of the run.
+    """
 
     def __init__(self, base: BaseTensors, report: Report) -> None:
         self._base = base
@@ -39,16 +43,18 @@ class BaseGiver:
         self._reading = 0  # pieces that are being read now
 
     async def close(self) -> None:
-        """Cancels the task that makes the tensor list, if it runs; its thread may go on hashing."""
+        """Cancels the task that makes the tensor list, if it runs, and awaits it; its thread may go on hashing."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
 
     async def answer(self, request: GetBase | GetPiece) -> Reply:
-        """Returns the answer: to GetBase which tensors are held here, to GetPiece the bytes of one piece.
+        """Returns the answer: to GetBase the tensor list's size and a bitmap of tensors held here, to GetPiece a piece.
 
-        Raises Refused if this peer does not have it, Busy if it should be asked again later, and ProtocolError if the
-        request names a tensor or a piece that does not exist.
+        LIST as the tensor number asks for a piece of the tensor list itself. If the list is not known, has it made and
+        waits for that, up to LIST_WAIT_S. Raises Refused if this peer does not have what is asked for, Busy if the list
+        is still being made or MAX_AT_ONCE pieces are being read, and ProtocolError if the request names a tensor or a
+        piece that does not exist.
         """
         tensors = self._base.tensor_list or await self._open_list()
         if isinstance(request, GetPiece):
@@ -60,9 +66,10 @@ class BaseGiver:
         return Reply(index, [WireTensor("uint8", (len(bits),), memoryview(bits))])
 
     async def _open_list(self) -> TensorList:
-        """Returns the tensor list; makes it first if it is not known, and waits up to LIST_WAIT_S for that.
+        """Returns the tensor list; finds or makes it first in a task, and waits up to LIST_WAIT_S for that.
 
-        Raises Busy while it is being made, and Refused if this machine can neither find nor make it.
+        Raises Busy while the task still runs; the task goes on. Raises Refused if this machine can neither find nor
+        make the list: a later call tries again, unless the files are not the run's.
         """
         if self._opening is None:
             self._opening = asyncio.create_task(self._find_list(), name="tensor list")
@@ -72,6 +79,8 @@ class BaseGiver:
         try:
             tensors = self._opening.result()
         except AgoraError as error:
+            if isinstance(error, DiskError):
+                self._opening = None  # the disk may answer the next time
             raise Refused("this peer's files of the base model are not usable; ask another") from error
         if tensors is None:
             self._opening = None  # they may be fetched later
@@ -79,9 +88,10 @@ class BaseGiver:
         return tensors
 
     async def _find_list(self) -> TensorList | None:
-        """Returns the tensor list, or None if this machine cannot make it.
+        """Finds or makes the tensor list in a thread, and returns it; None if neither it nor all files are here.
 
-        Files of another model are reported as TaskFailed; the BaseModelError is raised.
+        Sets the list in `base`. An AgoraError, such as that for files of another model, is reported as TaskFailed and
+        raised.
         """
         try:
             return await run_in_thread(self._base.open_list)
@@ -90,9 +100,10 @@ class BaseGiver:
             raise
 
     async def _give_piece(self, tensors: TensorList, request: GetPiece) -> Reply:
-        """Returns the answer with one piece of the tensor list or of a tensor. Raises as `answer` does.
+        """Returns the answer with one piece of the tensor list or of a tensor, whose hash is checked first.
 
-        A tensor whose piece cannot be read or has another hash is reported, and not given again.
+        A tensor whose piece cannot be read or has another hash is reported as BaseTensorDamaged and dropped from
+        `base`, so that it is not given again; the request is Refused. Raises as `answer` does.
         """
         if request.tensor == LIST:
             data = tensors.to_bytes()
@@ -103,27 +114,27 @@ class BaseGiver:
         if listed is None:
             raise ProtocolError("bad-message", f"The list has {len(tensors.tensors)} tensors; ask for one of them.")
         _require_piece(request, listed.nbytes)
-        place = self._base.place_of(request.tensor)
-        if place is None:
+        location = self._base.location_of(request.tensor)
+        if location is None:
             raise Refused("this peer does not have this tensor; ask another")
         if self._reading >= MAX_AT_ONCE:
             raise Busy(f"this peer gives {MAX_AT_ONCE} pieces already; ask again, or another", RETRY_MS)
         self._reading += 1
         try:
-            data_read = await asyncio.to_thread(place.read_piece, listed, request.piece)
+            data_read = await asyncio.to_thread(location.read_piece, listed, request.piece)
         except OSError:
             data_read = None
         finally:
             self._reading -= 1
         if data_read is None:
             self._base.drop(request.tensor)
-            self._report(events.BaseTensorDamaged(str(place.path), listed.name))
+            self._report(events.BaseTensorDamaged(str(location.path), listed.name))
             raise Refused("this peer does not have this tensor any more; ask another")
         return _piece_reply(data_read)
 
 
 def _require_piece(request: GetPiece, nbytes: int) -> None:
-    """Raises ProtocolError if the requested piece lies beyond the end of `nbytes` bytes."""
+    """Raises ProtocolError if the requested piece lies beyond the end of a tensor or list of `nbytes` bytes."""
     if request.piece >= (count := count_pieces(nbytes)):
         raise ProtocolError("bad-message", f"There are {count} pieces; ask for one of them.")
 

@@ -15,17 +15,18 @@ from typing import Final
 from agora_protocol.errors import DiskError, ProtocolError
 from agora_protocol.tensor_list import ListedTensor, TensorList
 
-from agora.state.stored_tensors import BaseModelError, TensorBytes, list_tensors, read_tensor_places
+from agora.state.stored_tensors import BaseModelError, TensorLocation, list_tensors, read_tensor_locations
 from agora.state.tensor_store import TensorStore
 
 MALFORMED: Final = "whoever wrote the manifest has to write a new one for this model"
 
 
 class BaseTensors:
-    """Keeps account of the tensors that this machine has of the base model whose tensor list has SHA-256 `list_hash`.
+    """Records which tensors of the run's base model this machine has, and where each of them lies.
 
-    owner_folder: the folder that the machine's owner named, or None. file_names: names of the weights files, from the
-    manifest. tensor_list: None until it is known here.
+    list_hash: SHA-256 of the model's tensor list. owner_folder: the model folder that the machine's owner named, or
+    None. file_names: names of the weights files, from the manifest. store: the tensors that were fetched from peers.
+    tensor_list: None until adopt_list is called.
     """
 
     def __init__(
@@ -37,30 +38,32 @@ class BaseTensors:
         self.store = store
         self.tensor_list: TensorList | None = None
         self._adopting = threading.Lock()
-        self._owned: dict[str, TensorBytes] | None = None
-        self._held: dict[int, TensorBytes] = {}
+        self._owned: dict[str, TensorLocation] | None = None
+        self._held: dict[int, TensorLocation] = {}
 
-    def places_in_folder(self) -> dict[str, TensorBytes]:
-        """Returns by name where each listable tensor in the owner's folder lies. Reads the headers once. Blocks.
+    def locations_in_folder(self) -> dict[str, TensorLocation]:
+        """Returns name -> location of each tensor in the owner's weights files; {} without such files.
 
-        Raises BaseModelError for a file that is not a safetensors file.
+        Leaves out tensors that no tensor list can have, see read_tensor_locations. Reads the files' headers at the
+        first call only, which blocks. Raises BaseModelError for a file that is not a readable safetensors file.
         """
         if self._owned is None:
-            places = [read_tensor_places(path) for path in self._owner_files()]
-            self._owned = {name: place for found in places for name, place in found.items()}
+            locations = [read_tensor_locations(path) for path in self._owner_files()]
+            self._owned = {name: location for found in locations for name, location in found.items()}
         return self._owned
 
     def _owner_files(self) -> list[Path]:
-        """Returns the paths of those weights files of the manifest that exist in the owner's folder; [] without one."""
+        """Returns the paths of the manifest's weights files that exist in the owner's folder; [] without a folder."""
         if self.owner_folder is None:
             return []
         return [path for name in self.file_names if (path := self.owner_folder / name).is_file()]
 
     def open_list(self) -> TensorList | None:
-        """Returns the tensor list from the disk, or made by hashing the owner's files if all are there, or None.
+        """Returns and adopts (see adopt_list) the tensor list: the known one, else the one on the disk, else a new one.
 
-        A list that it makes is written to the disk, if there is room. Any list is adopted (see adopt_list). Blocks for
-        as long as reading the whole model takes. Raises BaseModelError if the files are not those of the manifest.
+        A new one is made by hashing all of the owner's files, and written to the disk; a failure to write is ignored.
+        Returns None if there is no list and some file is missing. Blocks for as long as reading the whole model takes.
+        Raises BaseModelError if a file is unreadable, if the new list has not `list_hash`, and for a malformed list.
         """
         try:
             tensors = self.tensor_list or self.store.read_list()
@@ -80,41 +83,45 @@ class BaseTensors:
         return tensors
 
     def adopt_list(self, tensors: TensorList) -> None:
-        """Sets `tensor_list` and finds out which of its tensors are held; does nothing if it is already set. Blocks.
+        """Sets `tensor_list` and finds which of its tensors this machine has; does nothing if a list is already set.
 
-        The caller has checked that the list's digest is `list_hash`.
+        Tensors are found by name, dtype and shape, in the owner's files first, then in the store; values are not
+        checked. Blocks. The caller has checked that the list's digest is `list_hash`. Raises BaseModelError as
+        locations_in_folder does.
         """
         with self._adopting:
             if self.tensor_list is not None:
                 return
-            owned, held = self.places_in_folder(), {}
+            owned = self.locations_in_folder()
+            held = {}
             for number, listed in enumerate(tensors.tensors):
-                place = owned.get(listed.name)
-                if place is None or not place.is_like(listed):
-                    place = self.store.find(number, listed)
-                if place is not None:
-                    held[number] = place
-            self._held, self.tensor_list = held, tensors
+                location = owned.get(listed.name)
+                if location is None or not location.is_like(listed):
+                    location = self.store.find(number, listed)
+                if location is not None:
+                    held[number] = location
+            self._held = held
+            self.tensor_list = tensors
 
-    def add(self, number: int, place: TensorBytes) -> None:
-        """Records that the tensor of this number is complete on this machine, at `place`."""
-        self._held[number] = place
+    def add_location(self, number: int, location: TensorLocation) -> None:
+        """Records that tensor `number` of the list is complete on this machine, at `location`."""
+        self._held[number] = location
 
     def drop(self, number: int) -> None:
-        """Records that the tensor of this number is not held any more, so that it is not given to peers."""
+        """Records that tensor `number` of the list is no longer held; its file stays. Unknown numbers are ignored."""
         self._held.pop(number, None)
 
     @property
     def held(self) -> frozenset[int]:
-        """The numbers of the tensors that can be given; empty while the list is not known."""
+        """The numbers, in the tensor list, of the tensors that this machine has; empty while the list is not known."""
         return frozenset(self._held)
 
-    def place_of(self, number: int) -> TensorBytes | None:
-        """Returns where the tensor of this number lies on this machine, or None if it is not held."""
+    def location_of(self, number: int) -> TensorLocation | None:
+        """Returns where tensor `number` of the list lies on this machine, or None if it is not held."""
         return self._held.get(number)
 
     def find_listed(self, number: int) -> ListedTensor | None:
-        """Returns the list's entry of this number; None if it lies outside the list, or while no list is known."""
+        """Returns entry `number` of the tensor list; None if there is no such entry, or while no list is known."""
         tensors = self.tensor_list.tensors if self.tensor_list is not None else ()
         return tensors[number] if 0 <= number < len(tensors) else None
 

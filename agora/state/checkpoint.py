@@ -41,13 +41,16 @@ _NAME: Final = re.compile(rf"step-(0|[1-9][0-9]{{0,17}})-([0-9a-f]{{{NAME_DIGITS
 
 
 class CheckpointError(LocalError):
-    """Raised when a checkpoint on this disk is damaged or of another run; the text has the file and what is wrong."""
+    """Raised when a checkpoint on this disk is damaged or of another run or stage; names the file and the fault."""
 
     code: ClassVar[str] = "checkpoint"
 
 
 class _CheckpointIndex(BaseModel):
-    """The content of checkpoint.json. Keys that it does not know are ignored: earlier versions wrote more of them."""
+    """The content of checkpoint.json. Unknown keys in the file are ignored: earlier versions wrote more keys.
+
+    files: file name -> size and SHA-256. The other fields are as in StageState.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
     format: int = Field(ge=1, le=1)
@@ -63,7 +66,10 @@ class _CheckpointIndex(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Names a checkpoint folder that was just written or whose every byte was checked; it does not hold the tensors."""
+    """Names a checkpoint folder that was just written or whose every byte was checked; does not hold the tensors.
+
+    path: the folder. The other fields are those of the StageState that the checkpoint contains.
+    """
 
     path: Path
     stage: int
@@ -75,35 +81,37 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
-    """Writes `state` as a checkpoint below `folder`, and removes the stage's oldest ones.
+    """Writes `state` as a checkpoint below `folder`, and removes the stage's oldest checkpoints.
 
-    Of the stage's checkpoints up to this step, the `keep` newest stay, this one included; those of later steps stay,
-    too. Raises DiskError when it cannot write; all earlier checkpoints are then still there, and nothing of this one.
+    Of the stage's checkpoints up to this step, the `keep` newest stay, always including this one; those of later steps
+    stay, too. If an intact checkpoint of the same content exists, it stays instead. Temporary folders of killed writers
+    are removed. run: the run's id, which is written into the index; the path does not depend on it. Raises DiskError
+    when the checkpoint cannot be written; all earlier ones are then still there, and nothing of this one.
     """
-    place = stage_folder(folder, state.stage)
+    parent = stage_folder(folder, state.stage)
     try:
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_leftovers(place)
-        path = _write_files(place, run, state)
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_leftovers(parent)
+        path = _write_files(parent, run, state)
     except OSError as error:
-        _remove_leftovers(place)
+        _remove_leftovers(parent)
         raise DiskError(
-            f"Cannot write a checkpoint below {place} ({error.strerror}); the older ones are intact. Free some space."
+            f"Cannot write a checkpoint below {parent} ({error.strerror}); the older ones are intact. Free some space."
         ) from error
-    for old in [p for step, p in _list_checkpoints(place) if step <= state.step and p != path][max(keep, 1) - 1 :]:
-        removed = fresh_path(old)
+    for old in [p for step, p in _list_checkpoints(parent) if step <= state.step and p != path][max(keep, 1) - 1 :]:
+        trash = fresh_path(old)
         with contextlib.suppress(OSError):  # the next write tries again
-            os.rename(old, removed)  # rename before removing, so that nobody ever finds half of a checkpoint
-            shutil.rmtree(removed, ignore_errors=True)
+            os.rename(old, trash)  # rename before removing, so that nobody ever finds half of a checkpoint
+            shutil.rmtree(trash, ignore_errors=True)
     return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total, state.agreed, state.lineage)
 
 
 def newest_checkpoint(
     folder: Path, run: str, stage: int, on_damaged: Callable[[CheckpointError], None] = lambda _: None
 ) -> Checkpoint | None:
-    """Returns the newest intact checkpoint of `stage` below `folder`, or None; checks every byte of it.
+    """Returns the intact checkpoint with the highest step of `stage` below `folder`, or None; checks every byte of it.
 
-    on_damaged: called with the error of each newer checkpoint, which is skipped.
+    on_damaged: called with the error of each checkpoint that is skipped on the way, as damaged or of another run.
     """
     for _, path in _list_checkpoints(stage_folder(folder, stage)):
         try:
@@ -114,9 +122,9 @@ def newest_checkpoint(
 
 
 def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
-    """Checks every byte of the checkpoint in `path`, and returns its description.
+    """Checks every byte of the checkpoint in the folder `path` against its hashes, and returns its Checkpoint.
 
-    Raises CheckpointError if it is damaged, unreadable, or of another run or stage.
+    Raises CheckpointError if it is damaged, unreadable, or of another run or stage than `run` and `stage`.
     """
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
@@ -124,9 +132,9 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
     for name, expected in index.files.items():
         file = path / name
         try:
-            with file.open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-                actual = FileDigest(opened.tell(), digest)
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                actual = FileDigest(stream.tell(), digest)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror}).") from error
         if actual != expected:
@@ -138,7 +146,10 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
 
 
 def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
-    """Reads the checkpoint's weights and moments. Raises CheckpointError when they do not fit `layout`."""
+    """Reads the checkpoint's weights and optimizer moments, and returns the stage's state; does not check hashes.
+
+    Raises CheckpointError when the files cannot be read or do not fit `layout`.
+    """
     moments: dict[str, dict[str, NDArray[np.float32]]] = {moment.name: {} for moment in layout.moments}
     for name, tensor in _read_tensors(checkpoint.path / MOMENTS).items():
         moment_name, _, tensor_name = name.partition(".")
@@ -152,8 +163,8 @@ def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
             checkpoint.updates,
             checkpoint.tokens_total,
             layout,
-            layout.flat(_read_tensors(checkpoint.path / WEIGHTS)),
-            {moment.name: layout.of_moment(moment).flat(moments[moment.name]) for moment in layout.moments},
+            layout.flatten(_read_tensors(checkpoint.path / WEIGHTS)),
+            {moment.name: layout.of_moment(moment).flatten(moments[moment.name]) for moment in layout.moments},
             checkpoint.agreed,
             checkpoint.lineage,
         )
@@ -162,19 +173,20 @@ def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
-    """Returns the path of the folder below `folder` for the checkpoints of a stage. Creates nothing."""
+    """Returns the path of the folder for a stage's checkpoints, `folder`/stage-S. Creates nothing."""
     return folder / f"stage-{stage}"
 
 
 # --- writing
 
 
-def _write_files(place: Path, run: str, state: StageState) -> Path:
-    """Writes a checkpoint to a temporary folder, renames that to its final name, and returns the path.
+def _write_files(parent: Path, run: str, state: StageState) -> Path:
+    """Writes a checkpoint to a temporary folder in `parent`, renames that to its final name, and returns the path.
 
-    An intact checkpoint of that name has the same content: it stays, and the new copy is removed.
+    If an intact checkpoint of the final name exists, it has the same content: it stays, and the new copy is removed. A
+    damaged one is replaced. Raises OSError.
     """
-    fresh = fresh_path(place / f"step-{state.step}")
+    fresh = fresh_path(parent / f"step-{state.step}")
     os.mkdir(fresh, 0o700)
     metadata = {"run": run, "stage": str(state.stage), "step": str(state.step)}
     moments = {
@@ -197,7 +209,7 @@ def _write_files(place: Path, run: str, state: StageState) -> Path:
         },
     )
     written = write_file(fresh / INDEX, [index.model_dump_json(indent=2).encode() + b"\n"])
-    path = place / f"step-{state.step}-{written.sha256[:NAME_DIGITS]}"
+    path = parent / f"step-{state.step}-{written.sha256[:NAME_DIGITS]}"
     if path.exists():
         with contextlib.suppress(CheckpointError):
             verify_checkpoint(path, run, state.stage)  # the same content: it may be the only one, so it stays
@@ -207,41 +219,45 @@ def _write_files(place: Path, run: str, state: StageState) -> Path:
     return path
 
 
-def _remove_leftovers(place: Path) -> None:
-    """Removes temporary folders left by a writer that was killed or ran out of space. Raises nothing."""
+def _remove_leftovers(parent: Path) -> None:
+    """Removes temporary folders in `parent` left by a writer that was killed or failed. OSErrors are ignored."""
     with contextlib.suppress(OSError):
-        for leftover in place.glob(".step-*"):
+        for leftover in parent.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def checkpoint_folders(place: Path) -> list[Path]:
-    """Returns the folders of a stage's checkpoints in `place`, the newest first; they need not be intact."""
-    return [path for _, path in _list_checkpoints(place)]
+def checkpoint_folders(parent: Path) -> list[Path]:
+    """Returns the paths of the checkpoints in a stage's folder `parent`, the highest step first.
+
+    Judges by their names only: they need not be intact. Returns [] if `parent` cannot be read.
+    """
+    return [path for _, path in _list_checkpoints(parent)]
 
 
 # --- reading
 
 
-def _list_checkpoints(place: Path) -> list[tuple[int, Path]]:
-    """Returns (step, path) of the folders in `place` named as checkpoints are, highest step first; [] on errors."""
+def _list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
+    """Returns (step, path) of each entry of `parent` named as a checkpoint is, highest step first; [] if unreadable."""
     try:
-        matches = [(_NAME.fullmatch(path.name), path) for path in place.iterdir()]
+        matches = [(_NAME.fullmatch(path.name), path) for path in parent.iterdir()]
     except OSError:
         return []
     return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
-    """Reads checkpoint.json in the folder `path`.
+    """Reads checkpoint.json in the folder `path` and returns its content.
 
-    Raises CheckpointError if it is unreadable or malformed, or if the step or hash in the folder's name does not match.
+    Raises CheckpointError if the file is unreadable or malformed, or if step or hash in the folder's name are others.
     """
-    file, match = path / INDEX, _NAME.fullmatch(path.name)
+    file = path / INDEX
+    match = _NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path} is not named as a checkpoint is.")
     try:
-        with file.open("rb") as opened:
-            text = opened.read(MAX_INDEX_BYTES)
+        with file.open("rb") as stream:
+            text = stream.read(MAX_INDEX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}).") from error
     if (digest := hashlib.sha256(text).hexdigest()[:NAME_DIGITS]) != match[2]:
@@ -258,9 +274,9 @@ def _read_index(path: Path) -> _CheckpointIndex:
 
 
 def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Returns all tensors of a safetensors file by name. Raises CheckpointError if it is not a readable one."""
+    """Reads a safetensors file; returns name -> tensor. Raises CheckpointError if it is not a readable one."""
     try:
-        with safe_open(file, framework="numpy") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is not a mapping
+        with safe_open(file, framework="numpy") as reader:
+            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read as safetensors ({error}).") from error

@@ -22,8 +22,9 @@ REMEMBERED_CHUNKS: Final = 32
 class ChunkSchedule:
     """Assigns the chunks 0 to count - 1 of one transfer to sources, until all of them have arrived.
 
-    A free source gets the lowest missing chunk. When none is missing, it gets the one that was asked for first, if that
-    call lasts unusually long. So a slow or hung source delays the end by one chunk, not by all of its chunks.
+    A source gets the lowest missing chunk: one that has not arrived and has no open call. If none is missing, it gets a
+    chunk that another source is asked for, if that call lasts unusually long, so that a slow or hung source delays the
+    end by one chunk, not by all of its chunks.
     """
 
     def __init__(self, count: int) -> None:
@@ -41,14 +42,14 @@ class ChunkSchedule:
         return len(self.arrived_chunks) == self.count
 
     def take(self, peer: PeerId, now: float, has: Callable[[int], bool] = lambda chunk: True) -> int | None:
-        """Chooses the chunk to ask `peer` for, records that the call begins `now`, and returns the chunk or None.
+        """Chooses a chunk to ask `peer` for, records that the call begins `now`, and returns the chunk; None if none.
 
-        has(chunk): whether the peer has it. The lowest missing chunk that it has is chosen. Without one, it is the
-        chunk that has waited longest since its latest call began, if that call, to another peer, has lasted longer than
-        max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
+        has(chunk): whether the peer has that chunk. The lowest missing chunk that the peer has is chosen. Without one,
+        among the chunks that are asked of other peers but not of this one, the chunk whose latest call began longest
+        ago, if that call has lasted longer than max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
         """
         if (chunk := self._take_missing(has)) is None:
-            open_calls = ((max(asked.values()), n) for n, asked in self._open.items() if peer not in asked and has(n))
+            open_calls = ((max(calls.values()), n) for n, calls in self._open.items() if peer not in calls and has(n))
             started_at, chunk = min(open_calls, default=(now, -1))
             if now - started_at <= max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * self.median_s()):
                 return None
@@ -66,32 +67,35 @@ class ChunkSchedule:
         return chunk
 
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
-        """Records that `peer` delivered the chunk.
+        """Records that `peer` delivered the chunk, and how long the call took; ends all open calls for the chunk.
 
-        Returns the other peers that are asked for it, to cancel their calls.
+        Returns the other peers that had an open call for the chunk, so that the caller cancels these calls.
         """
-        asked = self._open.pop(chunk, {})
-        if (started_at := asked.pop(peer, None)) is not None:
+        calls = self._open.pop(chunk, {})
+        if (started_at := calls.pop(peer, None)) is not None:
             self._durations.append(now - started_at)
         self.arrived_chunks.add(chunk)
-        return list(asked)
+        return list(calls)
 
     def record_call_end(self, chunk: int, peer: PeerId) -> None:
-        """Records that the call to `peer` for `chunk` ended, however it ended.
+        """Records that the call to `peer` for `chunk` ended, with or without the chunk.
 
-        The chunk is missing again if it has not arrived and no other call for it is open.
+        If the chunk has not arrived and no other call for it is open, it is missing again and counted in `refetched`.
         """
-        asked = self._open.get(chunk, {})
-        asked.pop(peer, None)
-        if not asked and self._open.pop(chunk, None) is not None and chunk not in self.arrived_chunks:
+        calls = self._open.get(chunk, {})
+        calls.pop(peer, None)
+        if not calls and self._open.pop(chunk, None) is not None and chunk not in self.arrived_chunks:
             self.refetched += 1
             heapq.heappush(self._missing, chunk)
 
     def discard(self, chunk: int) -> None:
-        """Makes a chunk that has arrived missing again, so that it is fetched again."""
+        """Makes a chunk that has arrived missing again, so that it is fetched again. KeyError if it has not arrived."""
         self.arrived_chunks.remove(chunk)
         heapq.heappush(self._missing, chunk)
 
     def median_s(self) -> float:
-        """Returns the median seconds that the last REMEMBERED_CHUNKS chunks took; ASSUMED_CHUNK_S before the first."""
+        """Returns the median of the seconds that the last REMEMBERED_CHUNKS chunks took from call to arrival.
+
+        Returns ASSUMED_CHUNK_S before the first has arrived.
+        """
         return statistics.median(self._durations) if self._durations else ASSUMED_CHUNK_S

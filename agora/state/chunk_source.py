@@ -24,7 +24,7 @@ FAILURES: Final = 4  # failures of one source in a row, after which it is given 
 PAUSE_S: Final = 0.5  # seconds without a call after a source's first failure; doubles with each further one
 MAX_PAUSE_S: Final = 10.0  # the longest pause that a Busy source can ask for
 SLOW_S: Final = 5.0  # a source without an answer for this long, and for four median chunk times, counts as slow
-TICK_S: Final = 0.05  # seconds between two looks for slow sources while nothing arrives
+TICK_S: Final = 0.05  # seconds between two checks for slow sources while nothing arrives
 # With these numbers one source fills a link of 200 Mbit/s and 50 ms, and all chunks being fetched take 48 MiB of
 # memory.
 
@@ -33,10 +33,11 @@ RequestKey = TypeVar("RequestKey", bound=Hashable)
 
 @dataclass(slots=True)
 class ChunkSource(Generic[RequestKey]):
-    """A peer that something is fetched from.
+    """A peer that chunks or pieces are fetched from, and what its calls have shown.
 
-    calls: what is asked for -> task of the open call, and the loop time at which it began. failures: how many in a row.
-    not_before: loop time until which no call is made. last_chunk_s: seconds that its last chunk took.
+    calls: what is asked for -> task of the open call, and the loop time at which the call began. failures: how many in
+    a row. not_before: loop time until which no call is made. last_chunk_s: seconds that the peer's last chunk took,
+    infinite before the first. last_error: the text of its last failure, "" before one.
     """
 
     peer: PeerId
@@ -48,11 +49,11 @@ class ChunkSource(Generic[RequestKey]):
 
     @property
     def window(self) -> int:
-        """How many calls to the source may be open at once."""
+        """Maximum number of open calls: 1, or WINDOW if the last chunk took under QUICK_S and no call failed since."""
         return WINDOW if self.last_chunk_s < QUICK_S and not self.failures else 1
 
     def is_slow(self, now: float, patience_s: float) -> bool:
-        """Returns whether its oldest open call has lasted longer than `patience_s`; False without an open call.
+        """Returns whether this source's oldest open call has lasted longer than `patience_s`; False without one.
 
         now: loop time.
         """
@@ -60,13 +61,15 @@ class ChunkSource(Generic[RequestKey]):
 
     def record_chunk(self, seconds: float) -> None:
         """Records that a chunk arrived `seconds` after it was asked for; sets the count of failures to 0."""
-        self.failures, self.last_chunk_s = 0, seconds
+        self.failures = 0
+        self.last_chunk_s = seconds
 
     def record_failure(self, error: AgoraError, now: float) -> None:
-        """Records that a call failed, and sets `not_before`.
+        """Records at loop time `now` that a call failed: keeps the error's text and pauses the source (`not_before`).
 
-        Busy: the source pauses as long as it asks for, from PAUSE_S to MAX_PAUSE_S. Other errors count as one failure
-        and double the pause, unless the source pauses already.
+        Busy is not counted in `failures`: the pause is as long as the peer asks for, clamped to PAUSE_S and
+        MAX_PAUSE_S. Any other error is counted; its pause is PAUSE_S, doubled with each failure in a row. During a
+        pause, an error other than Busy changes only the text.
         """
         self.last_error = str(error)
         if isinstance(error, Busy):
@@ -76,10 +79,10 @@ class ChunkSource(Generic[RequestKey]):
             self.not_before = now + PAUSE_S * 2 ** (self.failures - 1)
 
     def take_ended_calls(self) -> list[tuple[RequestKey, asyncio.Task[None]]]:
-        """Removes the calls that have ended, and returns for each what it asked for and its task."""
-        ended = [(asked, task) for asked, (task, _) in self.calls.items() if task.done()]
-        for asked, _ in ended:
-            del self.calls[asked]
+        """Removes the calls that have ended from `calls`; returns for each call what it asked for, and its task."""
+        ended = [(key, task) for key, (task, _) in self.calls.items() if task.done()]
+        for key, _ in ended:
+            del self.calls[key]
         return ended
 
     def cancel_calls(self) -> None:

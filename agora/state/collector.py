@@ -29,13 +29,14 @@ from agora.threads import run_in_thread
 
 COLLECT_S: Final = 3500.0
 RETRY_MS: Final = 1000
-SPARE_BYTES: Final = 64 * 2**20  # that must stay free on the disk
+SPARE_BYTES: Final = 64 * 2**20  # what must stay free on the disk
 
 
 class StageCollector:
     """Writes the weights of all stages as files in `folder`: copies the held stages, fetches the others from replicas.
 
-    Refuses a second collection while one runs. `close` cancels the running one and refuses all later ones.
+    Refuses a second collection while one runs. `close` cancels the running collection and refuses all later ones. The
+    files stay in `folder` until the next collection.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class StageCollector:
     async def collect(self, *, average: bool = False) -> list[StageFile]:
         """Writes a weight file for every stage, in place of the last collection, and returns the files in stage order.
 
-        average: writes the moving averages of the weights instead, if the run keeps them. A failure leaves no half
-        collection; the last one may be removed by then. Raises Busy while another collection runs, Unavailable for a
-        stage that no peer can give, DiskError, and LocalError when the daemon leaves.
+        average: writes the moving averages of the weights, or in a run that keeps none the plain weights. After a
+        failure `folder` has the last collection or does not exist. Raises Busy while another collection runs,
+        Unavailable for a stage that no peer gives within COLLECT_S, DiskError, and LocalError after `close` or when
+        `close` cancels the collection.
         """
         if self._closed:
             raise LocalError("this daemon is leaving; ask another one of the run")
@@ -84,16 +86,17 @@ class StageCollector:
             self._task = None
 
     def close(self) -> None:
-        """Cancels a running collection and refuses later ones."""
+        """Cancels a running collection without waiting for its end, and makes later ones raise LocalError."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
 
     async def _collect(self, average: bool) -> list[StageFile]:
-        """Writes the files of all stages into a new folder, renames it to `folder`, and returns them in stage order.
+        """Writes all stages' files, one by one, to a new folder, renames that to `folder`; returns them in stage order.
 
-        average: see `collect`. Raises Unavailable at once when no peer has some stage, or later when no peer gives it,
-        and DiskError when there is too little room or a file cannot be written.
+        Removes the last collection before it writes, and the new folder after a failure. average: see `collect`. Raises
+        Unavailable, before it writes, when no peer has some stage, or later when no peer gives it, and DiskError when
+        there is too little room or a file cannot be written.
         """
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
@@ -104,14 +107,19 @@ class StageCollector:
         need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + SPARE_BYTES
 
         def prepare() -> None:
-            """Removes the last collection and the temporary folders of killed processes; creates `fresh`."""
+            """Removes the last collection and the temporary folders of killed processes; creates the folder `fresh`.
+
+            Raises DiskError if fewer than `need_bytes` are free.
+            """
             for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
                 shutil.rmtree(old, ignore_errors=True)
             make_folder(fresh, need_bytes)
 
         try:
             await run_in_thread(prepare)
-            files = [await self._write_stage(fresh, stage, lay, average, deadline) for stage, lay in enumerate(layouts)]
+            files = [
+                await self._write_stage(fresh, stage, layout, average, deadline) for stage, layout in enumerate(layouts)
+            ]
             await run_in_thread(lambda: put_in_place(fresh, self._folder))
         except OSError as error:
             raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
@@ -122,9 +130,8 @@ class StageCollector:
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
         """Writes one stage's weights as a safetensors file in `folder`; returns that file, with the weights' step.
 
-        The state is copied if the stage is held here, and fetched otherwise: Unavailable is raised if that fails or
-        lasts beyond the loop time `deadline`. average: writes the weights' moving average instead, if the run keeps
-        one.
+        The state is copied if the stage is held here, and otherwise fetched from a replica: Unavailable is raised if no
+        replica gives it by the loop time `deadline`. average: see `collect`.
         """
         if stage in self._stages.span:
             state = await self._stages.export_state(stage)
@@ -139,7 +146,8 @@ class StageCollector:
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:
         """Fetches a stage's state from the peers that serve it now; if all fail, from peers that have come since.
 
-        Raises Unavailable, with the peers' reasons, when no other peer is left or the loop time `deadline` has come.
+        No peer is tried twice. Raises Unavailable, with the peers' reasons, when no other peer is left; at the loop
+        time `deadline` every fetch fails.
         """
         fetch = StateFetch(
             self._caller,
@@ -160,6 +168,6 @@ class StageCollector:
 
 
 def _unavailable(stage: int, reasons: Sequence[str]) -> Unavailable:
-    """Returns the error to raise when no peer could give the stage: the reasons, and what to do."""
+    """Returns the error to raise when no peer could give the stage; its text has the reasons and what to do."""
     advice = f"start a peer with `agora-node join RUN --stages {stage}`, or export from a checkpoint of it"
     return Unavailable(stage, [*(reasons or ["no peer of the swarm serves it"]), advice])

@@ -1,4 +1,4 @@
-"""Keeps on disk which samples had been trained on at each checkpoint, so that a resumed run goes on from there.
+"""Keeps on disk which samples had been trained on at each checkpoint, so that a resumed run continues from there.
 
 Knows: steps, states of epochs as integers, one JSON file. Must not know: what the integers mean, rows, checkpoints'
 files.
@@ -24,10 +24,12 @@ MAX_BYTES: Final = 1 << 24
 
 
 class EpochRecord:
-    """Remembers the state of the epochs at each step of stage 0, and writes that of each checkpoint to `path`.
+    """Remembers the epochs' state at each step of stage 0, and writes the state of each checkpoint to the file `path`.
 
-    A state is the tuple of integers that EpochShares.snapshot returns. The file is read when this object is made.
-    A disk error is reported as DiskTrouble: after a restart, samples since the last good write are trained on again.
+    A state says which samples have been trained on: the tuple of integers that EpochShares.snapshot returns. The file
+    is read when this object is made; a missing or malformed one counts as empty. A disk error is reported as
+    DiskTrouble: the state stays in memory and goes into the file with the next one. Until then a restart would train
+    on samples since the last good write again.
     """
 
     def __init__(self, path: Path, report: Report) -> None:
@@ -35,27 +37,32 @@ class EpochRecord:
         self._report = report
         self._remembered: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._kept = _read(path)
-        self._awaited: set[int] = set()
+        self._awaited: int | None = None  # a step that `write` was called for before its state was known
 
     def remember(self, step: int, state: tuple[int, ...]) -> None:
-        """Keeps a step's state in memory until REMEMBERED later ones came; writes it if `write(step)` came before."""
+        """Keeps a step's state in memory until REMEMBERED later states have come.
+
+        If `write` was called for this step before its state was known, and for no other step since, writes the state
+        now, which blocks.
+        """
         self._remembered[step] = state
         while len(self._remembered) > REMEMBERED:
             self._remembered.popitem(last=False)
-        if step in self._awaited:
-            self._awaited.clear()
+        if step == self._awaited:
             self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes the state at `step` to the file, with those of up to KEPT - 1 earlier steps.
+        """Writes the remembered state of `step` to the file, with the states of up to KEPT - 1 earlier steps.
 
-        Called when a checkpoint of `step` was written. If the state of `step` is not remembered yet, it is written as
-        soon as `remember` gets it. Blocks. A file that cannot be written is reported, not raised.
+        States of later steps in the file are dropped. If the state of `step` is not remembered yet, it is written as
+        soon as `remember` gets it. Call it when a checkpoint of `step` was written. Blocks. A file that cannot be
+        written is reported as DiskTrouble, not raised; the states for it stay in memory until the next write.
         """
         state = self._remembered.get(step)
         if state is None:
-            self._awaited = {step}
+            self._awaited = step
             return
+        self._awaited = None
         # States of later steps come from training that was undone by going back to an older checkpoint.
         earlier = {kept: state for kept, state in self._kept.items() if kept < step}
         self._kept = dict(sorted({**earlier, step: state}.items())[-KEPT:])
@@ -71,14 +78,18 @@ class EpochRecord:
         except OSError as error:
             self._report(DiskTrouble(str(self._path), error.strerror or str(error)))
 
-    def newest(self, step: int) -> tuple[int, ...] | None:
-        """Returns the state that was written for the newest checkpoint up to and including `step`, or None."""
-        known = [kept for kept in self._kept if kept <= step]
-        return self._kept[max(known)] if known else None
+    def latest_up_to(self, step: int) -> tuple[int, ...] | None:
+        """Returns the state kept for the latest step up to and including `step`; None if there is none.
+
+        Kept are the at most KEPT states that were read from the file or given to it by `write`, even if the disk failed
+        then. So an older checkpoint may have none. States that are only remembered do not count.
+        """
+        steps = [kept for kept in self._kept if kept <= step]
+        return self._kept[max(steps)] if steps else None
 
 
 def _read(path: Path) -> dict[int, tuple[int, ...]]:
-    """Returns the states in the file, by step; {} when it is missing or malformed."""
+    """Reads the file; returns step -> state, {} when the file is missing or malformed."""
     try:
         with path.open("rb") as file:
             content: Any = json.loads(file.read(MAX_BYTES))

@@ -1,4 +1,4 @@
-"""Writes files and folders so that a power cut leaves a whole one or none, and no export replaces foreign files.
+"""Writes files and folders so that a power cut leaves a whole one or none, and an export replaces no files but its own.
 
 Knows: bytes, folders, and export.json, which marks a folder as an export. Must not know: what the bytes mean. A
 safetensors file is written straight from the arrays, without a second copy in memory, and hashed on the way, so that
@@ -38,11 +38,13 @@ class FileDigest:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> FileDigest:
-    """Creates the file `path` from `pieces`, flushes it to disk (fsync), and returns its size and hash.
+    """Creates the file `path` with the content `pieces`, flushes it to disk (fsync), and returns its size and hash.
 
-    mode: its permissions, whatever the umask is. Raises OSError; FileExistsError if `path` exists.
+    mode: the file's permissions, whatever the umask is. Raises FileExistsError if `path` exists; another OSError may
+    leave a partly written file.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         os.fchmod(handle, mode)  # whatever the umask is
@@ -61,7 +63,8 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o6
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> FileDigest:
     """Creates the safetensors file `path` with float32 tensors, by name, and flushes it to disk; returns size and hash.
 
-    Raises OSError; FileExistsError if `path` exists (see replace_tensors).
+    metadata: the strings of the header's "__metadata__". Raises FileExistsError if `path` exists (replace_tensors
+    replaces it); another OSError may leave a partly written file.
     """
     header = safetensors_header({name: ("F32", t.shape, t.nbytes) for name, t in tensors.items()}, metadata)
     contents = (np.ascontiguousarray(tensor, "<f4").reshape(-1).data.cast("B") for tensor in tensors.values())
@@ -69,9 +72,10 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metada
 
 
 def replace_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]) -> None:
-    """Writes the safetensors file `path`, in place of an earlier one; readers see the old or the new file as a whole.
+    """Writes float32 tensors, by name, as the safetensors file `path`, in place of an earlier one; flushes it to disk.
 
-    Creates the folder if needed. Raises DiskError; an earlier file is then unchanged.
+    Readers see the old or the new file as a whole. Creates the folder if needed. metadata: see write_tensors. Raises
+    DiskError; an earlier file is then unchanged.
     """
     temporary = path.with_suffix(f".{os.getpid()}.new")
     try:
@@ -87,9 +91,10 @@ def replace_tensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], meta
 
 
 def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
-    """Returns the header of a safetensors file, its length included; the tensors' bytes follow in the same order.
+    """Returns the first bytes of a safetensors file: the length field and the JSON header, padded with spaces.
 
-    tensors: for each name its dtype as the format spells it, its shape and its size in bytes.
+    The tensors' bytes must follow in the order of `tensors`: name -> dtype as the format spells it, shape, size in
+    bytes. metadata: the strings of "__metadata__".
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -114,65 +119,66 @@ def sync_folder(folder: Path) -> None:
 
 
 def resolve_export_folder(out: Path, *, replace: bool) -> Path:
-    """Returns `out` as an absolute path if an export may be written there.
+    """Returns `out` as an absolute path, ~ expanded, if an export may be written there: it is missing or empty.
 
-    Raises InputError for the current folder, a file, a folder with anything but an earlier export in it, and for an
-    earlier export unless `replace`.
+    With `replace`, `out` may also be an earlier export: a folder with export.json and only files that this lists.
+    Raises InputError for any other folder, for the current folder and for a file. Creates and removes nothing.
     """
-    place = out.expanduser().resolve()
-    if place == Path.cwd():
-        raise InputError(f"{place} is where this command runs; name a folder in it.")
-    if not place.exists():
-        return place
-    if not place.is_dir():
-        raise InputError(f"{place} is a file; name a folder.")
-    names = sorted(path.name for path in place.iterdir())
+    folder = out.expanduser().resolve()
+    if folder == Path.cwd():
+        raise InputError(f"{folder} is where this command runs; name a folder in it.")
+    if not folder.exists():
+        return folder
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file; name a folder.")
+    names = sorted(path.name for path in folder.iterdir())
     try:
-        with (place / EXPORT_INDEX).open("rb") as file:
+        with (folder / EXPORT_INDEX).open("rb") as file:
             exported = {EXPORT_INDEX, *json.loads(file.read(MAX_LIST_BYTES))["files"].keys()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         exported = None
     if names and exported is None:
-        raise InputError(f"{place} is not empty and no earlier export; name a new folder.")
+        raise InputError(f"{folder} is not empty and not an earlier export; name a new folder.")
     if exported is not None and (unknown := [name for name in names if name not in exported]):
-        raise InputError(f"{place} is an earlier export with {unknown[0]} added to it; name a new folder.")
+        raise InputError(f"{folder} is an earlier export with {unknown[0]} added to it; name a new folder.")
     if names and not replace:
-        raise InputError(f"{place} is an earlier export; give --force to replace it, or name a new folder.")
-    return place
+        raise InputError(f"{folder} is an earlier export; give --force to replace it, or name a new folder.")
+    return folder
 
 
 @contextlib.contextmanager
-def fresh_folder(place: Path, need_bytes: int) -> Iterator[Path]:
-    """Context manager: yields a new folder beside `place`, for the block to fill; on success renames it to `place`.
+def fresh_folder(target: Path, need_bytes: int) -> Iterator[Path]:
+    """Context manager: yields a new folder beside `target`, for the block to fill; on success renames it to `target`.
 
-    A folder at `place` is replaced and removed. An exception in the block removes the new folder; an OSError becomes a
-    DiskError. Raises DiskError at once if the disk has less than `need_bytes` free.
+    A folder at `target` is replaced and removed. An exception in the block removes the new folder and leaves `target`
+    as it was; an OSError becomes a DiskError. Raises DiskError before the block if the disk has less than `need_bytes`
+    free.
     """
-    fresh = fresh_path(place)
+    fresh = fresh_path(target)
     try:
         make_folder(fresh, need_bytes)
         yield fresh
-        put_in_place(fresh, place)
+        put_in_place(fresh, target)
     except OSError as error:
         raise DiskError(
-            f"Cannot write {place} ({error.strerror or error}); free some space, or name another folder."
+            f"Cannot write {target} ({error.strerror or error}); free some space, or name another folder."
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def fresh_path(place: Path) -> Path:
-    """Returns an unused path in the folder of `place`, .NAME.RANDOM.new, for what is renamed to `place` later.
+def fresh_path(target: Path) -> Path:
+    """Returns a path of random name, .NAME.RANDOM.new, beside `target`; creates nothing.
 
-    Creates nothing.
+    For a new file or folder that is renamed to `target` later, or for an old one that is moved away to be removed.
     """
-    return place.with_name(f".{place.name}.{secrets.token_hex(4)}.new")
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
 
 
 def make_folder(folder: Path, need_bytes: int) -> None:
-    """Creates `folder` and its parents. Raises OSError if it exists.
+    """Creates `folder` and its missing parents. Raises OSError if `folder` exists or cannot be created.
 
-    Raises DiskError if fewer than `need_bytes` are free.
+    Raises DiskError, after creating the parents but not `folder`, if fewer than `need_bytes` are free on their disk.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
@@ -184,29 +190,30 @@ def make_folder(folder: Path, need_bytes: int) -> None:
     folder.mkdir()
 
 
-def put_in_place(fresh: Path, place: Path) -> None:
-    """Flushes `fresh` to disk and renames it to `place`; a folder at `place` is removed, or put back on failure.
+def put_in_place(fresh: Path, target: Path) -> None:
+    """Renames the folder `fresh` to `target`; flushes the entries of `fresh` and of the parent to disk (fsync).
 
-    Raises OSError.
+    The content of the files is not flushed here. An earlier folder at `target` is moved away and removed, or put back
+    if the rename fails. Raises OSError.
     """
     sync_folder(fresh)
-    replaced = place.with_name(f".{place.name}.{secrets.token_hex(4)}.old")
-    if place.exists():
-        os.rename(place, replaced)
+    replaced = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+    if target.exists():
+        os.rename(target, replaced)
     try:
-        os.rename(fresh, place)
+        os.rename(fresh, target)
     except OSError:
         if replaced.exists():
-            os.rename(replaced, place)
+            os.rename(replaced, target)
         raise
-    sync_folder(place.parent)
+    sync_folder(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
-    """Creates export.json in `folder`: the entries of `about`, and "files" with each file's size and SHA-256.
+    """Creates export.json in `folder`: the entries of `about`, and "files": name -> size and SHA-256, sorted by name.
 
-    Raises OSError.
+    Raises FileExistsError if export.json exists, another OSError if it cannot be written.
     """
     hashes = {name: asdict(file) for name, file in sorted(files.items())}
     write_file(folder / EXPORT_INDEX, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)

@@ -37,7 +37,7 @@ _WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A model on the Hub. repo: ORG/NAME. revision: a branch, a tag or a commit; None: the main branch."""
+    """The name of a model on the Hub. repo: ORG/NAME. revision: a branch, a tag or a commit; None: the main branch."""
 
     repo: str
     revision: str | None = None
@@ -49,14 +49,17 @@ class HubId:
 
 @dataclass(frozen=True, slots=True)
 class HubFolder:
-    """The folder in this machine's cache that has a model's files. name: the model's id, with a commit as revision."""
+    """The folder in this machine's cache that has a model's files. hub_id: the model's id, with the cached commit."""
 
     folder: Path
-    name: HubId
+    hub_id: HubId
 
 
 def hub_id_of(named: Path) -> HubId | None:
-    """Returns the id if `named` looks like ORG/NAME[@REVISION] and is not an existing folder; None otherwise."""
+    """Returns `named` as a model's id if it looks like ORG/NAME[@REVISION] and is no existing folder; None otherwise.
+
+    Does not check whether the Hub has such a model.
+    """
     match = _ID.fullmatch(str(named))
     if match is None or named.is_dir():
         return None
@@ -64,17 +67,18 @@ def hub_id_of(named: Path) -> HubId | None:
 
 
 def find_or_fetch(wanted: HubId) -> HubFolder:
-    """Returns the model's folder in the cache; fetches missing files from the Hub first, if there are any. Blocks.
+    """Returns the model's folder in the cache; if a file is missing there, fetches the model from the Hub first.
 
-    Raises BaseModelError as fetch_model does.
+    A complete copy in the cache is used without asking the Hub. Blocks. Raises BaseModelError as fetch_model does.
     """
     return find_cached(wanted) or fetch_model(wanted)
 
 
 def find_cached(wanted: HubId) -> HubFolder | None:
-    """Returns the model's folder in the cache, without asking the Hub; None if the config or a weights file is missing.
+    """Returns the model's folder in the cache, without asking the Hub; the result's hub_id has the cached commit.
 
-    Raises BaseModelError without the package huggingface_hub, and for an index that is malformed.
+    Returns None if the config or a weights file is missing, or if the id is not valid on the Hub; tokenizer files may
+    be missing. Raises BaseModelError if the package huggingface_hub is missing or an index is malformed.
     """
     hub = _import_hub("huggingface_hub")
     try:
@@ -90,10 +94,11 @@ def find_cached(wanted: HubId) -> HubFolder | None:
 
 
 def fetch_model(wanted: HubId) -> HubFolder:
-    """Fetches the model's missing files into the cache, at the commit that its revision names now. Blocks.
+    """Fetches the model's missing files into the cache, at the commit that the revision names now; returns the folder.
 
-    If the Hub cannot be reached, a complete copy in the cache is used. Raises BaseModelError when there is no such
-    model or revision, when access is denied, when it has no safetensors files, and when the network or disk fails.
+    Fetches the files DESCRIPTIONS and the weights files. Blocks. If the Hub cannot be reached, a complete copy in the
+    cache is used. Raises BaseModelError when there is no such model or revision, when access is denied, when the model
+    has no config.json or no safetensors files, and when the network or disk fails.
     """
     _import_hub("huggingface_hub")
     folder = _download(wanted, list(DESCRIPTIONS))
@@ -101,7 +106,7 @@ def fetch_model(wanted: HubId) -> HubFolder:
     if not (folder / DESCRIPTIONS[0]).is_file():
         raise BaseModelError(f"{wanted} on the Hub has no {DESCRIPTIONS[0]}; choose a model of transformers.")
     weights = _weight_files(folder)
-    _download(found.name, weights)
+    _download(found.hub_id, weights)
     missing = [name for name in weights if not (folder / name).is_file()]
     if missing:
         raise BaseModelError(
@@ -112,9 +117,9 @@ def fetch_model(wanted: HubId) -> HubFolder:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Returns the names of a model's weights files; not all of them need exist in `folder`.
+    """Returns the names of the weights files that a model in `folder` should have; they need not exist there.
 
-    It is model.safetensors if that exists or there is no index; otherwise those that the index lists, sorted. Raises
+    Only model.safetensors if that exists or there is no index; otherwise those that the index lists, sorted. Raises
     BaseModelError for an index that is too long or malformed, or lists names that are not those of safetensors files.
     """
     index = folder / INDEX
@@ -134,9 +139,11 @@ def _weight_files(folder: Path) -> list[str]:
 def _download(wanted: HubId, names: list[str]) -> Path:
     """Fetches those of the files `names` that the Hub has and the cache lacks. Returns the model's folder in the cache.
 
-    Raises BaseModelError, whose sentence says what went wrong and what to do.
+    A file that the Hub does not have is left out without an error. Shows progress bars only on a terminal. Uses the
+    server that HF_ENDPOINT names. Raises BaseModelError, whose text says what went wrong and what to do.
     """
-    hub, errors = _import_hub("huggingface_hub"), _import_hub("huggingface_hub.errors")
+    hub = _import_hub("huggingface_hub")
+    errors = _import_hub("huggingface_hub.errors")
     if not sys.stderr.isatty():
         _import_hub("huggingface_hub.utils").disable_progress_bars()
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -167,7 +174,7 @@ def _download(wanted: HubId, names: list[str]) -> Path:
 
 
 def _import_hub(module: str) -> Any:
-    """Imports and returns a module of the package huggingface_hub. Raises BaseModelError if it is not installed."""
+    """Imports and returns a module of the package huggingface_hub. BaseModelError if the package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

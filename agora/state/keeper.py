@@ -23,32 +23,37 @@ from agora.observe.events import Report
 from agora.state import rules
 from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import Layout, StageState
-from agora.state.snapshot import Snapshots
+from agora.state.snapshot import SnapshotServer
 from agora.state.transfer import StateFetch
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
-PATIENCE_S: Final = 300.0  # seconds that a joining peer without a checkpoint looks for new sources when all have failed
+PATIENCE_S: Final = 300.0  # seconds for which a joiner without a checkpoint looks for new sources when all have failed
 ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to say whether they have taken a step
-RETRY_S: Final = 2.0  # seconds until sources are looked for again
+RETURN_S: Final = 120.0  # seconds in which the last peer that offered a stage may come back, before it counts as lost
+RETRY_S: Final = 2.0  # seconds between two attempts to find a source
 
 
 class KeptStages(Protocol):
-    """Interface of the stages of this peer's span, whose state can be read and replaced while they train."""
+    """Protocol: the stages of this peer's span, whose state can be read and replaced while they train."""
 
     @property
-    def span(self) -> Span: ...
-    def layout(self, stage: int) -> Layout: ...
-    async def load_state(self, state: StageState) -> None:
-        """Replaces the weights, moments and step of `state`'s stage, and drops its gradient sum.
+    def span(self) -> Span:
+        """The stages that this peer holds."""
 
-        Running microbatches go on: their gradients count for the new step. Raises ProtocolError for a state that cannot
-        be loaded; nothing has changed then.
+    def layout(self, stage: int) -> Layout:
+        """Returns the layout of a held stage's state, with the optimizer's moments."""
+
+    async def load_state(self, state: StageState) -> None:
+        """Replaces the weights, moments and step of `state`'s stage, and drops the stage's gradient sum.
+
+        Running microbatches go on, and their gradients count for the new step. Raises ProtocolError for a state that
+        cannot be loaded; nothing has changed then.
         """
 
     async def export_state(self, stage: int) -> StageState:
-        """Returns a copy of the stage's weights and moments after its last step, all of the same step."""
+        """Returns a copy of the stage's weights and optimizer moments after its last step, all of the same step."""
 
 
 ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
@@ -56,38 +61,38 @@ ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
 
 
 class AskSteps(Protocol):
-    """Interface: asks peers directly how many optimizer steps they have taken at a stage.
+    """Protocol: a function that asks `peers` directly how many optimizer steps they have taken at `stage`.
 
-    Returns the steps by peer, of those that answered.
+    Returns peer -> steps; peers that did not answer are left out.
     """
 
     async def __call__(self, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]: ...
 
 
 async def ask_nobody(stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Returns 0 steps for every peer and asks none of them: an AskSteps for callers that trust the directory."""
+    """Returns 0 steps for each of `peers` and asks none of them: an AskSteps for callers that trust the directory."""
     return dict.fromkeys(peers, 0)
 
 
 class StageHolders(NamedTuple):
     """How a StateKeeper learns which peers hold a stage and which step they have reached.
 
-    me: this peer. serving: returns the claimed steps of the peers that serve the stage. claimants: also of those that
-    are joining and may give a checkpoint. Both may include this peer. ask: asks peers directly, since what they have
-    published may be older than their first step.
+    The results of `serving` and `claimants` may include this peer.
     """
 
-    me: PeerId
-    serving: ClaimedSteps
-    claimants: ClaimedSteps
-    ask: AskSteps = ask_nobody
+    me: PeerId  # this peer
+    serving: ClaimedSteps  # takes a stage, returns peer -> claimed step of the peers that serve it
+    claimants: ClaimedSteps  # like `serving`, with the peers that are joining and may give a checkpoint
+    ask: AskSteps = ask_nobody  # asks peers directly, since what a peer has published may be older than its first step
 
 
 class StateKeeper:
-    """Fills the stages of one span with their state, writes their checkpoints, and gives copies to joining peers.
+    """Fills the stages of one span with their state, writes the stages' checkpoints, gives copies to joining peers.
 
-    The owner calls `find_checkpoints`, then `fill_stages`, then `run` in a task that it cancels at the end. `answer`
-    may be called all the time: before a stage is filled, it gives the checkpoint that was found.
+    To fill a stage is to give it its first state: a checkpoint, a copy from a replica, or the seed's weights. The owner
+    calls `find_checkpoints`, then `fill_stages`, then `run` in a task that is cancelled at the end, and `on_stepped`
+    after each step; `fetch` replaces the state of a stage that fell behind. `answer` may be called all the time: before
+    a stage is filled, it gives the checkpoint that was found.
     """
 
     def __init__(
@@ -120,14 +125,15 @@ class StateKeeper:
         self._due_stages: set[int] = set()
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
-        self._snapshots = Snapshots(self._export, lambda stage: stages.layout(stage).nbytes)
+        self._snapshots = SnapshotServer(self._read_state_to_give, lambda stage: stages.layout(stage).nbytes)
 
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Finds and remembers each stage's newest intact checkpoint on this disk; reports damaged ones.
+        """Finds and remembers, for each stage of the span, the newest intact checkpoint on this disk; loads nothing.
 
-        Returns their steps in stage order, 0 for none.
+        Returns the checkpoints' steps in stage order, 0 for a stage without one. Reports newer ones that are damaged as
+        CheckpointDamaged.
         """
 
         def find_newest(stage: int) -> Checkpoint | None:
@@ -142,45 +148,51 @@ class StateKeeper:
         return tuple(checkpoint.step if checkpoint is not None else 0 for checkpoint in newest)
 
     async def fill_stages(self) -> str:
-        """Loads or fetches the state of each stage as rules.choose_start decides; returns in words where each is from.
+        """Loads or fetches each stage's state, or keeps its initial weights, as rules.choose_start decides.
 
-        Raises Unavailable when a stage without an own checkpoint must be fetched and no peer gives it.
+        One stage after the other. Returns in words where each state is from. Forgets the checkpoints that were found.
+        Raises Unavailable when no peer gives a stage of which this disk has no checkpoint, or when such a stage's
+        replicas do not say whether they have taken a step; CheckpointError when a checkpoint does not fit.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found_checkpoints.clear()
         return "; ".join(sources)
 
     async def _fill_stage(self, stage: int) -> str:
-        """Fills one stage as rules.choose_start decides; if fetching fails, loads this peer's checkpoint.
+        """Fills one stage as rules.choose_start decides; if fetching fails, loads this peer's checkpoint, if any.
 
-        Reports that failure. Returns where its state is from, in words. Raises Unavailable as `fill_stages` does.
+        Before it keeps the initial weights, it asks the replicas. Without a checkpoint, and once no peer offers the
+        stage any more, a failed fetch leaves the initial weights, as in a peer that joins then. Reports a failed fetch
+        as TaskFailed. Returns in words where the stage's state is from. Raises as `fill_stages` does.
         """
-        own = self._found_checkpoints.get(stage)
-        decision = rules.choose_start(own.step if own else None, self._offers(stage), rules.LAG_LIMIT)
+        checkpoint = self._found_checkpoints.get(stage)
+        decision = rules.choose_start(checkpoint.step if checkpoint else None, self._offers(stage), rules.LAG_LIMIT)
         if decision.action == "keep initial weights":
             decision = await self._ask_whether_a_step_was_taken(stage, decision)
         if decision.action == "fetch":
-            patience_s = PATIENCE_S if own is None else 0.0
+            patience_s = PATIENCE_S if checkpoint is None else 0.0
             try:
                 return await self.fetch(stage, decision.sources, decision.at_least, patience_s)
             except Unavailable as error:
-                if own is None:
+                if checkpoint is None and self._offers(stage):
                     raise
-                decision = rules.choose_start(own.step, {}, rules.LAG_LIMIT)
-                self._report(events.TaskFailed("fetch state", f"{error}; this peer's checkpoint is used"))
-        if own is not None and decision.action == "load":
+                decision = rules.choose_start(checkpoint.step if checkpoint else None, {}, rules.LAG_LIMIT)
+                instead = "this peer's checkpoint is used" if checkpoint else "the stage keeps its initial weights"
+                self._report(events.TaskFailed("fetch state", f"{error}; {instead}"))
+        if checkpoint is not None and decision.action == "load":
             layout = self._stages.layout(stage)
-            await self._stages.load_state(await run_in_thread(lambda: read_checkpoint(own, layout)))
-            self._checkpoint_steps[stage] = own.step
+            await self._stages.load_state(await run_in_thread(lambda: read_checkpoint(checkpoint, layout)))
+            self._checkpoint_steps[stage] = checkpoint.step
         self._filled_stages.add(stage)
         return decision.reason
 
     async def _ask_whether_a_step_was_taken(self, stage: int, decision: rules.StartDecision) -> rules.StartDecision:
-        """Asks the replicas that serve the stage whether they have taken a step; returns what to do then.
+        """Asks the replicas that serve the stage whether they have taken a step; returns how to start.
 
-        decision: to keep the seed's weights; it is returned if all that answer have taken none. Waits until each has
-        answered or stopped serving, but at most ANSWERS_S once some have answered. While none has answered it waits
-        PATIENCE_S and then raises Unavailable: they may have taken steps, and then the seed's weights would be wrong.
+        decision: to keep the seed's weights; returned if no replica that answers has taken a step, or none serves the
+        stage. As soon as an answer names a step, returns what choose_start decides by the plausible answers. Otherwise
+        asks again until each replica has answered or stopped serving, but at most ANSWERS_S once some have answered. If
+        none answers for PATIENCE_S, raises Unavailable: the seed's weights would be wrong if one has taken steps.
         """
         started_at, answers = loop_time(), dict[PeerId, int]()
         while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
@@ -199,18 +211,18 @@ class StateKeeper:
         return decision
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
-        """Returns the claimed steps, by peer, of the other peers that serve the stage or join with a checkpoint of it.
+        """Returns peer -> claimed step of the other peers that serve the stage or join with a checkpoint of it.
 
-        Peers whose claimed step is implausibly high are left out.
+        Leaves out peers whose claimed step is implausibly high.
         """
         bound = self._highest_plausible_step(stage)
         claimed = self._holders.claimants(stage)
         return {peer: step for peer, step in claimed.items() if peer != self._holders.me and step <= bound}
 
     def _highest_plausible_step(self, stage: int) -> float:
-        """Returns the highest step that another replica can plausibly claim, by the claims of those serving the stage.
+        """Returns the highest step that another replica can plausibly claim: plausibility_bound of the others' claims.
 
-        Infinite while fewer than two others serve it, see plausibility_bound.
+        Infinite while fewer than two other peers serve the stage.
         """
         serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
         return rules.plausibility_bound(serving, rules.LAG_LIMIT)
@@ -218,11 +230,13 @@ class StateKeeper:
     # --- fetching
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
-        """Fetches a stage's state from replicas of one lineage, loads it, and reports StateFetched.
+        """Fetches a stage's state from replicas, loads it in place of the present state, and reports StateFetched.
 
-        Returns a phrase about the transfer.
-        at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
-        lowest_step_to_fetch. Raises Unavailable when all sources fail, `patience_s` or more after the beginning.
+        Returns step, size and time in words. The stage then counts as filled, and its next checkpoint is due from the
+        fetched step on. sources: the best first; chunks come from several at once. at_least: the lowest step to accept;
+        a higher one is used when most peers offer much later steps, see lowest_step_to_fetch. patience_s: seconds for
+        which it tries again, with the peers that offer the stage by then, when all sources fail. Raises Unavailable
+        after that, or once no peer has offered the stage for RETURN_S.
         """
         started_at = loop_time()
         fetch = StateFetch(
@@ -244,29 +258,32 @@ class StateKeeper:
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
     ) -> StageState:
-        """Runs `fetch` and returns the state.
+        """Runs `fetch` and returns the fetched state, at least of step `at_least`; loads nothing.
 
-        When all sources fail, reports it, waits RETRY_S and tries the peers known by then.
-        Raises Unavailable when a run fails later than `patience_s` after the first began.
+        When all sources fail, reports TaskFailed, waits RETRY_S and tries the peers that offer the stage then. Raises
+        Unavailable when an attempt fails `patience_s` or more after the first one began, or once no peer has offered
+        the stage for RETURN_S; FETCH_S is the limit of all attempts together.
         """
-        started_at = loop_time()
+        started_at = last_offered_at = loop_time()
         while True:
             try:
                 return await fetch.run(sources, deadline=started_at + FETCH_S, at_least=at_least)
             except Unavailable as error:
-                if loop_time() >= started_at + patience_s:
+                last_offered_at = loop_time() if self._offers(stage) else last_offered_at
+                if loop_time() >= min(started_at + patience_s, last_offered_at + RETURN_S):
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it is tried again"))
             await asyncio.sleep(RETRY_S)
-            sources = rules.most_advanced_first(self._offers(stage)) or sources
+            sources = rules.most_advanced_first(self._offers(stage))
 
     # --- giving copies to other peers
 
     async def answer(self, request: GetState | GetChunk) -> Reply:
-        """Returns the answer to a peer that fetches this peer's state: a snapshot's index, or one chunk.
+        """Returns the answer to a peer that fetches this peer's state: a snapshot's index, or one of its chunks.
 
-        Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
-        chunk of a dropped snapshot, ProtocolError for a chunk that the snapshot does not have.
+        GetState may make a new snapshot. The index has size 0 while there is no state to give. Raises NotMyStage for a
+        stage that is not held here, Busy when snapshots in use take all room, Refused for a chunk of a dropped
+        snapshot, ProtocolError for a chunk that the snapshot does not have.
         """
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
@@ -275,30 +292,33 @@ class StateKeeper:
             raise NotMyStage(f"this peer holds stages {span}, not {request.stage}; read the directory again")
         return await self._snapshots.get_state(request)
 
-    async def _export(self, stage: int) -> StageState | None:
-        """Returns the state to give to others: a copy of the stage, or before it is filled its checkpoint.
+    async def _read_state_to_give(self, stage: int) -> StageState | None:
+        """Returns the state to give to other peers: a copy of the stage's; before it is filled, its found checkpoint's.
 
-        None if the stage is not filled and had no checkpoint.
+        None if the stage is not filled and no checkpoint of it was found.
         """
         if stage in self._filled_stages:
             return await self._stages.export_state(stage)
-        own = self._found_checkpoints.get(stage)
-        if own is None:
+        checkpoint = self._found_checkpoints.get(stage)
+        if checkpoint is None:
             return None
         layout = self._stages.layout(stage)
-        return await run_in_thread(lambda: read_checkpoint(own, layout))
+        return await run_in_thread(lambda: read_checkpoint(checkpoint, layout))
 
     # --- writing checkpoints
 
     def on_stepped(self, stage: int, step: int) -> None:
-        """Called after each step of a stage: if a checkpoint is due at `step`, wakes `run`, which writes it."""
+        """If a checkpoint is due at `step`, makes `run` write it soon, without waiting. Call it after each step.
+
+        The checkpoint is of the step that the stage has reached when it is written.
+        """
         if rules.is_checkpoint_due(step, self._manifest.checkpoint.every, self._checkpoint_steps.get(stage, 0)):
             self._checkpoint_steps[stage] = step
             self._due_stages.add(stage)
             self._wake.set()
 
     async def run(self) -> None:
-        """Writes the checkpoints that `on_stepped` finds due until cancelled; drops idle snapshots before each."""
+        """Writes the checkpoints that `on_stepped` finds due, until cancelled; drops idle snapshots when it wakes."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -307,14 +327,17 @@ class StateKeeper:
                 await self._write(self._due_stages.pop())
 
     async def write_checkpoints(self) -> None:
-        """Writes a checkpoint of every filled stage now, due or not; called when this peer leaves."""
+        """Writes a checkpoint of every filled stage now, one after the other, due or not; called when this peer leaves.
+
+        A DiskError is reported as DiskTrouble, not raised.
+        """
         for stage in self._filled_stages:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
-        """Writes a checkpoint of the stage as it is now, after any write that is running; removes old ones.
+        """Waits until no other write is running, then writes a checkpoint of the stage; removes the oldest checkpoints.
 
-        Reports CheckpointWritten and calls on_written, or reports a DiskError as DiskTrouble.
+        Calls make_room first. Reports CheckpointWritten and calls on_written, or reports a DiskError as DiskTrouble.
         """
         keep, started_at = self._manifest.checkpoint.keep, loop_time()
         try:

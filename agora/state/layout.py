@@ -3,8 +3,8 @@
 Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
 
 Chunk i holds the values of the stage's elements [i*m, (i+1)*m) in the weights, then in each moment that has values for
-them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of snapshots of
-one lineage may be mixed: no element gets its weight from one replica and its moments from another.
+them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of snapshots of one lineage may be
+mixed: no element gets its weight from one replica and its moments from another.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ AVERAGE: Final = "average"  # the name of the moment that holds the moving avera
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Everything that a stage has learnt, in flat arrays: its weights, and by name the moments that `layout` lists.
+    """Everything that a stage has learnt, in flat arrays: its weights, and name -> optimizer moment of `layout`.
 
-    step: the stage's optimizer steps. updates: how many of them went into the moments. tokens_total: the supervised
-    tokens behind the steps, 0 when unknown. agreed: the last step whose mean over all replicas is in the state.
-    lineage: a digest of all that the replicas have agreed on up to then, 0 when unknown: see train.lineage.
+    step: how many optimizer steps the stage has taken. updates: how many of these went into the moments. tokens_total:
+    the supervised tokens behind the steps, 0 when unknown. agreed: the last step whose mean over all replicas is in the
+    state. lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see
+    train.lineage.
     """
 
     stage: int
@@ -50,29 +51,32 @@ class StageState:
 
     @property
     def averaged_weights(self) -> Flat:
-        """The moving average of the weights; in a run that keeps none, the weights."""
+        """The moving average of the weights; in a run that keeps no average, the weights themselves."""
         return self.moments.get(AVERAGE, self.weights)
 
     @property
     def arrays(self) -> dict[str, Flat]:
-        """The flat arrays by name, in the order in which a chunk carries them: "weights", then each moment's name."""
+        """Name -> flat array, in the order in which a chunk carries them: "weights", then each moment of `layout`."""
         return {"weights": self.weights, **{moment.name: self.moments[moment.name] for moment in self.layout.moments}}
 
 
 @dataclass(frozen=True, slots=True)
 class MomentSpec:
-    """Describes a flat array that the optimizer keeps besides the weights; it does not hold the values.
+    """Describes a flat array that the optimizer keeps besides the weights; does not hold the array's values.
 
-    name: unique in the stage. ranges: which of the stage's elements have a value in the array; they ascend, and the
-    array has the values of one range after another. is_square: a negative value is an error.
+    name: unique in the stage. ranges: which of the stage's elements have a value in the array, ascending; the array has
+    the values of the first range, then those of the second, and so on. is_square: a negative value is an error.
     """
 
     name: str
     ranges: Sequence[slice]
     is_square: bool = False
 
-    def places(self, elements: slice) -> slice:
-        """Converts a range of the stage's elements to the range of this array that has their values; may be empty."""
+    def array_range(self, elements: slice) -> slice:
+        """Converts a range of the stage's elements to the range of this array that has their values.
+
+        Elements without a value in the array are left out, so the result may be shorter, or empty.
+        """
         start, stop = (
             sum(max(min(part.stop, end) - part.start, 0) for part in self.ranges)
             for end in (elements.start, elements.stop)
@@ -86,10 +90,10 @@ class MomentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """The place of one named tensor in a stage's flat arrays: `offset` and `elements` count elements, not bytes.
 
-    is_hidden_matrix: whether the model family marks it as a hidden matrix, see agora.model.Stage.
+    is_hidden_matrix: whether the model family marks the tensor as a hidden matrix, see agora.model.Stage.
     """
 
     name: str
@@ -99,7 +103,7 @@ class Slot:
 
     @property
     def elements(self) -> slice:
-        """The tensor's elements in a flat array: `flat[slot.elements].reshape(slot.shape)` is the tensor."""
+        """The tensor's range of elements in a flat array: `flat[slot.elements].reshape(slot.shape)` is the tensor."""
         return slice(self.offset, self.offset + math.prod(self.shape))
 
 
@@ -107,17 +111,17 @@ class Slot:
 class Layout:
     """The places of a stage's named tensors in a flat array of `numel` elements, and the chunks of its snapshots.
 
-    moments: describes the arrays that the optimizer keeps; they travel in the same chunks. Elements that no slot covers
-    are padding, and are zero.
+    slots: the tensors' places, ascending. moments: describes the optimizer's arrays, whose values travel in the same
+    chunks as the weights. Elements that no slot covers are padding, and are zero.
     """
 
     numel: int
-    slots: Sequence[Slot]
+    slots: Sequence[TensorSlot]
     moments: Sequence[MomentSpec] = ()
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the weights and the moments have together."""
+        """Bytes of the weights and the moments together, as float32, padding included."""
         return VALUE_BYTES * (self.numel + sum(moment.numel for moment in self.moments))
 
     @property
@@ -127,27 +131,30 @@ class Layout:
 
     @property
     def _chunk_elements(self) -> int:
-        """How many of the stage's elements a chunk carries; the last chunk may carry fewer."""
+        """How many of the stage's elements fit into a chunk with their moments; the last chunk may carry fewer."""
         return STATE_CHUNK_BYTES // (VALUE_BYTES * (1 + len(self.moments)))
 
     def chunk_places(self, chunk: int) -> list[slice]:
-        """Returns the ranges that chunk number `chunk` carries: of the weights, then of each moment's array."""
+        """Returns the ranges that chunk number `chunk` carries: of the weights' array, then of each moment's array."""
         start = chunk * self._chunk_elements
         elements = slice(start, min(start + self._chunk_elements, self.numel))
-        return [elements, *(moment.places(elements) for moment in self.moments)]
+        return [elements, *(moment.array_range(elements) for moment in self.moments)]
 
     def of_moment(self, moment: MomentSpec) -> Layout:
-        """Returns the layout of the moment's own array: the places of the tensors that it has values for."""
-        slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
-        return Layout(moment.numel, [replace(slot, offset=moment.places(slot.elements).start) for slot in slots])
+        """Returns the layout of the moment's own array: the places there of the tensors that it has values for.
 
-    def ranges(self, chosen: Callable[[Slot], bool]) -> list[slice]:
+        The result has no moments.
+        """
+        slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
+        return Layout(moment.numel, [replace(slot, offset=moment.array_range(slot.elements).start) for slot in slots])
+
+    def ranges(self, chosen: Callable[[TensorSlot], bool]) -> list[slice]:
         """Returns the element ranges of the tensors for which `chosen(slot)` is true, each with the padding after it.
 
         Adjacent ranges are joined.
         """
         ranges: list[slice] = []
-        for slot, next_slot in pairwise([*self.slots, Slot("", self.numel, ())]):
+        for slot, next_slot in pairwise([*self.slots, TensorSlot("", self.numel, ())]):
             if chosen(slot):
                 adjacent = bool(ranges) and ranges[-1].stop == slot.offset
                 start = ranges.pop().start if adjacent else slot.offset
@@ -156,15 +163,15 @@ class Layout:
 
     def clear_padding(self, flat: Any) -> None:
         """Sets the padding elements of `flat` [numel], a numpy array or a torch tensor, to zero in place."""
-        for slot, next_slot in pairwise([*self.slots, Slot("", self.numel, ())]):
+        for slot, next_slot in pairwise([*self.slots, TensorSlot("", self.numel, ())]):
             flat[slot.elements.stop : next_slot.offset] = 0.0
 
     def views(self, flat: Flat) -> dict[str, NDArray[np.float32]]:
-        """Returns the tensors inside `flat` [numel] by name, as views."""
+        """Returns name -> tensor inside `flat` [numel], reshaped; these are views: changing one changes `flat`."""
         return {slot.name: flat[slot.elements].reshape(slot.shape) for slot in self.slots}
 
-    def flat(self, tensors: Mapping[str, NDArray[np.float32]]) -> Flat:
-        """Returns a new flat array [numel] with the values of `tensors`: the inverse of `views`.
+    def flatten(self, tensors: Mapping[str, NDArray[np.float32]]) -> Flat:
+        """Returns a new flat array [numel] with the values of `tensors`; padding is zero. The inverse of `views`.
 
         Raises ValueError if a tensor is missing, unknown, or of a wrong shape or dtype.
         """
@@ -182,27 +189,31 @@ class Layout:
 
 
 def lay_out(shapes: Iterable[tuple[str, Sequence[int]]], hidden_matrices: Collection[str] = ()) -> Layout:
-    """Returns a layout that places tensors of these names and shapes one after another: matrices first, then vectors.
+    """Returns a layout, without moments, that places tensors of these names and shapes one after another.
 
-    Each begins at a multiple of ALIGNMENT elements; numel is rounded up to a multiple of SLICE_BLOCK. hidden_matrices:
-    the names of the tensors to mark as such. The layout has no moments.
+    Each begins at a multiple of ALIGNMENT elements. Tensors of two or more dimensions come first, then the others; each
+    group is in the given order. numel is rounded up to a multiple of SLICE_BLOCK. hidden_matrices: the names of the
+    tensors to mark as such.
     """
-    slots: list[Slot] = []
+    slots: list[TensorSlot] = []
     end = 0
     for name, shape in sorted(shapes, key=lambda item: len(item[1]) < 2):  # stable: matrices first
-        slots.append(Slot(name, end, tuple(shape), name in hidden_matrices))
+        slots.append(TensorSlot(name, end, tuple(shape), name in hidden_matrices))
         end = -(-slots[-1].elements.stop // ALIGNMENT) * ALIGNMENT
     return Layout(-(-end // SLICE_BLOCK) * SLICE_BLOCK, slots)
 
 
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
-    """Returns the bytes of chunk number `chunk`: its elements' weights, then their values in each moment, float32."""
+    """Returns the bytes of chunk number `chunk`: the weights of the chunk's elements, then their values in each moment.
+
+    All values are float32 little-endian.
+    """
     parts = zip(state.arrays.values(), state.layout.chunk_places(chunk), strict=True)
     return bytearray().join(np.ascontiguousarray(array[place], "<f4").data.cast("B") for array, place in parts)
 
 
 def unpack_chunk(data: memoryview, layout: Layout, chunk: int) -> list[Flat]:
-    """Returns the parts of chunk number `chunk`, whose bytes are `data`: weights, then each moment, as views of it."""
+    """Splits `data`, the bytes of chunk number `chunk`, into the weights and each moment's values: views of `data`."""
     sizes = [place.stop - place.start for place in layout.chunk_places(chunk)]
     return np.split(np.frombuffer(data, "<f4"), np.cumsum(sizes)[:-1])
 

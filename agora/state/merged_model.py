@@ -36,16 +36,16 @@ PIECE_VALUES: Final = 1 << 20
 
 
 class ExportError(LocalError):
-    """Raised when a stage's file is unreadable or not what the manifest says; the text has the file and the tensor."""
+    """Raised when a stage's file is unreadable or not what the manifest says; names the file and the tensor."""
 
     code: ClassVar[str] = "export"
 
 
 @dataclass(frozen=True, slots=True)
 class StageFile:
-    """A safetensors file that should hold the weights of `stage` at `step`, float32, by their names in the run.
+    """Names a safetensors file that should hold the weights of `stage` at `step`, float32, by their names in the run.
 
-    prefix: what stands before each of these names in the file; tensors without it are ignored.
+    prefix: what stands before each of these names in the file; tensors without the prefix are ignored.
     """
 
     stage: int
@@ -58,8 +58,8 @@ class StageFile:
 class ExportedTensor:
     """How one tensor of an exported model is made: from the tensor `source` in a stage's file, by `convert`.
 
-    name, shape: those of the result. source: the tensor's name in the run; source_shape: its shape in a stage's file.
-    source_shape is None if it is `shape`, convert is None if the values stay as they are.
+    name, shape: those of the exported tensor. source: the name of the trained tensor in the run. source_shape: the
+    trained tensor's shape; None if it equals `shape`. convert: None if the values stay as they are.
     """
 
     source: str
@@ -78,8 +78,8 @@ class ExportedTensor:
 class TensorBlocks:
     """A tensor that is to be written, whose values are read block by block.
 
-    name, shape: those in the file. read_blocks: yields the values in row-major order, float32, in blocks of any shape.
-    origin: where they come from, for error sentences.
+    name, shape: those in the new file. read_blocks: yields the values in row-major order, float32, in blocks of any
+    shape. origin: where the values come from, for error texts.
     """
 
     name: str
@@ -95,14 +95,17 @@ class TensorBlocks:
 
 @dataclass(frozen=True, slots=True)
 class OpenStageFile:
-    """An open file of a stage: its tensors by their names in the run, which begin with `prefix` in the file."""
+    """An open file of a stage, whose tensors are read by their names in the run; in the file, names have a `prefix`.
+
+    reader: what safetensors.safe_open returns for the file at `path`.
+    """
 
     path: Path
     prefix: str
     reader: Any
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Returns the tensor's dtype, as safetensors calls it, and its shape."""
+        """Returns the dtype, as safetensors calls it, and the shape of a tensor. name: its name in the run."""
         header = self.reader.get_slice(self.prefix + name)
         return header.get_dtype(), tuple(header.get_shape())
 
@@ -111,15 +114,15 @@ class OpenStageFile:
         return self.reader.get_tensor(self.prefix + name)  # type: ignore[no-any-return]
 
     def place_of(self, name: str) -> str:
-        """Returns "FILE: NAME", where the tensor lies, for error sentences."""
+        """Returns "FILE: NAME IN THE FILE" for error texts. name: the tensor's name in the run."""
         return f"{self.path}: {self.prefix}{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStages:
-    """The weights of all stages in open files (see open_stages). Checks them and converts them for export.
+    """The weights of all stages in open files (see open_stages). Checks the weights and converts them for export.
 
-    sources: the open file of each exported tensor.
+    sources: exported tensor -> the open file of its stage.
     """
 
     sources: Mapping[ExportedTensor, OpenStageFile]
@@ -130,11 +133,11 @@ class OpenStages:
         return sum(tensor.numel for tensor in self.sources)
 
     def read_weights(self) -> dict[str, NDArray[np.float32]]:
-        """Returns the tensors of all stages by their names in the run, as they were trained. Call `check` before."""
+        """Reads all stages' weights; returns name in the run -> tensor as it was trained. Call `check` before."""
         return {tensor.source: file.tensor(tensor.source) for tensor, file in self.sources.items()}
 
     def read_tensor(self, source: str) -> NDArray[np.float32]:
-        """Returns one tensor by its name in the run, as it was trained. Call `check` before. Raises KeyError."""
+        """Reads one tensor as it was trained. source: its name in the run; KeyError if unknown. Call `check` before."""
         for tensor, file in self.sources.items():
             if tensor.source == source:
                 return file.tensor(source)
@@ -143,7 +146,7 @@ class OpenStages:
     def check(self, report: ReportBytes = lambda nbytes: None) -> None:
         """Reads and checks every tensor. Raises ExportError for a wrong dtype or shape, for NaN and for infinity.
 
-        report: is called with the bytes of each tensor that was checked.
+        report: called after each tensor with the bytes that the exported tensor takes as float32.
         """
         for tensor, file in self.sources.items():
             dtype, shape = file.header(tensor.source)
@@ -156,7 +159,10 @@ class OpenStages:
             report(SOURCE_BYTES * tensor.numel)
 
     def converted_tensors(self) -> list[TensorBlocks]:
-        """Returns the exported tensors, to be written with the names, shapes and values that Hugging Face expects."""
+        """Returns the exported tensors, with the names, shapes and values that Hugging Face expects; reads nothing yet.
+
+        Each tensor is read and converted when its blocks are read, for which the files must still be open.
+        """
         return [
             TensorBlocks(t.name, t.shape, partial(_convert_blocks, t, file), file.place_of(t.source))
             for t, file in self.sources.items()
@@ -164,7 +170,7 @@ class OpenStages:
 
 
 def _convert_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[NDArray[np.float32]]:
-    """Yields the values of an exported tensor, converted, as one block."""
+    """Reads the whole source of an exported tensor, converts the values, and yields them as one block."""
     values = file.tensor(tensor.source)
     yield values if tensor.convert is None else tensor.convert(values)
 
@@ -173,10 +179,11 @@ def _convert_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[NDA
 def open_stages(
     run: str, files: Sequence[StageFile], tensors: Mapping[int, Sequence[ExportedTensor]]
 ) -> Iterator[OpenStages]:
-    """Context manager: opens the files of all stages and yields their weights; closes the files at its end.
+    """Context manager: opens the files of all stages and yields their weights; closes the files when the block ends.
 
-    run: the run's id. tensors: by stage, those to export from it. Raises ExportError for a file that cannot be read, is
-    of another run, stage or step, or whose tensors with the file's prefix are not exactly those to export.
+    run: the run's id. tensors: stage -> the tensors to export from it. Values are not read here. Raises ExportError for
+    a file that cannot be read, is of another run, stage or step, or whose tensors with the file's prefix are not
+    exactly those to export.
     """
     sources: dict[ExportedTensor, OpenStageFile] = {}
     with contextlib.ExitStack() as stack:
@@ -199,7 +206,10 @@ def open_stages(
 
 
 def check_finite(tensors: Sequence[TensorBlocks], report: ReportBytes) -> None:
-    """Reads every block of `tensors` and reports the bytes of each tensor. Raises ExportError for NaN and infinity."""
+    """Reads every block of `tensors`. Raises ExportError for NaN and infinity.
+
+    report: called after each tensor with the bytes that it takes as float32.
+    """
     for tensor in tensors:
         if not all(np.isfinite(block).all() for block in tensor.read_blocks()):
             raise ExportError(f"{tensor.origin} has values that are not finite.")
@@ -209,9 +219,10 @@ def check_finite(tensors: Sequence[TensorBlocks], report: ReportBytes) -> None:
 def write_shards(
     folder: Path, tensors: Sequence[TensorBlocks], dtype: Dtype, shard_bytes: int, report: ReportBytes
 ) -> dict[str, FileDigest]:
-    """Writes the tensors as `dtype` into shards of up to `shard_bytes`, and an index, as new files in `folder`.
+    """Writes the tensors as `dtype` into new safetensors files in `folder`, shard by shard (see cut_shards).
 
-    Returns each file's digest by its name. Raises OSError.
+    Also writes their index, model.safetensors.index.json. Returns file name -> size and hash, the index included.
+    report: called after each tensor with the bytes that it takes as float32. Raises OSError.
     """
     shards = cut_shards(tensors, ITEM_BYTES[dtype], shard_bytes)
     written: dict[str, FileDigest] = {}
@@ -226,14 +237,17 @@ def write_shards(
 
 
 def write_weights_file(path: Path, tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> FileDigest:
-    """Writes the tensors as `dtype` into the new safetensors file `path`, and returns its digest. Raises OSError."""
+    """Writes the tensors as `dtype` into the new safetensors file `path`, and returns the file's size and hash.
+
+    report: called after each tensor with the bytes that it takes as float32. Raises OSError.
+    """
     return write_file(path, _file_pieces(tensors, dtype, report), PUBLIC)
 
 
 def _file_pieces(tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file: its header, then each tensor's values in pieces, converted to `dtype`.
 
-    report: is called after each tensor with the bytes that it has as float32.
+    report: is called after each tensor with the bytes that it takes as float32.
     """
     specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in tensors}
     yield safetensors_header(specs, {"format": "pt"})
@@ -247,7 +261,10 @@ def _file_pieces(tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBy
 
 
 def cut_shards(tensors: Sequence[TensorBlocks], item_bytes: int, shard_bytes: int) -> list[list[TensorBlocks]]:
-    """Groups the tensors, in their order, into shards of at most `shard_bytes`; a larger tensor is a shard alone."""
+    """Groups the tensors, in their order, into shards of at most `shard_bytes`; a larger tensor is a shard alone.
+
+    item_bytes: bytes of one value.
+    """
     shards: list[list[TensorBlocks]] = []
     bytes_left = 0
     for tensor in tensors:

@@ -50,7 +50,7 @@ PLAIN_PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The model family's part of the card. kind: such as "A Llama-style decoder"; shape: its sizes, in words.
+    """What the card says of the model's architecture. kind: such as "A Llama-style decoder". shape: sizes in words.
 
     is_pretrained: whether the run began with a model that others had trained. adapter: the adapter's sizes in words; ""
     if the whole model was trained. frozen_as: the dtype in which the frozen weights were kept; "" without an adapter.
@@ -64,11 +64,12 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportInWords:
+class ExportDescription:
     """What the card says of the exported weights. parameters: how many. dtype: as transformers calls it.
 
-    source: where the stages come from, in words. average: whether they are the moving averages of the trained weights.
-    metrics: by name, what the swarm reported when the stages were collected; {} if it was not asked.
+    source: where the stages' weights come from, in words. average: whether the weights are moving averages over the
+    steps. kind: model, adapter or merged. metrics: name -> value that the swarm reported when the stages were
+    collected; {} if the swarm was not asked.
     """
 
     parameters: int
@@ -79,10 +80,12 @@ class ExportInWords:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportInWords) -> str:
+def model_card(
+    manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportDescription
+) -> str:
     """Returns the model card, the Markdown text of README.md: facts, how to load the model, limits, the manifest.
 
-    steps: by stage, the optimizer steps that it has taken.
+    steps: stage -> number of optimizer steps that it has taken.
     """
     return "\n\n".join(
         [
@@ -103,20 +106,21 @@ def model_card(manifest: Manifest, model: ModelDescription, steps: Mapping[int, 
 
 
 def _front_matter(kind: Kind) -> str:
-    """Returns the card's YAML front matter: library, task and tags for sites such as the Hugging Face Hub."""
+    """Returns the card's YAML front matter: library, task and tags, for sites such as the Hugging Face Hub."""
     tags = "- agora\n- lora" if kind == "adapter" else "- agora"
     return f"---\nlibrary_name: {LIBRARIES[kind]}\npipeline_tag: text-generation\ntags:\n{tags}\n---"
 
 
-def _summary(manifest: Manifest, model: ModelDescription, exported: ExportInWords) -> str:
-    """Returns the card's first paragraph: what is exported, and from which run."""
-    count, run = f"{exported.parameters:,} parameters", f"the agora run `{manifest.run_id}`"
+def _summary(manifest: Manifest, model: ModelDescription, exported: ExportDescription) -> str:
+    """Returns the card's first paragraph: what is exported, its number of parameters, how and by which run trained."""
+    count = f"{exported.parameters:,} parameters"
+    run = f"the agora run `{manifest.run_id}`"
     match exported.kind:
         case "adapter":
             return (
                 f"A LoRA adapter of {count} for {_lower_first(model.kind)}, trained by a swarm of peers: {run}. It is "
-                "no model alone: it is loaded beside its base model, whose files `[model] weights` below names, each "
-                "with its SHA-256."
+                "not a model by itself: it is loaded beside its base model, whose files `[model] weights` below names, "
+                "each with its SHA-256."
             )
         case "merged":
             return (
@@ -131,8 +135,13 @@ def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportInWords) -> str:
-    """Returns a Markdown table: sizes, weights, objective, data, steps of each stage, schedule, source and metrics."""
+def _facts_table(
+    manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportDescription
+) -> str:
+    """Returns a Markdown table: sizes, adapter if any, weights, objective, data, steps, schedule, source, metrics.
+
+    steps: stage -> number of optimizer steps that it has taken.
+    """
     average = f"exponential moving average over the steps, decay up to {manifest.optimizer.average_decay:g}"
     rows = {
         "shape": model.shape,
@@ -151,7 +160,7 @@ def _facts_table(manifest: Manifest, model: ModelDescription, steps: Mapping[int
 
 
 def _cell(text: str) -> str:
-    """Returns the text as one cell of a Markdown table: in one line, with | escaped."""
+    """Returns the text as the content of one cell of a Markdown table: in one line (see one_line), with | escaped."""
     return one_line(text).replace("|", "\\|")
 
 
@@ -169,7 +178,10 @@ def _objective_words(manifest: Manifest) -> str:
 
 
 def _data_words(manifest: Manifest) -> str:
-    """Returns the names of the files the run learnt from, and which of their columns were read as what."""
+    """Returns what the run trained on, in words: for lm the corpus files, otherwise the sample file.
+
+    With the sample file's column mapping in parentheses, if the manifest has one.
+    """
     data = manifest.data
     if manifest.objective.kind == "lm":
         return ", ".join(data.corpus)
@@ -178,7 +190,10 @@ def _data_words(manifest: Manifest) -> str:
 
 
 def _loading_code(manifest: Manifest, kind: Kind) -> str:
-    """Returns Python code, in Markdown, that loads the model or the adapter and samples text."""
+    """Returns Python code, in Markdown, that loads the exported model or adapter and generates text.
+
+    In a run of kind lm the prompt is a text; otherwise it is a chat, and a note on plain prompts follows the code.
+    """
     # Training adds no special tokens either.
     no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     is_text = manifest.objective.kind == "lm"
@@ -196,10 +211,10 @@ def _loading_code(manifest: Manifest, kind: Kind) -> str:
 
 
 def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping[int, int], kind: Kind) -> str:
-    """Returns a Markdown list of the model's limits.
+    """Returns a Markdown list of the model's limits, for the reader of the card.
 
-    Which it lists depends on: whether the model is pretrained, the kind of export and the frozen weights' dtype,
-    columns that the boundary codec left out, the byte tokenizer, and stages that are at different steps.
+    The lines depend on whether the model is pretrained, on the kind of export and the frozen weights' dtype, on the
+    columns that the boundary codec left out, on the tokenizer, and on whether the stages are at different steps.
     """
     model = manifest.model
     pretrained = [
@@ -231,7 +246,10 @@ def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping
 
 
 def _precision_limits(frozen_as: str, kind: Kind) -> list[str]:
-    """Returns the limits that follow from the dtype of the frozen weights, as lines; [] where there is none."""
+    """Returns the limits that follow from the dtype of the frozen weights, as Markdown lines.
+
+    [] for a whole model, and for a merged one whose frozen weights were float32.
+    """
     if kind == "adapter":
         return [
             f"- It was trained beside weights kept as {frozen_as}. Beside the same model in another precision its "

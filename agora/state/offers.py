@@ -18,8 +18,11 @@ from agora.clock import loop_time
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chunk
 
 
-class FalseStateError(ProtocolError):
-    """Raised when a source's answer cannot be the state asked for. No network fault causes that: it is an offence."""
+class CorruptStateError(ProtocolError):
+    """Raised when a source's answer to GetState or GetChunk cannot be true: malformed, wrong hash, impossible values.
+
+    No network fault causes such an answer: whoever catches the error reports an offence.
+    """
 
 
 MixingKey = tuple[int, int, int]
@@ -27,22 +30,26 @@ MixingKey = tuple[int, int, int]
 
 
 def mixing_key(index: StateIndex) -> MixingKey:
-    """Returns the mixing key of a snapshot: with `step` if its lineage is unknown, else with 0.
+    """Returns a snapshot's (agreed, lineage, 0), or (agreed, 0, step) if the lineage is unknown (0).
 
-    Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
+    Chunks of snapshots with equal keys may be mixed in one state: replicas of one lineage have applied the same means
+    up to the step `agreed`; each may have taken local steps since.
     """
     return index.agreed, index.lineage, 0 if index.lineage else index.step
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot that a source can give: its name, step and size (`index`), and its chunks' SHA-256, in order."""
+    """A snapshot that a source can give. index: the snapshot's name, steps, lineage and size.
+
+    hashes: the SHA-256 of each chunk, 32 bytes each, in order.
+    """
 
     index: StateIndex
     hashes: bytes
 
     def hash_of(self, chunk: int) -> bytes:
-        """Returns the SHA-256 of a chunk."""
+        """Returns the SHA-256 that the source has announced for chunk number `chunk`, 32 bytes."""
         return self.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
 
     @property
@@ -52,7 +59,7 @@ class Offer:
 
 
 def milliseconds_until(moment: float) -> int:
-    """Returns the whole milliseconds until `moment` (loop time), at least 1 and at most MAX_DEADLINE_MS.
+    """Returns the whole milliseconds from now until `moment` (loop time), at least 1 and at most MAX_DEADLINE_MS.
 
     Requests carry this number as their deadline.
     """
@@ -60,40 +67,41 @@ def milliseconds_until(moment: float) -> int:
 
 
 def check_offer(reply: Reply, layout: Layout) -> Offer:
-    """Returns the offer in the answer to GetState.
+    """Returns the offer in an answer to GetState. layout: that of the stage, with the optimizer's moments.
 
-    Raises Refused if the source has no snapshot, FalseStateError for a malformed answer and for one whose size or
-    hashes contradict `layout` or each other.
+    Raises Refused if the source has no snapshot, CorruptStateError for another message and for an offer whose size or
+    number of hashes does not fit `layout`, or whose name is not the hash of the hashes. The steps are not checked.
     """
     index = reply.message
     if not isinstance(index, StateIndex):
-        raise FalseStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
+        raise CorruptStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
     if index.size == 0:
         raise Refused("has no snapshot of this stage to give")
     if index.size != layout.nbytes:
-        raise FalseStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
+        raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
     tensor = reply.tensors[0] if reply.tensors else None
     if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (layout.chunk_count, HASH_BYTES)):
-        raise FalseStateError("bad-tensor", f"The snapshot's index is not {layout.chunk_count} hashes.")
+        raise CorruptStateError("bad-tensor", f"The snapshot's index is not {layout.chunk_count} hashes.")
     hashes = bytes(tensor.data)
     if hashlib.sha256(hashes).digest() != index.snapshot:
-        raise FalseStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
+        raise CorruptStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
     return Offer(index, hashes)
 
 
 def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:
-    """Returns the weights and moments in the answer to GetChunk, as `unpack_chunk` does. expected: the chunk's SHA-256.
+    """Returns the weights and moments in an answer to GetChunk, as `unpack_chunk` does. expected: the chunk's SHA-256.
 
-    Raises FalseStateError when the bytes have another hash or size, or hold values that no optimizer produces.
+    Raises CorruptStateError for another message, another size or hash, NaN, infinity, and a negative value in a moment
+    that is_square.
     """
     nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
     tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
     if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
-        raise FalseStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
+        raise CorruptStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
     if (digest := hashlib.sha256(tensor.data).digest()) != expected:
-        raise FalseStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
+        raise CorruptStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
     _, *moments = values = unpack_chunk(tensor.data, layout, chunk)
     negative = any(moment.is_square and (part < 0).any() for moment, part in zip(layout.moments, moments, strict=True))
     if negative or not all(np.isfinite(part).all() for part in values):
-        raise FalseStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
+        raise CorruptStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
     return values

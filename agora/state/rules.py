@@ -14,16 +14,16 @@ from typing import Final, Literal
 from agora_protocol.ids import PeerId
 
 LAG_LIMIT: Final = 100
-"""How many steps a fetched state may be behind the newest, and a plausible claim above the replicas' median."""
+"""How many steps a fetched state may be behind the newest, and how many a plausible claim may exceed the median."""
 CLAIM_LAG: Final = 20
 """How many steps a fetched state may be behind the lower median of the claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """How a starting stage gets its state, and why.
+    """How a starting stage gets its state, and the reason in words.
 
-    | action               | at_least                     | sources                                          |
+    | action               | at_least (a step)            | sources                                          |
     |----------------------|------------------------------|--------------------------------------------------|
     | load                 | this peer's checkpoint's     | ()                                               |
     | fetch                | the lowest step to accept    | peers to fetch from, the most advanced one first |
@@ -37,10 +37,16 @@ class StartDecision:
 
 
 def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_limit: int) -> StartDecision:
-    """Decides where a starting stage's state comes from: its checkpoint, peers, or its seed (table: docs/state.md).
+    """Decides where a starting stage's state comes from: its own checkpoint, other peers, or the seed.
 
-    checkpoint_step: None without an own checkpoint. offers: by peer that can give the state, its plausible step. Peers
-    more than `lag_limit` steps behind the most advanced are not used as sources.
+    | the first that holds                                                    | action               |
+    |-------------------------------------------------------------------------|----------------------|
+    | there is a checkpoint, and no peer offers a later step                  | load                 |
+    | no peer offers a step above 0                                           | keep initial weights |
+    | always                                                                  | fetch                |
+
+    checkpoint_step: None without a checkpoint. offers: peer that can give the state -> its plausible step. Sources are
+    the peers at most `lag_limit` steps behind the most advanced one.
     """
     newest = max(offers.values(), default=0)
     if checkpoint_step is not None and checkpoint_step >= newest:
@@ -51,7 +57,7 @@ def choose_start(checkpoint_step: int | None, offers: Mapping[PeerId, int], lag_
         return StartDecision("keep initial weights", 0, (), reason)
     lowest = max(newest - lag_limit, 1)
     sources = tuple(peer for peer in most_advanced_first(offers) if offers[peer] >= lowest)
-    own = "no own checkpoint" if checkpoint_step is None else f"own checkpoint of step {checkpoint_step}"
+    own = "no local checkpoint" if checkpoint_step is None else f"own checkpoint of step {checkpoint_step}"
     reason = f"{own}; {len(sources)} peers are at most {lag_limit} steps behind step {newest}"
     return StartDecision("fetch", lowest, sources, reason)
 
@@ -64,18 +70,21 @@ def most_advanced_first(offers: Mapping[PeerId, int]) -> list[PeerId]:
 def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
     """Returns the highest step that a replica can plausibly be at: lower median of `serving` + lag_limit.
 
-    serving: the steps that the stage's replicas claim. With a single one the bound is infinite. The lower median, so
-    that of two that disagree the one that claims less is believed: a claim that is too low costs steps, one that is too
-    high can bring any weights.
+    serving: the steps that the stage's replicas claim; with fewer than two the bound is infinite. It is the lower
+    median, so that of two replicas that disagree the one that claims less counts: a claim that is too low costs steps,
+    one that is too high can bring any weights.
     """
     return math.inf if len(serving) < 2 else statistics.median_low(serving) + lag_limit
 
 
-def lowest_step_to_fetch(at_least: int, offers: Collection[int]) -> int:
-    """Returns the lowest step of a state to accept: max(at_least, lower median of `offers` - CLAIM_LAG)."""
-    return max(at_least, statistics.median_low(offers or [0]) - CLAIM_LAG)
+def lowest_step_to_fetch(at_least: int, claimed_steps: Collection[int]) -> int:
+    """Returns the lowest step of a state to accept: max(at_least, lower median of `claimed_steps` - CLAIM_LAG).
+
+    claimed_steps: the steps that the sources claim; if empty, the result is at_least.
+    """
+    return max(at_least, statistics.median_low(claimed_steps or [0]) - CLAIM_LAG)
 
 
 def is_checkpoint_due(step: int, every: int, last: int) -> bool:
-    """Returns whether a multiple of `every` lies in (last, step]; `last` is the step of the previous checkpoint."""
+    """Returns whether a multiple of `every` steps lies in (last, step]. last: the step of the previous checkpoint."""
     return step // every > last // every

@@ -1,7 +1,7 @@
-"""Compares samples of a fetched state with those of other sources, so that no single source is simply believed.
+"""Compares samples of a fetched state with those of other sources, so that no single source is simply trusted.
 
 Knows: chunks, who gave them, how near the weights of replicas lie. Must not know: how chunks are scheduled, or what
-becomes of the state. `judge` is pure.
+becomes of the state. `judge_sample` is pure.
 
 A chunk's hash says that it is what its source offered, not that the offer is a state of this run. So some chunks of
 each source are compared with the same chunks of up to two others:
@@ -11,10 +11,11 @@ each source are compared with the same chunks of up to two others:
 
 | a source's chunk lies | with | is |
 |---|---|---|
-| within `allowed` of another source's | one or two others | believed |
-| further from both | two others | false: reported, its chunks are dropped |
-| further from it than FAR | one other | undecided: dropped if it is the one of the two that claims the later step |
-| anywhere | none | believed |
+| within `allowed` of one of theirs | two others | plausible |
+| further from both | two others | corrupt: reported, its chunks are dropped |
+| nearer to it than FAR | one other | plausible |
+| at FAR from it, or further | one other | undecided: dropped unless the other claims a later step |
+| anywhere | none | plausible |
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ DRIFT: Final = 0.05
 FAR: Final = 1.0
 """Unrelated weights of one size have a distance of 1.4; zeros have 1 from anything."""
 
-Verdict = Literal["believed", "false", "undecided"]
+Verdict = Literal["plausible", "corrupt", "undecided"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSample:
-    """One source's weights of a chunk, and the step of the snapshot that they are from."""
+    """One source's weights of a chunk, and the step of the snapshot that the weights are from."""
 
     weights: Flat
     step: int
@@ -57,55 +58,62 @@ ReadSample = Callable[[PeerId, int], Awaitable[ChunkSample | None]]
 
 
 def distance(a: Flat, b: Flat) -> float:
-    """Returns rms(a - b) / max(rms(a), rms(b)); 0 when both are all zeros, infinite when either is not finite."""
+    """Returns rms(a - b) / max(rms(a), rms(b)), computed in float64; 0 when a and b are all zeros.
+
+    Infinite when a or b has infinite values. a, b: of the same length, without NaN.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         largest = max(float(np.linalg.norm(a.astype(np.float64))), float(np.linalg.norm(b.astype(np.float64))))
-        apart = float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)))
+        difference = float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)))
     if not math.isfinite(largest):
         return math.inf
-    return apart / largest if largest else 0.0
+    return difference / largest if largest else 0.0
 
 
-def judge(own: ChunkSample, others: Sequence[ChunkSample]) -> Verdict:
-    """Returns the verdict on a source's chunk, by the same chunk of up to two other sources: see the module's table.
+def judge_sample(own: ChunkSample, others: Sequence[ChunkSample]) -> Verdict:
+    """Compares a source's chunk with the same chunk of up to two other sources, and returns the verdict on the source.
 
-    Whether an "undecided" one is dropped is for the caller to decide, by the steps.
+    The module's table has the rule: "plausible" without others, or near enough to one of them; otherwise "corrupt" with
+    two others, "undecided" with one. Drops nothing: the caller decides by the steps about an "undecided" chunk.
     """
-    apart = [distance(own.weights, other.weights) for other in others]
+    distances = [distance(own.weights, other.weights) for other in others]
     if not others:
-        return "believed"
+        return "plausible"
     if len(others) == 1:
-        return "believed" if apart[0] < FAR else "undecided"
-    among = [distance(a.weights, b.weights) for i, a in enumerate(others) for b in others[:i]]
-    near = max(NEAR, CLOSEST_RATIO * min(*apart, *among))
-    for other, far in zip(others, apart, strict=True):
-        if far <= min(FAR, near + DRIFT * abs(own.step - other.step)):
-            return "believed"
-    return "false"
+        return "plausible" if distances[0] < FAR else "undecided"
+    between_others = [distance(a.weights, b.weights) for i, a in enumerate(others) for b in others[:i]]
+    near = max(NEAR, CLOSEST_RATIO * min(*distances, *between_others))
+    for other, distance_to_other in zip(others, distances, strict=True):
+        if distance_to_other <= min(FAR, near + DRIFT * abs(own.step - other.step)):
+            return "plausible"
+    return "corrupt"
 
 
-async def find_false(
+async def find_corrupt_sources(
     chunks_of: Mapping[PeerId, Sequence[int]], witnesses: Sequence[PeerId], read: ReadSample, rng: random.Random
 ) -> dict[PeerId, Verdict]:
-    """Returns the sources whose chunks must be dropped, each with its verdict, "false" or "undecided".
+    """Compares samples of all sources; returns source -> "corrupt" or "undecided" for those whose chunks must go.
 
-    chunks_of: the numbers of the chunks that each source gave. witnesses: the sources to compare with, the best first.
-    read: is awaited for SAMPLES random chunks of each source and for the same chunks of up to WITNESSES witnesses.
+    chunks_of: source -> the numbers of the chunks that it gave. witnesses: the sources to compare with, the best first.
+    Up to SAMPLES random chunks of each source are compared, one after the other: `read` is awaited for the source's
+    own, then for witnesses until WITNESSES have given that chunk. An own chunk that cannot be read counts as plausible;
+    an undecided one is accepted if the witness is at a later step.
     """
     found: dict[PeerId, Verdict] = {}
     for source, chunks in chunks_of.items():
         for chunk in rng.sample(list(chunks), min(SAMPLES, len(chunks))):
-            own, others = await read(source, chunk), list[ChunkSample]()
+            own = await read(source, chunk)
+            others: list[ChunkSample] = []
             for witness in witnesses:
                 if witness != source and len(others) < WITNESSES and (sample := await read(witness, chunk)) is not None:
                     others.append(sample)
-            verdict = "believed" if own is None else judge(own, others)
-            if verdict == "false" or (verdict == "undecided" and own is not None and _is_later(own, others[0])):
+            verdict = "plausible" if own is None else judge_sample(own, others)
+            if verdict == "corrupt" or (verdict == "undecided" and own is not None and _is_not_earlier(own, others[0])):
                 found[source] = verdict
                 break
     return found
 
 
-def _is_later(own: ChunkSample, other: ChunkSample) -> bool:
-    """Returns whether the step of `own` is that of `other` or a later one."""
+def _is_not_earlier(own: ChunkSample, other: ChunkSample) -> bool:
+    """Returns whether the step of `own` is the step of `other` or later."""
     return own.step >= other.step

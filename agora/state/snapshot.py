@@ -35,24 +35,25 @@ MAX_BYTES: Final = 2**31  # of all snapshots together
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A copy of a stage's state. hashes: the chunks' SHA-256, concatenated. name: the SHA-256 of `hashes`.
+    """A copy of a stage's state."""
 
-    made_at, last_used: loop times. copying_s: seconds that copying took.
+    digest: bytes  # the SHA-256 of `hashes`, by which peers ask for chunks
+    state: StageState
+    hashes: bytes  # the chunks' SHA-256, concatenated
+    made_at: float  # loop time
+    copying_s: float  # seconds that copying and hashing took
+    last_used: float = 0.0  # loop time
+
+
+class SnapshotServer:
+    """Answers GetState and GetChunk: copies a stage when asked, and gives one copy to several peers.
+
+    A copy is called a snapshot. Snapshots that no peer has used for IDLE_S are dropped at the next GetState, and by
+    drop_idle.
     """
 
-    name: bytes
-    state: StageState
-    hashes: bytes
-    made_at: float = 0.0
-    copying_s: float = 0.0
-    last_used: float = 0.0
-
-
-class Snapshots:
-    """Answers GetState and GetChunk: copies a stage when asked, gives one copy to several peers, drops idle ones."""
-
     def __init__(self, export: Callable[[int], Awaitable[StageState | None]], nbytes_of: Callable[[int], int]) -> None:
-        """export: returns a copy of a stage's state, or None while there is none. nbytes_of: returns a copy's size."""
+        """export: returns a copy of a stage's state, or None while there is none. nbytes_of: returns a copy's bytes."""
         self._export = export
         self._nbytes_of = nbytes_of
         self._kept: dict[bytes, _Snapshot] = {}
@@ -60,13 +61,15 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes all kept snapshots have together."""
+        """Bytes of all kept snapshots together."""
         return sum(snapshot.state.layout.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:
         """Returns a StateIndex and the chunk hashes of the stage's newest snapshot if that is fresh, or of a new one.
 
-        The index has size 0 while there is nothing to give. Raises Busy when snapshots in use take all room.
+        Without room for a new one, the newest is given although it is not fresh. The snapshot counts as used now. The
+        index has size 0 while there is no state to give. Requests for the same stage are served one after the other, so
+        that they share a copy. Raises Busy when there is no room and no snapshot of the stage.
         """
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
@@ -76,12 +79,12 @@ class Snapshots:
         state = snapshot.state
         hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
         counts = state.step, state.updates, state.agreed, state.lineage
-        return Reply(StateIndex(snapshot.name, *counts, state.layout.nbytes), [hashes])
+        return Reply(StateIndex(snapshot.digest, *counts, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
-        """Returns the answer with one chunk of a kept snapshot, which counts as used now.
+        """Returns the answer with one chunk of a kept snapshot; the snapshot counts as used now.
 
-        Raises Refused for a snapshot that is not kept here (any more), ProtocolError for a chunk that it does not have.
+        Raises Refused for a snapshot that is not kept here (any more), ProtocolError for a chunk that does not exist.
         """
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
@@ -95,15 +98,14 @@ class Snapshots:
     def drop_idle(self) -> None:
         """Drops the snapshots that no peer has used for IDLE_S."""
         oldest = loop_time() - IDLE_S
-        self._kept = {name: snapshot for name, snapshot in self._kept.items() if snapshot.last_used >= oldest}
+        self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        """Returns the stage's newest snapshot if it is fresh, otherwise makes one; None if there is nothing to give.
+        """Returns the stage's newest snapshot if it is fresh, otherwise makes one; None if there is no state to give.
 
-        Drops snapshots that nobody has used for long, and further ones to make room.
-        at_least: the step that the asking peer needs; a snapshot of an earlier step is fresh for a shorter time, see
-        REMAKE_FACTOR. If there is no room for a new one, returns the newest although it is old; raises Busy without
-        snapshot of the stage.
+        Fresh: made less than FRESH_S and FRESH_FACTOR * copying_s ago (REMAKE_FACTOR, if its step is below at_least,
+        the step that the requester needs). Drops idle snapshots, and others to make room. If there is no room for a new
+        one, returns the newest although it is not fresh, or raises Busy if the stage has none.
         """
         self.drop_idle()
         started_at = loop_time()
@@ -119,21 +121,27 @@ class Snapshots:
         if (state := await self._export(stage)) is None:
             return None
         hashes = await asyncio.to_thread(chunk_hashes, state)
-        name = hashlib.sha256(hashes).digest()
-        # A kept snapshot of the same name has the same bytes, but may be of an earlier step: it is replaced.
-        snapshot = self._kept[name] = _Snapshot(name, state, hashes)
-        snapshot.made_at = loop_time()
-        snapshot.copying_s = max(snapshot.made_at - started_at, SHORTEST_COPY_S)
+        digest = hashlib.sha256(hashes).digest()
+        made_at = loop_time()
+        copying_s = max(made_at - started_at, SHORTEST_COPY_S)
+        # A kept snapshot of the same digest has the same bytes, but may be of an earlier step: it is replaced.
+        snapshot = self._kept[digest] = _Snapshot(digest, state, hashes, made_at, copying_s)
         return snapshot
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drops the longest unused snapshots until `nbytes` more fit; returns whether they fit.
+        """Drops the longest unused snapshots until `nbytes` more fit below MAX_BYTES or none is left; returns True.
 
-        Returns False as soon as the next one to drop was used within IN_USE_S.
+        If one of those was used within IN_USE_S, drops none and returns False.
         """
-        while self._kept and self.nbytes + nbytes > MAX_BYTES:
-            longest_unused = min(self._kept.values(), key=lambda s: s.last_used)
-            if loop_time() - longest_unused.last_used < IN_USE_S:
+        excess = self.nbytes + nbytes - MAX_BYTES
+        dropped: list[bytes] = []
+        for snapshot in sorted(self._kept.values(), key=lambda s: s.last_used):
+            if excess <= 0:
+                break
+            if loop_time() - snapshot.last_used < IN_USE_S:
                 return False
-            del self._kept[longest_unused.name]
+            excess -= snapshot.state.layout.nbytes
+            dropped.append(snapshot.digest)
+        for digest in dropped:
+            del self._kept[digest]
         return True

@@ -25,14 +25,14 @@ DOWNLOAD_AGAIN: Final = "download the model again, in the revision that the run'
 
 
 class BaseModelError(LocalError):
-    """Raised when files of the base model are not on this machine, or are not those that the manifest names."""
+    """Raised when the base model's files cannot be found, fetched or read, or are not those that the manifest names."""
 
     code: ClassVar[str] = "base-model"
 
 
 @dataclass(frozen=True, slots=True)
-class TensorBytes:
-    """Where a tensor's bytes lie: in the file `path` from byte `start` on. dtype: as safetensors calls it."""
+class TensorLocation:
+    """Where the bytes of the tensor `name` lie: in the file `path` from byte `start` on. dtype: as in safetensors."""
 
     path: Path
     name: str
@@ -41,21 +41,20 @@ class TensorBytes:
     start: int
 
     def is_like(self, listed: ListedTensor) -> bool:
-        """Returns whether name, dtype and shape are those of the listed tensor; its values are not read."""
+        """Returns whether name, dtype and shape are those of the listed tensor; does not read the values."""
         return (self.name, self.dtype, self.shape) == (listed.name, listed.dtype, listed.shape)
 
     def read_piece(self, listed: ListedTensor, piece: int) -> bytes | None:
-        """Reads a piece and returns its bytes, or None if they do not have the list's hash. Raises OSError."""
+        """Reads one piece and returns its bytes; None if their hash is not the piece's in `listed`. Raises OSError."""
         data = read_at(self.path, self.start + piece * STATE_CHUNK_BYTES, listed.piece_bytes(piece))
         return data if listed.is_piece(piece, data) else None
 
 
-def read_tensor_places(path: Path) -> dict[str, TensorBytes]:
-    """Reads the header of a safetensors file; returns by name where each tensor lies that a tensor list can have.
+def read_tensor_locations(path: Path) -> dict[str, TensorLocation]:
+    """Reads the header of a safetensors file; returns name -> location of each tensor that a tensor list can have.
 
-    Tensors of other names, dtypes or shapes are left out (see can_be_listed).
-
-    Raises BaseModelError when the file cannot be read, or its header is malformed or names bytes beyond its end.
+    Tensors of other names, dtypes or shapes are left out (see can_be_listed). Raises BaseModelError when the file
+    cannot be read, or when its header is malformed or names bytes beyond the end of the file.
     """
     try:
         with path.open("rb") as file:
@@ -68,74 +67,78 @@ def read_tensor_places(path: Path) -> dict[str, TensorBytes]:
         entries = {name: _read_entry(path, start, size, name, header[name]) for name in header}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BaseModelError(f"{path} cannot be read as safetensors ({str(error)[:200]}); {DOWNLOAD_AGAIN}.") from error
-    return {name: place for name, place in entries.items() if place is not None}
+    return {name: location for name, location in entries.items() if location is not None}
 
 
-def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: Any) -> TensorBytes | None:
-    """Returns the place of one tensor by its entry in the header; None if no tensor list can have it.
+def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: Any) -> TensorLocation | None:
+    """Returns the location of the tensor `name` by its `entry` in a file's header; None if no tensor list can have it.
 
-    data_start: where the bytes after the header begin. Raises ValueError for offsets that cannot be its own, and
-    KeyError or TypeError for an entry of another form.
+    None also for "__metadata__". data_start: offset at which the bytes after the header begin. Raises ValueError for
+    offsets that do not fit the tensor's size or the file, and KeyError or TypeError for an entry of another form.
     """
     if name == "__metadata__" or not can_be_listed(name, entry["dtype"], entry["shape"]):
         return None
     begin, end = entry["data_offsets"]
     if not 0 <= begin <= end <= file_size - data_start or end - begin != size_in_bytes(entry["dtype"], entry["shape"]):
         raise ValueError(f"the bytes of {name} do not fit its shape or the file")
-    return TensorBytes(path, name, entry["dtype"], tuple(entry["shape"]), data_start + begin)
+    return TensorLocation(path, name, entry["dtype"], tuple(entry["shape"]), data_start + begin)
 
 
 def list_tensors(files: Sequence[Path]) -> TensorList:
-    """Returns the tensor list of these weights files, sorted by name; reads all their bytes, for the hashes.
+    """Makes the tensor list of these weights files, sorted by name; reads and hashes all their bytes.
 
-    Tensors that cannot be listed are left out.
-
-    Raises BaseModelError for files that cannot be read or that have a tensor twice, ProtocolError for more tensors than
-    a list may have. Blocks for as long as reading the whole model takes.
+    Tensors that cannot be listed are left out. Blocks for as long as reading the whole model takes. Raises
+    BaseModelError for a file that cannot be read and for a tensor that two files have, ProtocolError if no valid list
+    can be made: no tensor, too many, or too large.
     """
-    places = [place for path in files for place in read_tensor_places(path).values()]
+    locations = [location for path in files for location in read_tensor_locations(path).values()]
     listed: dict[str, ListedTensor] = {}
-    for place in places:
-        if place.name in listed:
-            raise BaseModelError(f"{place.path} has {place.name}, and so has another weights file; {DOWNLOAD_AGAIN}.")
-        listed[place.name] = _list_tensor(place)
+    for location in locations:
+        if location.name in listed:
+            raise BaseModelError(
+                f"{location.path} has {location.name}, and so has another weights file; {DOWNLOAD_AGAIN}."
+            )
+        listed[location.name] = _list_tensor(location)
     return TensorList.of(listed.values())
 
 
-def _list_tensor(place: TensorBytes) -> ListedTensor:
-    """Reads the tensor and returns its list entry, with its pieces' hashes. Raises BaseModelError if unreadable."""
-    nbytes = size_in_bytes(place.dtype, place.shape)
+def _list_tensor(location: TensorLocation) -> ListedTensor:
+    """Reads a tensor and returns its list entry, with the hash of each piece. Raises BaseModelError if unreadable."""
+    nbytes = size_in_bytes(location.dtype, location.shape)
     hashes = bytearray()
     try:
         for piece in range(count_pieces(nbytes)):
             begin = piece * STATE_CHUNK_BYTES
-            data = read_at(place.path, place.start + begin, min(STATE_CHUNK_BYTES, nbytes - begin))
+            data = read_at(location.path, location.start + begin, min(STATE_CHUNK_BYTES, nbytes - begin))
             hashes += hashlib.sha256(data).digest()
     except OSError as error:
-        raise BaseModelError(f"Cannot read {place.path} ({error.strerror or error}); {DOWNLOAD_AGAIN}.") from error
-    return ListedTensor(place.name, place.dtype, place.shape, bytes(hashes))
+        raise BaseModelError(f"Cannot read {location.path} ({error.strerror or error}); {DOWNLOAD_AGAIN}.") from error
+    return ListedTensor(location.name, location.dtype, location.shape, bytes(hashes))
 
 
-def is_intact(place: TensorBytes, listed: ListedTensor) -> bool:
-    """Returns whether all bytes of the tensor match the list's hashes; False also when they cannot be read.
+def is_intact(location: TensorLocation, listed: ListedTensor) -> bool:
+    """Returns whether all bytes of the tensor have the hashes in `listed`; False also when the file cannot be read.
 
-    A file that this process has checked, and that has not changed since, is not read again.
+    A tensor that this process has checked, in a file that has not changed since, is not read again.
     """
     try:
-        state = place.path.stat()
-        return _check_pieces(place, listed, state.st_size, state.st_mtime_ns, state.st_ino)
+        status = location.path.stat()
+        return _check_pieces(location, listed, status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError:
         return False
 
 
 @functools.lru_cache(maxsize=8192)
-def _check_pieces(place: TensorBytes, listed: ListedTensor, size: int, changed_ns: int, inode: int) -> bool:
-    """Returns whether every piece has its hash. The last three arguments make a changed file be read again."""
-    return all(place.read_piece(listed, piece) is not None for piece in range(listed.piece_count))
+def _check_pieces(location: TensorLocation, listed: ListedTensor, size: int, changed_ns: int, inode: int) -> bool:
+    """Reads all pieces of the tensor; returns whether every piece has its hash in `listed`. Raises OSError.
+
+    The result is cached; size, changed_ns and inode are part of the key only, so that a changed file is read again.
+    """
+    return all(location.read_piece(listed, piece) is not None for piece in range(listed.piece_count))
 
 
 def read_at(path: Path, start: int, size: int) -> bytes:
-    """Returns `size` bytes of the file from offset `start` on, fewer if the file ends before. Raises OSError."""
+    """Reads `size` bytes of the file from offset `start` on; returns fewer if the file ends before. Raises OSError."""
     with path.open("rb") as file:
         file.seek(start)
         return file.read(size)

@@ -24,7 +24,7 @@ from agora_protocol.limits import MAX_TENSOR_LIST_BYTES, STATE_CHUNK_BYTES
 from agora_protocol.tensor_list import ListedTensor, TensorList
 
 from agora.state.files import safetensors_header, sync_folder, write_file
-from agora.state.stored_tensors import BaseModelError, TensorBytes, is_intact, read_at, read_tensor_places
+from agora.state.stored_tensors import BaseModelError, TensorLocation, is_intact, read_at, read_tensor_locations
 
 LIST: Final = "tensors.list"
 SPARE_BYTES: Final = 64 * 2**20
@@ -32,13 +32,17 @@ SPARE_BYTES: Final = 64 * 2**20
 
 
 class TensorStore:
-    """The fetched tensors below `folder`, whose name is the SHA-256 of their tensor list; it need not exist yet."""
+    """Stores fetched tensors as files below `folder`, which is named by the SHA-256 of the tensor list.
+
+    The folder need not exist. A tensor is stored by `begin`, then `write_piece` for each missing piece, then `finish`;
+    after that `find` finds it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read_list(self) -> TensorList | None:
-        """Returns the tensor list in this folder; None if there is none, or its SHA-256 is not the folder's name.
+        """Reads and returns the tensor list in this folder; None without one, or if its hash is not the folder's name.
 
         Raises ProtocolError for a list that is malformed although its hash is right.
         """
@@ -50,14 +54,14 @@ class TensorStore:
         return TensorList.from_bytes(data) if hashlib.sha256(data).hexdigest() == self.folder.name else None
 
     def create(self) -> None:
-        """Creates the folder, if it does not exist. Raises DiskError."""
+        """Creates the folder and the subfolder for tensors, if they do not exist. Raises DiskError."""
         with self._disk_errors():
             self._tensors.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def keep_list(self, tensors: TensorList) -> None:
-        """Writes the tensor list into the folder. The caller has checked that its digest is the folder's name.
+        """Writes the tensor list into the folder, which it creates if needed, in place of an earlier list.
 
-        Raises DiskError.
+        The caller has checked that the list's digest is the folder's name. Raises DiskError.
         """
         self.create()
         with self._disk_errors():
@@ -69,37 +73,41 @@ class TensorStore:
 
     # --- whole tensors
 
-    def find(self, number: int, listed: ListedTensor) -> TensorBytes | None:
-        """Returns where the tensor of this number lies; None if it is not complete here. Its values are not checked."""
+    def find(self, number: int, listed: ListedTensor) -> TensorLocation | None:
+        """Returns where tensor `number` lies; None if its file is not complete here, unreadable, or not like `listed`.
+
+        Does not check the values.
+        """
         path = self._tensors / f"{number:05d}.safetensors"
         if not path.is_file():
             return None
         try:
-            place = read_tensor_places(path).get(listed.name)
+            location = read_tensor_locations(path).get(listed.name)
         except BaseModelError:
             return None
-        return place if place is not None and place.is_like(listed) else None
+        return location if location is not None and location.is_like(listed) else None
 
-    def find_intact(self, number: int, listed: ListedTensor) -> TensorBytes | None:
-        """Returns the same as `find`, but None also if a piece does not have the list's hash; reads all bytes."""
-        place = self.find(number, listed)
-        return place if place is not None and is_intact(place, listed) else None
+    def find_intact(self, number: int, listed: ListedTensor) -> TensorLocation | None:
+        """Returns the same as `find`, but None also if some piece has another hash than in `listed`, see is_intact."""
+        location = self.find(number, listed)
+        return location if location is not None and is_intact(location, listed) else None
 
     # --- tensors that are being fetched
 
     def begin(self, number: int, listed: ListedTensor) -> set[int]:
-        """Creates the .part file of a tensor; returns the numbers of the pieces that it has already.
+        """Creates the .part file of a tensor, full of zeros; returns the numbers of the pieces that it has already.
 
-        A .part file of an earlier process is kept, and those of its pieces that have their hash are returned. Raises
-        DiskError.
+        A .part file of an earlier process is kept if its header and size are right: it is read, and the pieces in it
+        that have their hash are returned; otherwise it is replaced, and the result is empty. Raises DiskError.
         """
-        header, part = _header_of(listed), self._part(number)
+        header = _header_of(listed)
+        part = self._part(number)
         self.create()
         with self._disk_errors():
             if part.is_file() and part.stat().st_size == len(header) + listed.nbytes:
-                place = TensorBytes(part, listed.name, listed.dtype, listed.shape, len(header))
+                location = TensorLocation(part, listed.name, listed.dtype, listed.shape, len(header))
                 if read_at(part, 0, len(header)) == header:
-                    return {n for n in range(listed.piece_count) if place.read_piece(listed, n) is not None}
+                    return {n for n in range(listed.piece_count) if location.read_piece(listed, n) is not None}
             with part.open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(header)
@@ -107,9 +115,9 @@ class TensorStore:
         return set()
 
     def require_room(self, need_bytes: int, what: str) -> None:
-        """Raises DiskError if less than `need_bytes` + SPARE_BYTES are free.
+        """Raises DiskError if fewer than `need_bytes` + SPARE_BYTES are free, or if the folder does not exist.
 
-        what: the error's subject, what needs them.
+        what: what needs the bytes, in words; the error's text begins with these words.
         """
         with self._disk_errors():
             free = shutil.disk_usage(self.folder).free
@@ -120,15 +128,18 @@ class TensorStore:
             )
 
     def write_piece(self, number: int, listed: ListedTensor, piece: int, data: bytes | memoryview) -> None:
-        """Writes a piece into the .part file, which `begin` has created; its hash was checked. Raises DiskError."""
+        """Writes a piece into the tensor's .part file, which `begin` has created; the caller has checked the hash.
+
+        Does not flush the file to disk. Raises DiskError.
+        """
         with self._disk_errors(), self._part(number).open("r+b") as file:
             file.seek(len(_header_of(listed)) + piece * STATE_CHUNK_BYTES)
             file.write(data)
 
     def finish(self, number: int) -> None:
-        """Flushes a tensor's .part file to disk and renames it to .safetensors; every piece was written before.
+        """Flushes a tensor's .part file to disk and renames it to .safetensors.
 
-        Raises DiskError.
+        The caller has written every piece; hashes are not checked. Raises DiskError.
         """
         part = self._part(number)
         with self._disk_errors():
@@ -140,14 +151,15 @@ class TensorStore:
     # --- links to the owner's files
 
     def link_files(self, owner_folder: Path | None, names: Sequence[str]) -> None:
-        """Creates links in this folder to those files of `names` that the owner's folder has; removes former links.
+        """Replaces the links in this folder: one for each of `names` that is a file in the owner's folder.
 
-        So a reader of this folder finds there all that the machine has of the model. owner_folder: None removes links
-        only. Raises DiskError.
+        A reader of this folder then finds there all that the machine has of the model. owner_folder: None only removes
+        the former links. A name that is a file here already gets no link. Raises DiskError.
         """
         with self._disk_errors():
             for name in names:
-                link, target = self.folder / name, owner_folder / name if owner_folder is not None else None
+                link = self.folder / name
+                target = owner_folder / name if owner_folder is not None else None
                 if link.is_symlink():
                     link.unlink()
                 if target is not None and target.is_file() and not link.exists():
@@ -155,16 +167,16 @@ class TensorStore:
 
     @property
     def _tensors(self) -> Path:
-        """The folder with a file for each tensor."""
+        """The path of the subfolder that has a file for each tensor."""
         return self.folder / "tensors"
 
     def _part(self, number: int) -> Path:
-        """Returns the path of the file of a tensor that is being fetched."""
+        """Returns the path of the .part file that tensor `number` has while it is fetched."""
         return self._tensors / f"{number:05d}.part"
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Context manager: turns an OSError in the block into a DiskError that says what to do."""
+        """Context manager: turns an OSError of the block into a DiskError that says what to do."""
         try:
             yield
         except OSError as error:
@@ -175,5 +187,5 @@ class TensorStore:
 
 
 def _header_of(listed: ListedTensor) -> bytes:
-    """Returns the safetensors header of the file of a fetched tensor, which has this one tensor."""
+    """Returns the header, with its length field, of the safetensors file that has only the tensor `listed`."""
     return safetensors_header({listed.name: (listed.dtype, listed.shape, listed.nbytes)}, {})

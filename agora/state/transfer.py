@@ -1,4 +1,4 @@
-"""Fetches a stage's state from several replicas at once, chunk by chunk; sources may die, hang or send false data.
+"""Fetches a stage's state from several replicas at once, chunk by chunk; sources may die, hang or send corrupt data.
 
 Knows: which chunk to ask of which peer. Must not know: how calls travel, who the replicas are, what becomes of the
 state.
@@ -21,19 +21,10 @@ from agora_protocol.messages import GetChunk, GetState, StateIndex
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.state.chunk_schedule import ChunkSchedule
-from agora.state.chunk_source import (
-    CHUNK_S,
-    FAILURES,
-    PAUSE_S,
-    SLOW_S,
-    SOURCES,
-    TICK_S,
-    ChunkSource,
-    cancel_and_await,
-)
+from agora.state.chunk_source import CHUNK_S, FAILURES, PAUSE_S, SLOW_S, SOURCES, TICK_S, ChunkSource, cancel_and_await
 from agora.state.layout import Layout, StageState
-from agora.state.offers import FalseStateError, Offer, check_chunk, check_offer, milliseconds_until, mixing_key
-from agora.state.sample_check import ChunkSample, find_false
+from agora.state.offers import CorruptStateError, Offer, check_chunk, check_offer, milliseconds_until, mixing_key
+from agora.state.sample_check import ChunkSample, find_corrupt_sources
 from agora.swarm.conduct import Offence, ReportOffence
 
 OFFER_S: Final = 30.0  # seconds a source may take to make its snapshot
@@ -43,10 +34,10 @@ STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before 
 
 @dataclass(slots=True)
 class _Source(ChunkSource[int | None]):
-    """A replica that the state is fetched from.
+    """A replica that the state is fetched from. given_up: the replica is not asked again; last_error says why.
 
-    calls: the key is the chunk's number, or None for the call that asks for an offer. given_up: True once it
-    will not be asked again; last_error says why. offer: its latest offer, None before one.
+    calls: the key is the chunk's number, or None for the call that asks for an offer. offer: the replica's latest
+    offer; None before the first, and when the replica is to be asked for another.
     """
 
     offer: Offer | None = None
@@ -56,8 +47,8 @@ class _Source(ChunkSource[int | None]):
 class StateFetch:
     """Fetches one stage's state from several replicas at once, in chunks, each checked against its source's offer.
 
-    One mixing key is chosen: that of the chunks that have arrived if an offer has it, otherwise that of the newest
-    offer.
+    An offer is a snapshot that a source can give; chunks of snapshots with the same mixing key (see offers.mixing_key)
+    form one state. One key is chosen: that of the arrived chunks if an offer has it, otherwise the newest offer's.
 
     | a source's offer                  | what follows                                                              |
     |-----------------------------------|---------------------------------------------------------------------------|
@@ -65,7 +56,9 @@ class StateFetch:
     | has another key and is older      | the source is asked for a new offer: it may have caught up by then        |
     | has another key and is not older  | the source waits; it is asked again when no chosen source is left         |
 
-    A source that fails is asked again or given up. When `run` fails, the chunks that arrived stay for the next `run`.
+    A source that fails is asked again or given up. When all chunks have arrived, samples are compared (sample_check),
+    and the chunks of sources that do not pass are fetched from others. When `run` fails, the chunks that arrived stay
+    for the next `run`.
     """
 
     def __init__(
@@ -77,7 +70,7 @@ class StateFetch:
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """layout: of the stage, with its moments. report_offence: called for sources that send false data.
+        """layout: of the stage, with its moments. report_offence: called for sources that send corrupt data.
 
         highest_plausible_step: offers above the step that it returns are not used.
         """
@@ -96,25 +89,26 @@ class StateFetch:
         self._deadline = 0.0
         self._lowest_step = 0  # the lowest step to accept
         self._first_offer_at: float | None = None
-        self._chosen: StateIndex | None = None  # chunks of snapshots with its mixing key are asked for
+        self._chosen: StateIndex | None = None  # only chunks of snapshots with its mixing key are asked for
         self._last_arrival = 0.0
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
-        """Fetches the chunks that are still missing from `sources`, the best of them first, and returns the state.
+        """Fetches the missing chunks from several of `sources` at once, earlier ones preferred, and returns the state.
 
-        No chunk is of a step below `at_least`, and all have the same mixing key; the state's step and updates are the
-        lowest of the chunks' snapshots. Raises Unavailable, with a reason for each source, when no source is left or
-        `deadline` (loop time) has passed.
+        No chunk is of a step below `at_least`, and all have the same mixing key. The state has the lowest step and
+        updates of the chunks' snapshots, tokens_total 0 (unknown), and the arrays of this object, not copies. Raises
+        Unavailable, with each source's last error, when no source is left or `deadline` (loop time) has passed.
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
-        self._deadline, self._lowest_step = deadline, at_least
+        self._deadline = deadline
+        self._lowest_step = at_least
         self._first_offer_at = self._chosen = None
         self._drop_chunks_unless(lambda index: index.step >= at_least)
         try:
             while not self.schedule.is_complete:
                 while not self.schedule.is_complete:
                     await self._advance()
-                await self._drop_false_chunks()
+                await self._drop_corrupt_chunks()
         finally:
             await cancel_and_await([task for source in self._sources for task, _ in source.calls.values()])
             self._remove_ended_calls()
@@ -124,17 +118,17 @@ class StateFetch:
         return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
 
     async def _advance(self) -> None:
-        """Chooses snapshots and starts due calls, then waits up to TICK_S until one ends; drops the ended ones.
+        """One turn: chooses a mixing key, starts due calls, waits up to TICK_S until one ends, removes ended ones.
 
         Raises Unavailable at the deadline, and when no call is open and every source was given up.
         """
         now = loop_time()
         is_late = now >= self._deadline
         if not is_late:
-            self._reconsider_snapshot(now)
+            self._reconsider_mixing_key(now)
             self._ask_for_offers(now)
             if self._chosen is None:
-                self._choose_snapshots(now)
+                self._choose_mixing_key(now)
             self._ask_for_chunks(now)
         calls = [task for source in self._sources for task, _ in source.calls.values()]
         if is_late or not (calls or any(not source.given_up for source in self._sources)):
@@ -150,7 +144,7 @@ class StateFetch:
         self._remove_ended_calls()
 
     def _remove_ended_calls(self) -> None:
-        """Removes ended calls; a chunk that did not arrive is missing again. Re-raises the exception of any call."""
+        """Removes ended calls and records their ends in `schedule`; re-raises the first exception of an ended call."""
         for source in self._sources:
             for chunk, task in source.take_ended_calls():
                 if chunk is not None:
@@ -158,13 +152,14 @@ class StateFetch:
                 if not task.cancelled():
                     task.result()
 
-    # --- choosing snapshots
+    # --- choosing a mixing key
 
-    def _choose_snapshots(self, now: float) -> None:
-        """Chooses the snapshots to fetch from, once all pending offers are in or GATHER_S after the first.
+    def _choose_mixing_key(self, now: float) -> None:
+        """Chooses the mixing key of the snapshots to fetch, once no offer is pending or GATHER_S after the first offer.
 
-        They are those with one mixing key, see the class. Drops the arrived chunks with another key, and the offers
-        that are older, so that their sources are asked again after PAUSE_S.
+        The key of arrived chunks is preferred, then the newest offer's. Without an offer does nothing. Drops the
+        arrived chunks with another key, and the older offers with another key: after PAUSE_S, sources of the dropped
+        offers are asked for new ones.
         """
         offers = [source.offer for source in self._sources if source.offer]
         others_pending = any(None in source.calls for source in self._sources)
@@ -172,23 +167,26 @@ class StateFetch:
             return
         arrived = {mixing_key(index) for index in self._chunk_snapshots.values()}
         chosen = max(offers, key=lambda offer: (offer.mixing_key in arrived, offer.index.agreed, offer.index.step))
-        self._chosen, self._last_arrival = chosen.index, now
+        self._chosen = chosen.index
+        self._last_arrival = now
         self._drop_chunks_unless(lambda index: mixing_key(index) == chosen.mixing_key)
         chosen_steps = chosen.index.agreed, chosen.index.step
         for source in self._sources:
-            if source.offer and not self._is_chosen(source.offer):
+            if source.offer and not self._has_chosen_key(source.offer):
                 index = source.offer.index
                 if (index.agreed, index.step) < chosen_steps:
-                    source.offer, source.not_before = None, now + PAUSE_S
+                    source.offer = None
+                    source.not_before = now + PAUSE_S
 
-    def _reconsider_snapshot(self, now: float) -> None:
-        """Discards the other sources' offers, so that they are asked again, once no chosen source remains.
+    def _reconsider_mixing_key(self, now: float) -> None:
+        """Withdraws the chosen mixing key if no source that offers this key is left, but other usable sources are.
 
-        First gives up the chosen sources if none of them delivered a chunk for STALL_S and others exist.
+        The other sources' offers are then dropped, so that new ones are asked for. Before that, gives up the sources
+        that offer the key if no chunk has arrived for STALL_S. Does nothing without a chosen key or other sources.
         """
         if self._chosen is None:
             return
-        fetched_from = [source for source in self._sources if self._is_chosen(source.offer)]
+        fetched_from = [source for source in self._sources if self._has_chosen_key(source.offer)]
         others = [source for source in self._sources if source not in fetched_from and not source.given_up]
         if others and now > self._last_arrival + STALL_S:
             for source in fetched_from:
@@ -199,8 +197,11 @@ class StateFetch:
             for source in others:
                 source.offer = None
 
-    def _is_chosen(self, offer: Offer | None) -> bool:
-        """Returns whether chunks of the offered snapshot go into the state."""
+    def _has_chosen_key(self, offer: Offer | None) -> bool:
+        """Returns whether `offer` has the chosen mixing key, so that its chunks may go into the state.
+
+        False for None, and while no key is chosen.
+        """
         return offer is not None and self._chosen is not None and offer.mixing_key == mixing_key(self._chosen)
 
     def _drop_chunks_unless(self, fits: Callable[[StateIndex], bool]) -> None:
@@ -208,7 +209,7 @@ class StateFetch:
         self._drop_chunks([chunk for chunk, index in self._chunk_snapshots.items() if not fits(index)])
 
     def _drop_chunks(self, chunks: Sequence[int]) -> None:
-        """Drops arrived chunks; they are missing again."""
+        """Drops the arrived chunks with these numbers; they are missing again."""
         for chunk in chunks:
             self.schedule.discard(chunk)
             del self._chunk_snapshots[chunk], self._chunk_peers[chunk], self._chunk_hashes[chunk]
@@ -216,9 +217,10 @@ class StateFetch:
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
-        """Asks idle sources for an offer, as long as fewer than SOURCES sources are engaged and not slow.
+        """Starts calls that ask sources without an offer for one, until SOURCES sources are engaged and not slow.
 
-        A source is engaged if it is being asked for an offer, or has made one and did not fail lately.
+        A source is engaged if it is being asked for an offer, or has made one and its last call did not fail. Paused
+        sources and those given up are not asked.
         """
         usable = [source for source in self._sources if not source.given_up]
         engaged = [s for s in usable if None in s.calls or (s.offer and not s.failures)]
@@ -228,19 +230,22 @@ class StateFetch:
             source.calls[None] = (asyncio.create_task(self._fetch_offer(source)), now)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
-        """Returns whether the source's oldest open call lasts unusually long; another source is then asked, too."""
+        """Returns whether the source's oldest open call lasts unusually long, so that another source is asked, too.
+
+        That is longer than SLOW_S and, for a source with an offer, longer than 4 * the median time of a chunk.
+        """
         return source.is_slow(now, max(SLOW_S, 4 * self.schedule.median_s()) if source.offer else SLOW_S)
 
     def _ask_for_chunks(self, now: float) -> None:
-        """Starts calls for chunks until the window of each chosen source is full."""
-        free = [source for source in self._sources if self._is_chosen(source.offer) and now >= source.not_before]
+        """Starts calls for chunks, one per source in turn, until `_start_chunk` starts none for any chosen source."""
+        free = [source for source in self._sources if self._has_chosen_key(source.offer) and now >= source.not_before]
         while free:  # one chunk each in turn, so that all of them have work
             free = [source for source in free if self._start_chunk(source, now)]
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
-        """Starts a call for the source's next chunk.
+        """Starts a call for the chunk that `schedule` chooses for the source; returns whether it started one.
 
-        Returns False if its window is full or no chunk is to be asked for.
+        It does not if the source has no offer, its window is full, or `schedule` has no chunk for it.
         """
         if source.offer is None or len(source.calls) >= source.window:
             return False
@@ -252,9 +257,9 @@ class StateFetch:
     # --- calls; each runs as a task of its own
 
     async def _fetch_offer(self, source: _Source) -> None:
-        """Asks the source for its newest snapshot and keeps the offer; gives the source up if its step cannot be used.
+        """Asks the source for its newest snapshot and keeps this offer in `source`; passes errors to _handle_failure.
 
-        That is a step below the lowest to accept, or above the highest plausible one.
+        Gives the source up if the snapshot's step is below the lowest to accept, or step or agreed step is implausible.
         """
         call_deadline = min(self._deadline, loop_time() + OFFER_S)
         at_least = self._chosen.step if self._chosen else self._lowest_step
@@ -274,9 +279,10 @@ class StateFetch:
             self._first_offer_at = self._first_offer_at or loop_time()
 
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
-        """Asks the source for a chunk, checks it in a thread, stores it, and cancels other calls for the same chunk.
+        """Asks the source for a chunk of its offer, checks it in a thread, and stores it in this object's arrays.
 
-        Throws the chunk away if another mixing key has been chosen meanwhile; passes errors to _handle_failure.
+        Then cancels other calls for the same chunk. Throws the chunk away if the offer no longer has the chosen mixing
+        key; passes errors to _handle_failure.
         """
         started_at = loop_time()
         call_deadline = min(self._deadline, started_at + CHUNK_S)
@@ -288,10 +294,12 @@ class StateFetch:
             self._handle_failure(source, error, offer)
             return
         source.record_chunk(loop_time() - started_at)
-        if not self._is_chosen(offer):
+        if not self._has_chosen_key(offer):
             return  # another mixing key has been chosen meanwhile
-        self._chunk_snapshots[chunk], self._last_arrival = offer.index, loop_time()
-        self._chunk_peers[chunk], self._chunk_hashes[chunk] = source.peer, offer.hash_of(chunk)
+        self._last_arrival = loop_time()
+        self._chunk_snapshots[chunk] = offer.index
+        self._chunk_peers[chunk] = source.peer
+        self._chunk_hashes[chunk] = offer.hash_of(chunk)
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
             array[place] = part
@@ -301,20 +309,23 @@ class StateFetch:
 
     # --- samples
 
-    async def _drop_false_chunks(self) -> None:
+    async def _drop_corrupt_chunks(self) -> None:
         """Compares samples of each source's chunks with those of other sources, see sample_check.
 
-        Sources that are not believed are given up and their chunks dropped; those judged "false" are reported.
+        Gives up the sources that find_corrupt_sources returns, and drops their chunks; reports "corrupt" ones as an
+        offence.
         """
         chunks_of: dict[PeerId, list[int]] = {}
         for chunk, peer in self._chunk_peers.items():
             chunks_of.setdefault(peer, []).append(chunk)
         usable = [source for source in self._sources if not source.given_up]
         usable.sort(key=lambda source: source.offer is None)  # those whose offer is known first
-        verdicts = await find_false(chunks_of, [source.peer for source in usable], self._read_sample, random.Random())
+        verdicts = await find_corrupt_sources(
+            chunks_of, [source.peer for source in usable], self._read_sample, random.Random()
+        )
         for peer, verdict in verdicts.items():
             reason = "its chunks are not near those of other sources, as replicas' are"
-            if verdict == "false":
+            if verdict == "corrupt":
                 self._report_offence(peer, Offence.FALSE_STATE, reason)
             for source in self._sources:
                 if source.peer == peer:
@@ -322,10 +333,11 @@ class StateFetch:
             self._drop_chunks(chunks_of[peer])
 
     async def _read_sample(self, peer: PeerId, chunk: int) -> ChunkSample | None:
-        """Returns a source's weights of a chunk that has arrived; None if the source cannot give them.
+        """Returns a source's weights of a chunk that has arrived; None if the source cannot give these weights.
 
-        The arrived weights are returned if they came from this source or if its offer has the same hash; otherwise the
-        source is asked for the chunk.
+        If the arrived chunk came from this source, or has the same hash in the source's offer, the arrived weights are
+        returned; otherwise the source is asked for the chunk. A source without an offer is asked for one first. Errors
+        go to _handle_failure.
         """
         place = self._layout.chunk_places(chunk)[0]
         if self._chunk_peers.get(chunk) == peer:
@@ -350,14 +362,22 @@ class StateFetch:
     # --- failures
 
     def _handle_failure(self, source: _Source, error: AgoraError, offer: Offer | None) -> None:
-        """Pauses a source whose call failed, or gives it up, by the table in docs/state.md.
+        """Pauses a source whose call failed, or gives it up.
 
-        Reports a FalseStateError as an offence. offer: the one whose chunk was asked for; None if the call asked for an
-        offer.
+        | error                                | what follows                                                |
+        |--------------------------------------|-------------------------------------------------------------|
+        | CorruptStateError                    | an offence is reported, and the source given up             |
+        | another ProtocolError                | the source is given up                                      |
+        | Refused when asked for an offer      | the source is given up                                      |
+        | Refused a chunk of its present offer | as any other; the offer is dropped, and a new one asked for |
+        | Busy                                 | a pause as long as the source asks for, within bounds       |
+        | any other                            | a pause, longer each time; given up after FAILURES in a row |
+
+        offer: the one whose chunk was asked for; None if the call was for an offer. A source given up stays as it is.
         """
         if source.given_up:
             return
-        if isinstance(error, FalseStateError):
+        if isinstance(error, CorruptStateError):
             self._report_offence(source.peer, Offence.FALSE_STATE, f"{error.code}: {error}")
         is_refusal = isinstance(error, Refused) and not isinstance(error, Busy)
         if isinstance(error, ProtocolError) or (is_refusal and offer is None):
@@ -370,6 +390,11 @@ class StateFetch:
             self._give_up(source, source.last_error)
 
     def _give_up(self, source: _Source, reason: str) -> None:
-        """Marks the source so that it is not asked again, sets its last_error to `reason`, and cancels its calls."""
-        source.given_up, source.last_error, source.offer = True, reason, None
+        """Marks the source so that it is not asked again, drops its offer, and cancels its calls; arrived chunks stay.
+
+        reason: becomes the source's last_error.
+        """
+        source.given_up = True
+        source.last_error = reason
+        source.offer = None
         source.cancel_calls()

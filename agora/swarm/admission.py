@@ -23,10 +23,11 @@ TICKET: Final = "ticket"
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """What the manifest says of admission. Immutable.
+    """Who may take part in a run, as its manifest says.
 
-    founder: who may admit and ban. mode: OPEN, LISTED or TICKET. listed: the peers of mode LISTED. public_status:
-    whether everyone may read the status.
+    founder: the peer that may admit and ban others, and make delegates. mode: OPEN (everyone), LISTED (the peers in
+    `listed`) or TICKET (whoever shows a ticket). public_status: whether peers that are not admitted may read the
+    status.
     """
 
     founder: PeerId
@@ -36,17 +37,18 @@ class AdmissionPolicy:
 
     @classmethod
     def of(cls, manifest: Manifest) -> AdmissionPolicy:
-        """Returns the policy of a signed manifest."""
+        """Returns the policy that a signed manifest states; its founder is the manifest's founder."""
         section = manifest.admission
         return cls(PeerId(manifest.founder), section.mode, frozenset(section.peers), section.public_status)
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A peer is admitted, and why. Immutable.
+    """The decision that one peer is admitted.
 
-    role: MEMBER (takes part) or READER (may read the status); from `judge_proof` also DELEGATE. until_unix: unix
-    seconds until which this holds; infinity if it has no end.
+    role: MEMBER (takes part) or READER (may only read the status). `judge_proof` also returns DELEGATE (may admit and
+    ban others), for which `judge_admission` returns MEMBER. until_unix: unix seconds until which the decision holds;
+    infinity if it has no end. reason: why the peer is admitted, in words, such as "it is the founder".
     """
 
     role: str
@@ -55,22 +57,26 @@ class Admission:
 
     @property
     def is_member(self) -> bool:
-        """Whether the peer takes part in the run."""
+        """Whether the role is MEMBER; False for READER and for DELEGATE."""
         return self.role == MEMBER
 
 
 @dataclass(frozen=True, slots=True)
 class NoAdmission:
-    """A peer is not admitted. reason: a sentence for its owner: what the peer lacks, and who can give it that."""
+    """The decision that one peer is not admitted.
+
+    reason: why not, in words for the peer's owner; from `judge_admission` also whom to ask.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Revocations:
-    """The revocations that count. Immutable: `with_new` and `without` return copies; neither judges a revocation.
+    """The accepted revocations of a run; a revocation is one peer's ban of another.
 
-    issuers: by banned peer (or key of a bearer ticket), who has banned it.
+    founder: the run's founder. issuers: for each banned peer (or key of a bearer ticket), the peers that have banned
+    it. `with_new` and `without` return changed copies, and do not check whether a revocation is valid.
     """
 
     founder: PeerId
@@ -79,7 +85,7 @@ class Revocations:
     def is_banned(self, subject: PeerId, *, by_founder: bool = False) -> bool:
         """Returns whether `subject` is banned: by the founder, or by a delegate that the founder has not banned.
 
-        by_founder: count the founder's revocations only; delegates can be banned by nobody else.
+        by_founder: counts the founder's revocations only. Pass True for a delegate, which only the founder can ban.
         """
         issuers = self.issuers.get(subject, frozenset())
         return any(
@@ -88,30 +94,31 @@ class Revocations:
         )
 
     def with_new(self, subject: PeerId, issuer: PeerId) -> Revocations:
-        """Returns a copy with one more revocation; the caller has had it accepted by `judge_revocation`."""
+        """Returns a copy with the ban of `subject` by `issuer` added; `judge_revocation` must have accepted it."""
         known = self.issuers.get(subject, frozenset())
         return replace(self, issuers={**self.issuers, subject: known | {issuer}})
 
     def without(self, subject: PeerId, issuer: PeerId) -> Revocations:
-        """Returns a copy without the revocation of `subject` by `issuer`."""
+        """Returns a copy without the ban of `subject` by `issuer`; an equal copy if there is none."""
         left = {**self.issuers, subject: self.issuers.get(subject, frozenset()) - {issuer}}
         return replace(self, issuers={banned: by for banned, by in left.items() if by})
 
     @property
     def count(self) -> int:
-        """The number of revocations; a peer that two have banned counts twice."""
+        """The number of revocations; a peer that two issuers have banned counts twice."""
         return sum(map(len, self.issuers.values()))
 
 
 def judge_admission(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, policy: AdmissionPolicy, revocations: Revocations
 ) -> Admission | NoAdmission:
-    """Returns how `peer` is admitted (as MEMBER or READER), or why it is not: both are true as conditions.
+    """Returns an Admission that says how `peer` is admitted, as MEMBER or READER, or a NoAdmission that says why not.
 
-    The founder is always a member, a ban goes before every mode, and with `public_status` whoever the mode does not
-    admit is a READER.
-    proof: the chain of tickets that the peer shows, the founder's first, () for none. The caller must have verified
-    their signatures (agora_protocol.tickets.open_proof) and that it is `peer` who shows them.
+    The founder is always a MEMBER. A banned peer is not admitted in any mode, not even as a READER; a delegate can be
+    banned by the founder only. Otherwise the policy's mode decides; a ticket's DELEGATE becomes MEMBER. With
+    `public_status`, a peer that the mode does not admit is a READER.
+    proof: the chain of tickets that the peer shows, the founder's first, () for none. The caller must have verified the
+    tickets' signatures (agora_protocol.tickets.open_proof) and that it is `peer` who shows them.
     """
     if peer == policy.founder:
         return Admission(MEMBER, math.inf, "it is the founder")
@@ -130,23 +137,26 @@ ProofVerdict = Admission | NoAdmission
 
 
 def _admit_everyone(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
-    """Mode open: admits everyone as a member."""
+    """Applies mode OPEN: admits every peer as a MEMBER without an end; the arguments have no effect."""
     return Admission(MEMBER, math.inf, "the run is open to everyone")
 
 
 def _admit_listed(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
-    """Mode listed: admits the peers that the manifest lists; tickets have no effect."""
+    """Applies mode LISTED: admits `peer` as a MEMBER without an end if the manifest lists it; `shown` has no effect."""
     if peer in policy.listed:
         return Admission(MEMBER, math.inf, "the manifest lists it")
-    return NoAdmission(f"the run admits only listed peers, and {peer} is none of them; ask its founder")
+    return NoAdmission(f"the run admits only listed peers, and {peer} is not one of them; ask its founder")
 
 
 def _admit_by_ticket(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
-    """Mode ticket: admits with the role of the tickets, if `judge_proof` has accepted them."""
+    """Applies mode TICKET: returns `shown`, the verdict on the peer's tickets, if it is an Admission.
+
+    Otherwise returns NoAdmission with the reason in `shown` and how to get a ticket.
+    """
     if isinstance(shown, Admission):
         return shown
     advice = f"ask the founder for an invite by `swarm invite RUN --peer {peer}`"
-    return NoAdmission(f"the run admits only who has a ticket: {shown.reason}; {advice}")
+    return NoAdmission(f"the run admits only peers that have a ticket: {shown.reason}; {advice}")
 
 
 _ADMITTED_BY_MODE: Final[Mapping[str, Callable[[PeerId, AdmissionPolicy, ProofVerdict], ProofVerdict]]] = {
@@ -159,22 +169,25 @@ _ADMITTED_BY_MODE: Final[Mapping[str, Callable[[PeerId, AdmissionPolicy, ProofVe
 def judge_proof(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, revocations: Revocations
 ) -> Admission | NoAdmission:
-    """Judges a chain of tickets whose signatures the caller has verified: returns the role that it gives to `peer`.
+    """Returns the Admission that a chain of tickets gives to `peer`, or a NoAdmission with the reason.
 
-    The role may be DELEGATE. Returns NoAdmission with the reason if the chain is empty, broken, expired or revoked, or
-    is for another peer. Bans of `peer` itself are judged by `judge_admission`, except those of a holder in the chain.
+    The role is that of the last ticket, also DELEGATE, and holds until the first ticket of the chain expires. The chain
+    must start at the founder (`revocations.founder`). Returns NoAdmission if the chain is empty, if an issuer in it may
+    not issue its ticket (`_issuing_problem`), if the last ticket is a bearer ticket or for another peer, and if a
+    ticket has expired or its holder is banned. Each ticket stays valid for CLOCK_TOLERANCE_S seconds after its end. The
+    caller must have verified the signatures.
     """
     if not proof:
         return NoAdmission("it shows no ticket")
-    giver: Ticket | None = None
+    parent: Ticket | None = None
     for ticket in proof:
-        if problem := _issuing_problem(ticket, giver, revocations.founder):
+        if problem := _issuing_problem(ticket, parent, revocations.founder):
             return NoAdmission(problem)
         if ticket.not_after + CLOCK_TOLERANCE_S < now_unix:
             return NoAdmission("its ticket has expired")
         if revocations.is_banned(ticket.holder, by_founder=ticket.role == DELEGATE):
             return NoAdmission("its ticket was revoked")
-        giver = ticket
+        parent = ticket
     last = proof[-1]
     if last.bearer or last.holder != peer:
         return NoAdmission("its ticket is for another peer")
@@ -182,26 +195,32 @@ def judge_proof(
     return Admission(last.role, until_unix, f"it has a ticket of {proof[0].issuer}")
 
 
-def _issuing_problem(ticket: Ticket, giver: Ticket | None, founder: PeerId) -> str:
-    """Returns why the issuer of `ticket` may not give it, "" if it may. giver: the ticket before it in the chain."""
-    if giver is None:
+def _issuing_problem(ticket: Ticket, parent: Ticket | None, founder: PeerId) -> str:
+    """Returns why the issuer of `ticket` had no right to issue it, in words; "" if it had.
+
+    parent: the ticket before `ticket` in the chain; None for the first ticket, which only the founder may issue. The
+    issuer must be the parent's holder. A delegate may issue any ticket but that of a delegate; the key of a bearer
+    ticket only passes the ticket's own role on, to a named peer; nobody else may issue a ticket.
+    """
+    if parent is None:
         return "" if ticket.issuer == founder else "its ticket is not signed by the founder or a delegate"
-    if ticket.issuer != giver.holder:
+    if ticket.issuer != parent.holder:
         return "its tickets do not follow from each other"
-    if giver.bearer:
-        is_passed_on = ticket.role == giver.role and not ticket.bearer
+    if parent.bearer:
+        is_passed_on = ticket.role == parent.role and not ticket.bearer
         return "" if is_passed_on else "its bearer ticket was made into something else"
-    if giver.role != DELEGATE:
+    if parent.role != DELEGATE:
         return "its ticket is not signed by the founder or a delegate"
     return "its ticket makes a delegate, which only the founder can" if ticket.role == DELEGATE else ""
 
 
 def judge_revocation(revocation: Revocation, proof: Sequence[Ticket], now_unix: float, revocations: Revocations) -> str:
-    """Returns why a revocation does not count, "" if it does.
+    """Returns why `revocation` is to be rejected, in words; "" if it is to be accepted.
 
-    proof: the tickets by which its issuer is a delegate, () for the founder. The caller must have verified the
-    signatures of the revocation and of the tickets. revocations: those that count by now; this one is not added to
-    them.
+    The founder cannot be banned. The issuer must be the founder, or have been a delegate, by `proof`, when it signed;
+    the signing may lie at most CLOCK_TOLERANCE_S seconds in the future. Once MAX_REVOCATIONS are accepted, only the
+    founder can add one. proof: the issuer's tickets, () for the founder. revocations: the accepted ones, which are not
+    changed. The caller must have verified the signatures of the revocation and of the tickets.
     """
     founder = revocations.founder
     if revocation.subject == founder:

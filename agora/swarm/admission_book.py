@@ -26,15 +26,16 @@ from agora.swarm.admission import (
 )
 
 MAX_PEERS: Final = 16_384
-"""Maximum number of peers whose proofs are remembered; those that showed theirs longest ago are forgotten first."""
+"""Maximum number of peers whose proofs are remembered; the proof that was used longest ago is forgotten first."""
 MAX_PROOFS: Final = 4096
-"""Maximum number of proofs of which it is remembered that their signatures are valid."""
+"""Maximum number of proofs that are remembered as having valid signatures."""
 
 
 class AdmissionBook:
-    """Says who is admitted to one run, and remembers proofs and revocations, in memory only.
+    """What this peer knows about who is admitted to one run: revocations, own bans, and proofs, in memory only.
 
-    banned_here: peers that the owner of this machine has banned; may be changed at any time.
+    A proof is a peer's chain of signed tickets. policy: the manifest's rules. banned_here: peers that the owner of this
+    machine has banned, which no method admits; may be changed at any time.
     """
 
     def __init__(self, run: RunId, policy: AdmissionPolicy, banned_here: Iterable[PeerId] = ()) -> None:
@@ -42,17 +43,19 @@ class AdmissionBook:
         self.banned_here = set(banned_here)
         self._run = run
         self._revocations = Revocations(policy.founder)
-        self._sealed: OrderedDict[tuple[PeerId, PeerId], bytes] = OrderedDict()
+        self._signed_revocations: OrderedDict[tuple[PeerId, PeerId], bytes] = OrderedDict()
         self._proofs: OrderedDict[PeerId, bytes] = OrderedDict()
-        self._opened: OrderedDict[bytes, tuple[Ticket, ...]] = OrderedDict()
+        self._verified_proofs: OrderedDict[bytes, tuple[Ticket, ...]] = OrderedDict()
 
     def judge(self, peer: PeerId, proof: bytes, now_unix: float) -> Admission:
-        """Returns how `peer` is admitted, and remembers its proof if it makes the peer a member.
+        """Returns how `peer` is admitted, as MEMBER or READER; remembers the proof, unless b"", of a MEMBER.
 
-        proof: the signed tickets that the peer shows, b"" for none; signatures are checked here. Raises NotAdmitted
-        with the reason, and ProtocolError for a malformed proof or a wrong signature in it.
+        proof: the signed tickets that the peer shows, b"" for none; their signatures are checked here. Raises
+        NotAdmitted with the reason if the peer is in `banned_here` or `judge_admission` does not admit it, and
+        ProtocolError for a malformed proof or a wrong signature in it. Remembers at most MAX_PEERS peers' proofs: the
+        one used longest ago is forgotten first.
         """
-        tickets = self._open(proof)
+        tickets = self._verify(proof)
         if peer in self.banned_here:
             raise NotAdmitted("this machine's owner has banned that peer")
         found = judge_admission(tickets, peer, now_unix, self.policy, self._revocations)
@@ -66,78 +69,85 @@ class AdmissionBook:
         return found
 
     def is_member(self, peer: PeerId, now_unix: float) -> bool:
-        """Returns whether `peer` is a member by its last proof that counted, or without one if it has shown none."""
+        """Returns whether `peer` is a member now, judged by its remembered proof, or without a proof if none is known.
+
+        Returns False for a peer in `banned_here`. Counts as a use of the proof, so that the proof is forgotten later.
+        """
         try:
             return self.judge(peer, self._proofs.get(peer, b""), now_unix).is_member
         except NotAdmitted:
             return False
 
     def is_member_by_proof(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
-        """Returns whether `peer` is a member by `proof`, which its claim carries; remembers the proof if so.
+        """Returns whether `peer` is a member by `proof`, which its claim carries; remembers the proof, as `judge` does.
 
-        Unlike `judge` raises nothing: returns False for a malformed proof too.
+        Returns False, where `judge` raises, for a peer that is not admitted and for a malformed proof.
         """
         try:
             return self.judge(peer, proof, now_unix).is_member
         except (NotAdmitted, ProtocolError):
             return False
 
-    def why_not_to_call(self, peer: PeerId, now_unix: float) -> str:
-        """Returns why this peer must not even connect to `peer`, "" if it may.
+    def refusal_reason(self, peer: PeerId, now_unix: float) -> str:
+        """Returns why this peer must not connect to `peer`, in words; "" if it may.
 
-        Judged by the proof that `peer` has shown before. In mode ticket a peer that has shown none yet may be called,
-        since its HELLO will carry one.
+        A peer in `banned_here` must not be called. Any other is judged by its remembered proof, and may be called if
+        that makes it a member: a peer that may only read the status is not called. In mode TICKET a peer of which no
+        proof is known may be called unless the founder or a delegate has banned it, since its HELLO will carry its
+        proof.
         """
         if peer in self.banned_here:
             return "this machine's owner has banned it"
         known = self._proofs.get(peer, b"")
-        found = judge_admission(self._open(known), peer, now_unix, self.policy, self._revocations)
+        found = judge_admission(self._verify(known), peer, now_unix, self.policy, self._revocations)
         if isinstance(found, Admission) and found.is_member:
             return ""
         if self.policy.mode == "ticket" and not known and not self._revocations.is_banned(peer):
             return ""
         return found.reason if isinstance(found, NoAdmission) else "it may only read the status"
 
-    def add_revocation(self, sealed: bytes, now_unix: float) -> Revocation | None:
-        """Checks a signed revocation, adds it to those that count, and returns it; None if it is known already.
+    def add_revocation(self, signed: bytes, now_unix: float) -> Revocation | None:
+        """Checks a signed revocation, adds it to the accepted ones, and returns it.
 
-        Beyond MAX_REVOCATIONS the oldest one of a delegate is forgotten for it. Raises ProtocolError for a malformed
-        one or a wrong signature, NotAdmitted for one that does not count.
+        Returns None, and changes nothing, if this issuer's revocation of this peer is known already. If there are
+        MAX_REVOCATIONS, `_forget_one` makes room. Raises ProtocolError for a malformed revocation or a wrong signature,
+        and NotAdmitted for one that `judge_revocation` rejects.
         """
-        revocation = open_revocation(sealed, self._run)
+        revocation = open_revocation(signed, self._run)
         key = (revocation.subject, revocation.issuer)
-        if key in self._sealed:
+        if key in self._signed_revocations:
             return None
         proof = open_proof(revocation.proof, self._run)
         if problem := judge_revocation(revocation, proof, now_unix, self._revocations):
             raise NotAdmitted(f"the revocation of {revocation.subject} does not count: {problem}")
         if self._revocations.count >= MAX_REVOCATIONS:
             self._forget_one()
-        self._sealed[key] = sealed
+        self._signed_revocations[key] = signed
         self._revocations = self._revocations.with_new(*key)
         return revocation
 
-    def sealed_revocations(self) -> list[bytes]:
-        """Returns the bytes of all signed revocations, in the order in which they were accepted."""
-        return list(self._sealed.values())
+    def signed_revocations(self) -> list[bytes]:
+        """Returns the accepted revocations as they were signed, in the order in which they were added."""
+        return list(self._signed_revocations.values())
 
     def _forget_one(self) -> None:
-        """Forgets the oldest revocation by a delegate; if there is none, the oldest by the founder."""
-        by_delegates = (key for key in self._sealed if key[1] != self.policy.founder)
-        key = next(by_delegates, next(iter(self._sealed)))
-        del self._sealed[key]
+        """Forgets the revocation by a delegate that was added first; if there is none, the founder's first."""
+        by_delegates = (key for key in self._signed_revocations if key[1] != self.policy.founder)
+        key = next(by_delegates, next(iter(self._signed_revocations)))
+        del self._signed_revocations[key]
         self._revocations = self._revocations.without(*key)
 
-    def _open(self, proof: bytes) -> tuple[Ticket, ...]:
-        """Returns the tickets in a proof, after checking its signatures, unless they were checked before; () for b"".
+    def _verify(self, proof: bytes) -> tuple[Ticket, ...]:
+        """Returns the tickets in a proof, after checking their signatures; () for b"".
 
-        Raises ProtocolError for a malformed proof or a wrong signature.
+        Caches the last MAX_PROOFS proofs that it checked. Raises ProtocolError for a malformed proof or a wrong
+        signature.
         """
         if not proof:
             return ()
-        known = self._opened.get(proof)
+        known = self._verified_proofs.get(proof)
         if known is None:
-            known = self._opened[proof] = open_proof(proof, self._run)
-            if len(self._opened) > MAX_PROOFS:
-                self._opened.popitem(last=False)
+            known = self._verified_proofs[proof] = open_proof(proof, self._run)
+            if len(self._verified_proofs) > MAX_PROOFS:
+                self._verified_proofs.popitem(last=False)
         return known

@@ -1,9 +1,9 @@
-"""Remembers the offences of other peers, and decides who is shut out for them, and for how long.
+"""Remembers the offences of other peers, and decides who is suspended for them, and for how long.
 
 Deterministic: a Conduct changes only itself, and only by the calls to it; `now` is an argument.
 
 Knows: offences and their penalties. Must not know: how an offence is detected, nor any clock. Each offence adds points
-to the peer's sum; a sum of `POINTS_TO_SHUT_OUT` shuts the peer out: it is neither called nor answered, and routing does
+to the peer's sum; a sum of `POINTS_TO_SUSPEND` suspends the peer: it is neither called nor answered, and routing does
 not count it as a replica. An offence's points expire `expires_after_s` after it.
 """
 
@@ -18,34 +18,42 @@ from typing import Final, Protocol
 from agora_protocol.ids import PeerId
 
 MAX_PEERS: Final = 16_384
-"""Peers whose offences are remembered; the one whose last offence is oldest is forgotten first."""
-POINTS_TO_SHUT_OUT: Final = 3
-"""The sum of points at which a peer is shut out."""
+"""Maximum number of peers whose offences are remembered; the one whose last offence is oldest is forgotten first."""
+POINTS_TO_SUSPEND: Final = 3
+"""The sum of points at which a peer is suspended."""
 
 
 class Offence(Enum):
-    """The kinds of offence. Each comment says what the peer did, and what follows at once in addition to the points."""
+    """A kind of offence: what a peer did against the protocol, and what follows immediately, besides the points."""
 
-    BAD_FRAME = "bad-frame"  # sent a frame that the protocol forbids: GOODBYE, and the connection ends
-    BAD_REQUEST = "bad-request"  # sent a request that no honest peer makes: it is refused
-    BAD_ANSWER = "bad-answer"  # answered with a wrong message, shape or number: routing backs off, a sibling is asked
-    USELESS_GRADIENT = "useless-gradient"  # returned a gradient that backward cannot use: as for a bad answer
-    BAD_AVERAGE = "bad-average"  # sent a part that no replica may send: it is refused; counted once for each round
-    IMPLAUSIBLE_STEP = "implausible-step"  # reported a step that nobody can be at: nothing it says of the stage counts
-    FALSE_STATE = "false-state"  # sent state that is not what it had announced: the transfer goes on with others
-    FALSE_BASE = "false-base"  # sent tensors of the base model that are not the manifest's: others are asked for them
+    BAD_FRAME = "bad-frame"
+    """The peer sent a frame that the protocol forbids. It gets a GOODBYE, and the connection ends."""
+    BAD_REQUEST = "bad-request"
+    """The peer sent a request that no honest peer makes. The request is refused."""
+    BAD_ANSWER = "bad-answer"
+    """The peer answered with a wrong message, shape or number. Routing backs off from it, and asks another replica."""
+    USELESS_GRADIENT = "useless-gradient"
+    """The peer returned a gradient that the backward cannot use. The same follows as for a bad answer."""
+    BAD_AVERAGE = "bad-average"
+    """The peer sent a part for an average that no replica may send. It is refused, and counts once for each round."""
+    IMPLAUSIBLE_STEP = "implausible-step"
+    """The peer reported a step that nobody can be at. Nothing that it says of the stage counts."""
+    FALSE_STATE = "false-state"
+    """The peer sent state that is not what it had announced. The transfer goes on with others."""
+    FALSE_BASE = "false-base"
+    """The peer sent tensors of the base model that are not the manifest's. Others are asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """What one offence costs: `points`, which expire after `expires_after_s` seconds.
+    """What one offence of some kind costs the peer: `points`, which expire `expires_after_s` seconds after the offence.
 
-    If the peer's sum then is POINTS_TO_SHUT_OUT or more, it is shut out for `shut_out_s` seconds.
+    If the points bring the peer's sum to POINTS_TO_SUSPEND or more, the peer is suspended for `suspension_s` seconds.
     """
 
     points: int = 1
     expires_after_s: float = 600.0
-    shut_out_s: float = 300.0
+    suspension_s: float = 300.0
 
 
 PENALTIES: Final[Mapping[Offence, Penalty]] = dict.fromkeys(Offence, Penalty())
@@ -53,16 +61,17 @@ PENALTIES: Final[Mapping[Offence, Penalty]] = dict.fromkeys(Offence, Penalty())
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """What follows from an offence, and why. shut_out_s: seconds for which the peer is now shut out; 0.0 if not."""
+    """What follows from one offence that was recorded."""
 
-    shut_out_s: float
-    reason: str
+    suspended_s: float  # seconds for which the peer is suspended from now on; 0.0 if it is not
+    reason: str  # the peer's sum of points, and how long it is suspended, or until the points expire, in words
 
 
 class ReportOffence(Protocol):
-    """Protocol of the function that records an offence of `peer`; it never raises. text: what was wrong, in words.
+    """Protocol of the function that records an offence of `peer`, such as OffenceLog.report_offence; it never raises.
 
-    occasion: names an event, such as one round, for which the peer's offences of this kind count once; "" for none.
+    text: what was wrong, in words. occasion: names an event, such as one averaging round: an offence is not recorded if
+    the peer's last one of the same kind had the same occasion. "" if each offence counts.
     """
 
     def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None: ...
@@ -70,27 +79,32 @@ class ReportOffence(Protocol):
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of one peer.
-
-    active: offences that count, as (time when it expires, points). occasions: by kind of offence, its latest occasion.
-    """
+    """What is remembered of one peer that has offended."""
 
     active: list[tuple[float, int]] = field(default_factory=list)
-    shut_out_until: float = 0.0
+    """The newest offences that still count, at most POINTS_TO_SUSPEND: (time when its points expire, points)."""
+    suspended_until: float = 0.0  # when the suspension ends, on the same clock; 0.0 if the peer never was suspended
     occasions: dict[Offence, str] = field(default_factory=dict)
+    """For each kind of offence, the occasion of the latest one."""
 
 
 class Conduct:
-    """Counts the offences of at most MAX_PEERS peers, and says who is shut out. now: seconds, monotonic clock."""
+    """Counts the offences of other peers, and says who is suspended. All times are seconds on one monotonic clock.
+
+    It remembers MAX_PEERS peers; beyond that the peer whose last offence is oldest is forgotten, and its suspension
+    ends.
+    """
 
     def __init__(self, penalties: Mapping[Offence, Penalty] = PENALTIES) -> None:
         self._penalties = penalties
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def record(self, peer: PeerId, offence: Offence, now: float, occasion: str = "") -> Consequence | None:
-        """Adds an offence, which may shut the peer out. Returns what follows from it.
+        """Adds an offence of `peer` at `now`, suspends the peer if its sum of points is enough, returns what follows.
 
-        occasion: see ReportOffence; returns None, and adds nothing, if the last offence of this kind had the same one.
+        If the sum of points that have not expired is POINTS_TO_SUSPEND or more, the peer is suspended for the penalty's
+        time from `now`, also if it is suspended already; a suspension is never shortened. Returns None, and adds
+        nothing, if the peer's last offence of this kind had the same `occasion`, unless that is "".
         """
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
@@ -102,18 +116,18 @@ class Conduct:
         penalty = self._penalties[offence]
         active = [entry for entry in record.active if entry[0] >= now]
         # Entries older than the newest three could not change what follows.
-        record.active = [*active, (now + penalty.expires_after_s, penalty.points)][-POINTS_TO_SHUT_OUT:]
+        record.active = [*active, (now + penalty.expires_after_s, penalty.points)][-POINTS_TO_SUSPEND:]
         points = sum(points for _, points in record.active)
-        if points >= POINTS_TO_SHUT_OUT:
-            record.shut_out_until = max(record.shut_out_until, now + penalty.shut_out_s)
-        seconds = self.shut_out_s(peer, now)
-        follows = f"shut out for {seconds:.0f} s" if seconds else f"they expire after {penalty.expires_after_s:.0f} s"
-        return Consequence(seconds, f"{points} of {POINTS_TO_SHUT_OUT} points; {follows}")
+        if points >= POINTS_TO_SUSPEND:
+            record.suspended_until = max(record.suspended_until, now + penalty.suspension_s)
+        seconds = self.suspended_s(peer, now)
+        follows = f"suspended for {seconds:.0f} s" if seconds else f"they expire after {penalty.expires_after_s:.0f} s"
+        return Consequence(seconds, f"{points} of {POINTS_TO_SUSPEND} points; {follows}")
 
-    def shut_out_s(self, peer: PeerId, now: float) -> float:
-        """Returns for how many seconds after `now` the peer is shut out; 0.0 when it is not.
+    def suspended_s(self, peer: PeerId, now: float) -> float:
+        """Returns for how many seconds after `now` the peer is still suspended; 0.0 if it is not, or is unknown.
 
         now: on the same clock as `record`'s `now`.
         """
         record = self._records.get(peer)
-        return 0.0 if record is None else max(0.0, record.shut_out_until - now)
+        return 0.0 if record is None else max(0.0, record.suspended_until - now)

@@ -31,36 +31,49 @@ from agora.swarm.directory_shards import (
     plan_read,
     shards_to_publish,
 )
-from agora.swarm.view import StageSample
+from agora.swarm.view import StageEstimate
 
 READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0
+"""Seconds between two reads of the directory; see read_interval_s."""
 SLOW_READ_S = 3.0
 """Seconds that any read of the directory may take, although the one before was quicker."""
 JITTER = 0.2
+"""A wait is made longer or shorter at random by this fraction at most."""
 
 
 class RecordStore(Protocol):
-    """Protocol: publishes this peer's records, and reads those of all; implemented by net.directory.Directory."""
+    """Protocol: stores this peer's signed records in the directory (the DHT), and reads those of all peers.
+
+    Implemented by net.directory.Directory.
+    """
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> object:
-        """Signs this peer's record and stores it in these shards, for `lifetime_s` seconds."""
+        """Signs `record` with `identity` and stores it in each of these shards, for `lifetime_s` seconds.
+
+        Raises an AgoraError on trouble with the directory. The result has no meaning here.
+        """
 
     async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
-        """Returns the verified live records of one kind, by shard; shards without an answer in time are left out."""
+        """Returns the verified, unexpired records of one kind, Claim or Progress, by shard.
+
+        A shard that did not answer in time is left out. Raises an AgoraError on trouble with the directory.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRecords:
-    """Records that a read has found. linger_s: seconds for which the peers that signed them are to stay in the view."""
+    """Records that one read has found. linger_s: seconds for which their signers then stay in the view."""
 
     records: list[Record]
     linger_s: float
 
 
 class DirectoryReader:
-    """Reads the directory shards that are due, returns their records, and estimates the number of each stage's peers.
+    """Reads the claims and progress in the directory shards that are due, and estimates each stage's number of peers.
 
-    From the estimates follows in which shards this peer publishes. Whoever calls it merges the records into a view.
+    A shard is one key of the directory, with the records of one stage whose peer hash begins with certain bits. The
+    estimates decide which shards are read next, and in which this peer publishes. The caller merges the records that
+    `read` returns into a view. A run is small if the estimates say so, or there are none: then everything is read.
     """
 
     def __init__(
@@ -77,7 +90,7 @@ class DirectoryReader:
     ) -> None:
         """unix: the wall clock, by which peers of one stage agree on what they read.
 
-        was_unreachable: whether the claiming peer was dialled and not met; such claims are left out of the estimates.
+        was_unreachable: returns whether a peer was dialled and not met; its claim is left out of the estimates.
         """
         self._was_unreachable = was_unreachable
         self._store = store
@@ -93,13 +106,15 @@ class DirectoryReader:
         self._plan = self._next_plan(None)
 
     async def read(self, span: Span | None) -> list[FoundRecords]:
-        """Reads the shards that are due for a peer that claims `span`, and returns the others' records.
+        """Reads the claims and progress in the shards due for a peer that claims `span`, and updates the estimates.
 
-        A small run is read whole. An AgoraError is reported as DirectoryTrouble, and that kind of record is missing
-        then. Also updates the estimates.
+        Also measures how long the read took, and plans what is due next. Returns the records of other peers, in two
+        groups by how long their peers stay in the view. A small run is read whole. An AgoraError from reading the
+        claims or the progress is reported as DirectoryTrouble, and the records of that kind are missing then.
         """
         self._plan = self._next_plan(span)
-        started, shards = loop_time(), self._plan.shards
+        shards = self._plan.shards
+        started = loop_time()
         claims, progress = await asyncio.gather(self._read(Claim, shards), self._read(Progress, shards))
         self._took_s = loop_time() - started
         now = self._unix()
@@ -110,16 +125,19 @@ class DirectoryReader:
         records = [record for by_shard in (claims, progress) for read in by_shard.values() for record in read]
         return self._split_by_linger([record for record in records if record.peer != self._me], span)
 
-    def forget(self) -> None:
-        """Forgets the estimates, so that the next read takes the run for a small one and counts again."""
+    def forget_estimates(self) -> None:
+        """Forgets the estimates: the next read treats the run as small (one shard of each stage) and counts again."""
         self._readings = {}
 
     def _hashes(self, claims: Sequence[Record]) -> set[int]:
-        """Returns the shard hashes of the peers that signed these claims, except those that were unreachable."""
+        """Returns the shard hashes of the peers that signed these claims; leaves out peers that were unreachable."""
         return {shard_hash(self._run, claim.peer) for claim in claims if not self._was_unreachable(claim.peer)}
 
     async def _read(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
-        """Returns the shards' records of one kind; after an AgoraError, reported as DirectoryTrouble, none."""
+        """Returns the shards' records of one kind, Claim or Progress, by shard.
+
+        Reports an AgoraError as DirectoryTrouble, and returns {} then.
+        """
         try:
             return await self._store.read_many(kind, shards)
         except AgoraError as error:
@@ -127,72 +145,84 @@ class DirectoryReader:
             return {}
 
     def shards_to_publish(self, span: Span) -> list[Shard]:
-        """Returns the shards in which this peer publishes its records of `span`."""
+        """Returns the shards in which this peer should publish its records of `span`, by the present estimates.
+
+        See directory_shards.shards_to_publish.
+        """
         return shards_to_publish(self._readings, span, shard_hash(self._run, self._me))
 
     def interval_s(self, is_calm: bool) -> float:
-        """Returns the seconds to wait until the next read. is_calm: see read_interval_s; no effect in a large run.
+        """Returns the seconds to wait before the next read: in a small run `read_interval_s` of the latest read's time.
 
-        In a large run something always changes, so it is always read at the longest interval.
+        In a large run, which always changes somewhere, `is_calm` has no effect: the seconds are MAX_READ_S, or 3 times
+        those that the latest read took if that is more.
         """
         return read_interval_s(is_calm, self._took_s) if self._plan.is_small else max(MAX_READ_S, 3.0 * self._took_s)
 
     @property
     def linger_s(self) -> float:
-        """Seconds for which a peer of this peer's stages or the next one stays in the view after a read found it."""
-        return self._linger_s(self._plan.near_period)
+        """Seconds for which a peer of the reader's own stages or the next one stays in the view once it was read."""
+        return self._linger_s(self._plan.close_period)
 
-    def samples(self, span: Span | None) -> dict[int, StageSample]:
-        """Returns the estimated size of each stage, by stage; {} in a small run, which is read whole each time.
+    def stage_estimates(self, span: Span | None) -> dict[int, StageEstimate]:
+        """Returns, by stage, the estimated number of its peers and the seconds within which each is read again.
 
-        span: the one that this peer claims, None for none.
+        Returns {} in a small run, which is read whole each time. span: the one that this peer claims, None for none.
         """
         if self._plan.is_small:
             return {}
-        samples = {}
+        estimates = {}
         for stage in range(self._stage_count):
-            reads = self._plan.near_period if _is_close(stage, stage, span) else self._plan.other_period
-            samples[stage] = StageSample(estimate_peers(self._readings, stage), self._linger_s(reads))
-        return samples
+            reads = self._plan.close_period if _is_close(stage, stage, span) else self._plan.other_period
+            estimates[stage] = StageEstimate(estimate_peers(self._readings, stage), self._linger_s(reads))
+        return estimates
 
     def _split_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
-        """Returns the records in two groups: first of other stages, then of the reader's stages and the next one.
+        """Returns the records in two groups, either may be empty: far ones, then close ones; each with its linger time.
 
-        The latter are read again sooner, so their peers stay in the view for a shorter time.
+        A record is close if its span has a stage of `span` or the stage after it; none is if `span` is None. Shards of
+        close stages are read again sooner, so their peers stay in the view for a shorter time.
         """
         close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
-        others = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
-        lingers = self._linger_s(self._plan.near_period), self._linger_s(self._plan.other_period)
-        return [FoundRecords(others, lingers[1]), FoundRecords(close, lingers[0])]
+        far = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
+        return [
+            FoundRecords(far, self._linger_s(self._plan.other_period)),
+            FoundRecords(close, self._linger_s(self._plan.close_period)),
+        ]
 
     def _linger_s(self, reads: float) -> float:
-        """Returns the seconds for which a peer stays in the view if its shard is read again after `reads` reads."""
+        """Returns the seconds for which a peer stays in the view, if its shard is read again only after `reads` reads.
+
+        This is `linger_s` of the latest read's time, and in a large run the longest that `reads` waits and reads take.
+        In a small run `reads` has no effect.
+        """
         if self._plan.is_small:
             return linger_s(self._took_s)
         return linger_s(self._took_s) + (1.0 + JITTER) * reads * (self.interval_s(True) + self._took_s)
 
     def _next_plan(self, span: Span | None) -> ReadPlan:
-        """Returns what to read next for a peer that claims `span`."""
+        """Returns which shards are due next for a peer that claims `span`, by the estimates and the wall clock."""
         reader = ReaderIdentity(shard_hash(self._run, self._me), self._stage_count, span, self._seed)
         return plan_read(self._readings, reader, self._unix(), self._rng)
 
 
 def _is_close(first: int, last: int, span: Span | None) -> bool:
-    """Returns whether any of the stages from `first` to `last` is in `span` or is the one after it."""
+    """Returns whether any stage from `first` to `last` is in `span` or is the stage after it; False without a span."""
     return span is not None and first <= span.last + 1 and last >= span.first
 
 
 def read_interval_s(is_calm: bool, took_s: float) -> float:
-    """Returns how long to rest after a read that took `took_s`: 3 times that, at least 1 s (calm: 4 s), at most 8 s.
+    """Returns the seconds to wait after a read that took `took_s` seconds: 3 * took_s, at least 1 and at most 8.
 
-    is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
+    If `is_calm` at least 4. is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
     """
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 
 
 def linger_s(took_s: float) -> float:
-    """Returns how many seconds a peer stays in the view after a read of `took_s` seconds found it.
+    """Returns how many seconds a peer stays in the view after a read, which took `took_s` seconds, found its claim.
 
-    The next read begins after the longest rest and may take twice as long: a slow one must not look like a death.
+    This is the longest wait before the next read, jitter included, plus max(SLOW_READ_S, 2 * took_s) for that read: a
+    slow read must not look like a dead peer.
     """
     return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)

@@ -8,10 +8,11 @@ number of peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is
 | shards | how many | read again after |
 |---|---|---|
 | of the reader's stages | those of OWN_SHARDS around its hash; all, up to some 500 replicas | one cycle |
-| of the stage after the span | MIN_NEXT_SHARDS to MAX_NEXT_SHARDS at random, exchanged one by one | one cycle |
+| of the stage after the span | MIN_NEXT_SHARDS to MAX_NEXT_SHARDS at random, replaced one by one | one cycle |
 | of every other stage | one at random | some cycles |
 
-A read is of SHARDS_PER_READ shards, those that are most overdue. A cycle is as many reads as that takes.
+A read is of SHARDS_PER_READ shards, those that are most overdue. A cycle is the number of reads after which every shard
+of the first two rows has been read again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
 from agora_protocol.shards import HASH_BITS, HASHES, Shard, shard_bits
 
 SHARD_PEERS = 32
-"""Approximate peers in a shard of the depth that is read: 23 to 45 if the estimate is right."""
+"""Approximate number of peers in a shard of the depth that is read: 23 to 45 if the estimate is right."""
 SMALL_RUN = 256
 """Maximum number of claims of a run that is read whole each time; a span counts once for each of its stages."""
 SHARDS_PER_READ = 6
@@ -39,27 +40,28 @@ CALLERS_PER_SHARD = 4
 """Minimum number of callers that should know each shard of the next stage, as far as MAX_NEXT_SHARDS allows."""
 OTHERS_PER_CYCLE = 8
 """Stages, other than the reader's and the next, of which a shard is read in one cycle."""
-MIN_WAIT_OF_OTHERS = 4.0
-"""Minimum number of cycles after which such a shard is read again."""
-EXCHANGE_S = 1920.0
-"""Seconds after which each random shard of the next stage is replaced by another; they take turns."""
-MIX_S = 600.0
-"""Seconds after which the replicas of a stage of which not all shards are read move on, together, to other shards."""
+MIN_CYCLES_FOR_OTHERS = 4.0
+"""Minimum number of cycles after which a shard of such another stage is read again."""
+RANDOM_SHARD_ROTATION_S = 1920.0
+"""Seconds after which a random shard is replaced by another; those of the next stage one after the other."""
+OWN_SHARD_ROTATION_S = 600.0
+"""Seconds after which all replicas of a stage too large to be read whole move on, at the same time, to other shards."""
 READINGS_S = 300.0
 """A reading no longer counts when it is this many seconds older than the stage's newest one."""
 MAX_CACHED_RESULTS = 1 << 17
-"""Maximum number of cached results of a pure function: a simulation asks for those of 10,000 peers in turn."""
+"""Maximum number of cached results of a function: a simulation asks for those of 10,000 peers in turn."""
 DEPTH_0_MARGIN = 1.5
 """A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The result of reading a shard at unix time `at`: `count` peers, in the fraction `covered` of all hashes."""
+    """What one read of a directory shard says about the number of its stage's peers."""
 
-    count: int
+    count: int  # the number of peers found
     covered: float
-    at: float
+    """The fraction, from 0 to 1, of all possible peer hashes of which the read found every peer that has them."""
+    at: float  # when it was read, in unix seconds
 
 
 KnownReadings = Mapping[int, Mapping[Shard, Reading]]
@@ -68,39 +70,34 @@ KnownReadings = Mapping[int, Mapping[Shard, Reading]]
 
 @dataclass(frozen=True, slots=True)
 class ReaderIdentity:
-    """The facts about the reading peer that decide what it reads. Immutable.
+    """The facts about the reading peer that decide which shards it reads."""
 
-    peer_hash: its hash in the run. stage_count: of the run. span: what it claims, None for nothing. seed: of its random
-    choices.
-    """
-
-    peer_hash: int
-    stage_count: int
-    span: Span | None
-    seed: int
+    peer_hash: int  # the peer's hash in the run, whose first bits name the shards that hold its records
+    stage_count: int  # the number of the run's stages
+    span: Span | None  # the one that the peer claims, None for none
+    seed: int  # of the peer's random choices of shards
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The shards to read next. Immutable.
+    """The shards to read next, and after how many reads a shard comes round again."""
 
-    is_small: whether everything is read each time. near_period: number of reads after which a shard of the reader's
-    stages or the next one is read again. other_period: the same for the other stages.
-    """
-
-    shards: tuple[Shard, ...]
-    is_small: bool
-    near_period: float = 1.0
-    other_period: float = 1.0
+    shards: tuple[Shard, ...]  # to be read next, the most overdue first
+    is_small: bool  # whether the run is so small that every shard is read each time
+    close_period: float = 1.0
+    """Mean number of reads after which a shard of the reader's own stages or of the one after them is read again."""
+    other_period: float = 1.0  # the same for a shard of the other stages
 
 
 # --- how many peers there are
 
 
 def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
-    """Returns the reading of a shard in which peers with these hashes were found. now: unix seconds.
+    """Returns the Reading of a shard in which peers with these hashes were found. now: unix seconds.
 
-    A shard that is not full covers its part of all hashes. A full one covers those below its greatest hash.
+    If there are fewer than MAX_KEY_RECORDS hashes, the reading covers all hashes that begin with the shard's bits.
+    Otherwise the key is full and keeps only the lowest hashes: the reading covers those below the greatest hash found,
+    and does not count the peer with the greatest one.
     """
     if len(hashes) < MAX_KEY_RECORDS:
         return Reading(len(hashes), 0.5**shard.depth, now)
@@ -108,7 +105,10 @@ def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
 
 
 def add_readings(known: KnownReadings, found: Mapping[Shard, Reading]) -> KnownReadings:
-    """Returns a copy of `known` with the readings `found`, without those READINGS_S older than their stage's newest."""
+    """Returns a copy of `known` with the readings `found`, which replace former ones of the same shards.
+
+    In each stage with a new reading, drops the readings more than READINGS_S older than the stage's newest one.
+    """
     merged = {stage: dict(readings) for stage, readings in known.items()}
     for shard, reading in found.items():
         merged.setdefault(shard.stage, {})[shard] = reading
@@ -121,8 +121,8 @@ def add_readings(known: KnownReadings, found: Mapping[Shard, Reading]) -> KnownR
 def estimate_peers(known: KnownReadings, stage: int) -> float:
     """Returns about how many peers claim a stage: peers counted / fraction of hashes covered; 0.0 without readings.
 
-    Hashes are uniform, so that every shard is a sample. Shards that cover more count for more: a full key of ids that
-    were chosen for small hashes covers next to nothing.
+    Both are summed over the stage's readings. Hashes are uniform, so that every shard is a sample. Shards that cover
+    more count for more: a full key of ids that were chosen for small hashes covers next to nothing.
     """
     readings = known.get(stage, {}).values()
     covered = sum(reading.covered for reading in readings)
@@ -130,29 +130,33 @@ def estimate_peers(known: KnownReadings, stage: int) -> float:
 
 
 def _depth(peers: float) -> float:
-    """Returns the depth, as a real number, at which a shard would hold SHARD_PEERS of a stage's `peers` peers."""
+    """Returns the depth (number of bits, here a real number) at which a shard holds SHARD_PEERS of a stage's peers.
+
+    This is log2(peers / SHARD_PEERS), at least 0 and at most MAX_SHARD_BITS. peers: the stage's number of peers.
+    """
     return min(float(MAX_SHARD_BITS), max(0.0, math.log2(max(peers, 1.0) / SHARD_PEERS)))
 
 
 def depth_to_read(peers: float) -> int:
-    """Returns the depth of the shards to read of a stage with about `peers` peers."""
+    """Returns the depth (number of bits) of the shards to read of a stage of about `peers` peers: `_depth` rounded."""
     return math.floor(_depth(peers) + 0.5)
 
 
 def depths_to_publish(peers: float) -> set[int]:
     """Returns the one or two depths to publish at, in a stage with about `peers` peers: `_depth` rounded down and up.
 
-    So a reader whose estimate is up to 1.4 times larger or smaller finds the record, and a peer whose estimate changes
-    slowly publishes at a new depth before it leaves the old one.
+    So a reader whose estimate of `peers` is up to 1.4 times larger or smaller reads at one of the depths, and a peer
+    whose estimate changes slowly publishes at a new depth before it leaves the old one.
     """
     return {math.floor(_depth(peers)), math.ceil(_depth(peers))}
 
 
 def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[Shard]:
-    """Returns the shards in which a peer publishes its records.
+    """Returns the shards in which a peer with this hash and span publishes its records, by stage and depth.
 
-    For each stage of its span: its shard at each depth of depths_to_publish (one or two), and at depth 0 if its hash
-    is low enough for that key to keep it.
+    In each stage these are the shards that the hash lies in: at the depths of `depths_to_publish`, and at depth 0 if
+    the expected number of peers with a lower hash is at most DEPTH_0_MARGIN * MAX_KEY_RECORDS, since a full key keeps
+    the lowest hashes. Without readings of a stage that is depth 0 alone.
     """
     shards = []
     for stage in span.stages:
@@ -170,43 +174,46 @@ def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[
 def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ReadPlan:
     """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
 
-    In a run of up to SMALL_RUN peers these are all shards. Shuffles with `rng`, so that shards that are equally overdue
-    are read in random order.
+    In a run of up to SMALL_RUN claims, by estimate, these are all shards. In a larger one they are the SHARDS_PER_READ
+    of `close_shards` and `other_shards` that have not been read for longest; the other stages wait for more cycles, as
+    the module's table says. Of equally late shards the close ones come first, then `rng` decides.
     """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:
         return ReadPlan(tuple(shard for stage, count in enumerate(peers) for shard in all_shards(stage, count)), True)
     close = close_shards(peers, reader, now)
     others = other_shards(peers, reader, now)
-    wait = max(MIN_WAIT_OF_OTHERS, len(others) / OTHERS_PER_CYCLE)
+    wait = max(MIN_CYCLES_FOR_OTHERS, len(others) / OTHERS_PER_CYCLE)
     cycle = max(1.0, (len(close) + len(others) / wait) / SHARDS_PER_READ)
 
     def lateness(shard: Shard) -> float:
-        """Returns how long ago a shard was read, in its own periods; infinity for a close one that never was.
+        """Returns the seconds since a close shard was read; infinity if it never was.
 
-        A shard of another stage is as overdue as the newest reading of its stage, so that it does not delay near ones.
+        For a shard of another stage: the seconds since any shard of that stage was read, divided by `wait`, the number
+        of cycles after which such a stage is due, so that it does not delay the close shards.
         """
         readings = known.get(shard.stage, {})
         if shard in close:
             return now - readings[shard].at if shard in readings else math.inf
         return (now - max((reading.at for reading in readings.values()), default=-math.inf)) / wait
 
-    candidates = sorted(close | others)  # sets of texts have another order in each process
+    candidates = sorted(close | others)  # sets of strings have another order in each process
     rng.shuffle(candidates)
     candidates.sort(key=lambda shard: (-lateness(shard), shard not in close))
     return ReadPlan(tuple(candidates[:SHARDS_PER_READ]), False, cycle, wait * cycle)
 
 
 def all_shards(stage: int, peers: float) -> Iterator[Shard]:
-    """Yields every shard of a stage with about `peers` peers, at the depth to read."""
+    """Yields every shard of a stage with about `peers` peers, at the depth of `depth_to_read`, in order of the bits."""
     for bits in product("01", repeat=depth_to_read(peers)):
         yield Shard(stage, "".join(bits))
 
 
 def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
-    """Returns the shards to read of the reader's own stages and of the next one; none if it claims no span.
+    """Returns the shards to read of the reader's own stages and of the stage after its span; none without a span.
 
-    peers: the estimated number of peers of each stage.
+    See `own_shards` and `next_shards`. Stages that the run does not have are left out. peers: the estimated number of
+    peers of each stage. now: unix seconds.
     """
     if reader.span is None:
         return set()
@@ -220,34 +227,44 @@ def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
     return shards
 
 
-def own_shards(stage: int, peers: float, stages: int, peer_hash: int, now: float) -> set[Shard]:
-    """Returns the shards to read of one own stage, when the span has `stages`: all, or about OWN_SHARDS / stages.
+def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: float) -> set[Shard]:
+    """Returns the shards to read of `stage`, one of the reader's own: OWN_SHARDS / span_length, or all if fewer.
 
-    If not all, they have the bits of the reader's hash, except for a few bits, of which all values are read. Which bits
-    these are changes every MIX_S. All peers of these shards then read the same shards, so that they agree on who
-    averages with whom; over time each peer averages with all others.
+    OWN_SHARDS / span_length is rounded down to a power of two. These shards' bits equal those of the reader's hash but
+    for a few positions, at which every combination is read; the positions change every OWN_SHARD_ROTATION_S. So all
+    peers of these shards read the same shards, and agree on who averages with whom; over time each peer averages with
+    every other one. peers: estimated number of peers of the stage. span_length: how many stages the reader's span has.
+    now: unix seconds.
     """
     depth = depth_to_read(peers)
-    free = min(depth, int(math.log2(max(1, OWN_SHARDS // stages))))
-    return {Shard(stage, bits) for bits in _bits_around(peer_hash, depth, free, int(now // MIX_S))}
+    free_bits = min(depth, int(math.log2(max(1, OWN_SHARDS // span_length))))
+    return {Shard(stage, bits) for bits in _bits_around(peer_hash, depth, free_bits, int(now // OWN_SHARD_ROTATION_S))}
 
 
 @lru_cache(maxsize=MAX_CACHED_RESULTS)
-def _bits_around(peer_hash: int, depth: int, free: int, turn: int) -> tuple[str, ...]:
-    """Returns the bits of the shards that agree with a hash but for `free` of `depth` bits; `turn` says for which."""
-    places = [(turn * free + index) % depth for index in range(free)]
-    own, around = list(shard_bits(peer_hash, depth)), []
-    for bits in product("01", repeat=free):
-        for place, bit in zip(places, bits, strict=True):
-            own[place] = bit
-        around.append("".join(own))
+def _bits_around(peer_hash: int, depth: int, free_bits: int, period: int) -> tuple[str, ...]:
+    """Returns the bits of 2**free_bits shards: the first `depth` bits of a hash, with `free_bits` of them varied.
+
+    At the varied positions every combination occurs. period: a number that selects the positions, those from period *
+    free_bits on, modulo `depth`; the next period has the positions that follow. The results are cached.
+    """
+    positions = [(period * free_bits + index) % depth for index in range(free_bits)]
+    bits = list(shard_bits(peer_hash, depth))
+    around = []
+    for combination in product("01", repeat=free_bits):
+        for position, bit in zip(positions, combination, strict=True):
+            bits[position] = bit
+        around.append("".join(bits))
     return tuple(around)
 
 
 def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
-    """Returns the shards to read of the next stage: random ones, chosen by `seed`, different for each caller.
+    """Returns the shards to read of `stage`, the one after the reader's span: random ones, chosen by the reader's seed.
 
-    Their number is such that each shard is known to CALLERS_PER_SHARD of about `callers` peers that call this stage.
+    Their number is such that each shard is read by CALLERS_PER_SHARD of about `callers` peers that call this stage, but
+    from MIN_NEXT_SHARDS to MAX_NEXT_SHARDS, or fewer, where random ones coincide. Returns all shards if the stage has
+    no more than that. Each shard is replaced by another after RANDOM_SHARD_ROTATION_S, one after the other. peers:
+    estimated number of peers of the stage. now: unix seconds.
     """
     depth = depth_to_read(peers)
     count = math.ceil(CALLERS_PER_SHARD * 2**depth / max(1.0, callers))
@@ -258,7 +275,12 @@ def next_shards(stage: int, peers: float, callers: float, seed: int, now: float)
 
 
 def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
-    """Returns one random shard of each stage that is neither one of the reader's own nor the next one."""
+    """Returns one random shard of each stage that is neither in the reader's span nor the one after it.
+
+    Without a span that is every stage. The reader's seed chooses the shard's bits, the same in all stages, as many as
+    `depth_to_read` says; they change every RANDOM_SHARD_ROTATION_S. peers: the estimated number of peers of each stage.
+    now: unix seconds.
+    """
     span = reader.span
     bits = _random_hash(reader.seed, 0, now)
     others = (stage for stage in range(len(peers)) if span is None or not span.first <= stage <= span.last + 1)
@@ -266,12 +288,15 @@ def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
 
 
 def _random_hash(seed: int, index: int, now: float) -> int:
-    """Returns a random hash that changes every EXCHANGE_S; hashes of different `index` change at different times."""
-    return _hash_of_turn(seed, index, math.floor(now / EXCHANGE_S + index / MAX_NEXT_SHARDS))
+    """Returns a pseudo-random hash for `seed` and `index`, which changes every RANDOM_SHARD_ROTATION_S.
+
+    The hashes of different indices change at different times. now: unix seconds.
+    """
+    return _hash_of_period(seed, index, math.floor(now / RANDOM_SHARD_ROTATION_S + index / MAX_NEXT_SHARDS))
 
 
 @lru_cache(maxsize=MAX_CACHED_RESULTS)
-def _hash_of_turn(seed: int, index: int, turn: int) -> int:
-    """Returns the random hash of one turn."""
-    digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()
+def _hash_of_period(seed: int, index: int, period: int) -> int:
+    """Returns HASH_BITS pseudo-random bits as a number: the start of a SHA-256 of the three arguments. Cached."""
+    digest = hashlib.sha256(f"{seed} {index} {period}".encode()).digest()
     return int.from_bytes(digest[: HASH_BITS // 8], "big")

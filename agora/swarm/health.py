@@ -5,14 +5,15 @@ answer but whose weights do not change is STALLED.
 
 | state | when |
 |---|---|
-| PAUSED | this peer rests: its owner paused it, or it is outside its hours (node/pausing.py) |
+| PAUSED | this peer is paused: by its owner, or it is outside its hours; see node/pausing.py |
 | UNREACHABLE | the view is empty |
-| STALLED | a stage has no serving peer, or took no step for longer than `patience_s` |
-| DEGRADED | a stage has taken no step yet, or has a single replica |
+| STALLED | a stage has no serving peer, or took no step within its patience |
+| DEGRADED | a stage has not taken its first step, still within its patience; or it has a single replica |
 | OK | every stage has two replicas or more, and steps |
 
-In a run that is too large to be read whole, replicas are counted by estimate, and patience is longer by twice the time
-in which a stage's peers are read again.
+A stage's patience is PATIENCE_STEPS of its usual step times, at least MIN_PATIENCE_S. In a run that is too large to be
+read whole, replicas are counted by estimate, and patience is longer by twice the time in which a stage's peers are read
+again.
 """
 
 from __future__ import annotations
@@ -30,24 +31,28 @@ PATIENCE_STEPS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The swarm's state (OK, DEGRADED, STALLED, PAUSED or UNREACHABLE), why, and what to do. Immutable.
+    """The swarm's state as one peer sees it: OK, DEGRADED, STALLED, PAUSED or UNREACHABLE; why, and what to do.
 
-    why, do: sentences for people; `do` is None if there is nothing to do.
+    why, advice: sentences for humans; `advice` is None if there is nothing to do.
     """
 
     state: str
     why: str
-    do: str | None = None
+    advice: str | None = None
 
 
 def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
-    """Returns the swarm's health as one peer that works sees it: UNREACHABLE, STALLED, DEGRADED or OK (module's table).
+    """Returns the swarm's health as a running peer sees it in its view, with the reason and the remedy in words.
 
-    since_unix: when that peer began to look; time without steps counts only from then on.
+    Never returns PAUSED. The states are tried in this order: UNREACHABLE (an empty view), STALLED (a stage without a
+    serving peer, or without a step for its patience, see `_patience_s`; the first such stage is named), DEGRADED (a
+    stage that never stepped or has a single replica), OK. In a sampled stage the patience is longer by twice the
+    seconds between two reads of a peer. since_unix: when the running peer began to look; time without steps counts only
+    from then on.
     """
     if not view.peers:
-        what_to_do = "check the invite's addresses and this machine's network"
-        return Health(UNREACHABLE, "no peer of the run can be found", what_to_do)
+        advice = "check the invite's addresses and this machine's network"
+        return Health(UNREACHABLE, "no peer of the run can be found", advice)
     empty = [stage for stage in range(stage_count) if not view.replicas(stage)]
     if empty:
         return _judge_vacant(view, empty)
@@ -59,25 +64,30 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
         if now_unix - max(stepped or 0.0, since_unix) > patience_s:
             ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
             why = f"stage {stage} took no step {ago}; up to {patience_s:.0f} s are usual"
-            what_to_do = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
-            return Health(STALLED, why, what_to_do)
+            advice = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
+            return Health(STALLED, why, advice)
     return _judge_stepping(view, last, now_unix)
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
-    """Returns STALLED for stages `empty`, which nobody serves; the advice is to wait if all of them are claimed."""
+    """Returns STALLED because nobody serves the stages `empty`.
+
+    The advice is to wait if each of them has a joining peer; otherwise to start a peer for the first that has none.
+    """
     names = f"stage {empty[0]} has" if len(empty) == 1 else "stages " + ", ".join(map(str, empty)) + " have"
     unclaimed = [stage for stage in empty if not view.claimants(stage)]
     if not unclaimed:
+        if len(empty) > 1:
+            return Health(STALLED, f"{names} no serving peer; peers are joining", "wait until they serve")
         return Health(STALLED, f"{names} no serving peer; one is joining", "wait until it serves")
-    what_to_do = f"start one with `agora-node join RUN --stages {unclaimed[0]}`; the others wait for it"
-    return Health(STALLED, f"{names} no peer", what_to_do)
+    advice = f"start one with `agora-node join RUN --stages {unclaimed[0]}`; the others wait for it"
+    return Health(STALLED, f"{names} no peer", advice)
 
 
 def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
-    """Returns DEGRADED if a stage has a single replica or has never stepped; otherwise OK.
+    """Returns DEGRADED if a stage has never stepped, else DEGRADED if a stage has a single replica, else OK.
 
-    last: by stage, the unix time of its last step, None for none.
+    The first such stage is named. last: by stage, the unix time of its last step, None if it has taken none.
     """
     steps = [stepped for stepped in last.values() if stepped is not None]
     if len(steps) < len(last):
@@ -88,16 +98,16 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
     if min(counts) == 1:
         stage = counts.index(1)
         why = f"stage {stage} has a single peer; last step {ago:.0f} s ago"
-        what_to_do = f"the run stalls when it leaves: add one with `agora-node join RUN --stages {stage}`"
-        return Health(DEGRADED, why, what_to_do)
+        advice = f"the run stalls when it leaves: add one with `agora-node join RUN --stages {stage}`"
+        return Health(DEGRADED, why, advice)
     return Health(OK, f"every stage has at least {min(counts)} replicas; last step {ago:.0f} s ago")
 
 
 def _patience_s(replicas: Sequence[PeerView]) -> float:
-    """Returns after how many seconds without a step a stage counts as stalled.
+    """Returns after how many seconds without a step a stage with these replicas counts as stalled.
 
-    PATIENCE_STEPS times its usual step time, which is the shortest that any of the replicas has; at least
-    MIN_PATIENCE_S.
+    This is PATIENCE_STEPS times the shortest mean step time that a replica reports, but at least MIN_PATIENCE_S;
+    MIN_PATIENCE_S if none reports one.
     """
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)

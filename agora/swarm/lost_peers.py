@@ -3,7 +3,7 @@
 Deterministic: LostPeers changes only by the calls to it; `now` is an argument. Knows: who is connected, who is in the
 view, which dials have failed. Must not know: how peers are dialled, who replicates what, the network.
 
-A claim outlives a killed peer by half a minute. Whoever was connected to it can tell at once:
+A claim outlives a killed peer by half a minute. Whoever was connected to it can tell immediately:
 
 | a peer of the view that was connected                       | is                                           |
 |-------------------------------------------------------------|----------------------------------------------|
@@ -25,15 +25,16 @@ from agora_protocol.ids import PeerId
 from agora.swarm.view import PeerView, View
 
 LOST_S: Final = 30.0
-"""Seconds for which a lost peer is disbelieved: more than a dead peer's claim lasts in the directory."""
+"""Seconds for which a lost peer's claim does not count: more than a dead peer's claim lasts in the directory."""
 MAX_DIALS: Final = 4
-"""Maximum number of peers to dial that one `look` returns; the next ones return the rest."""
+"""Maximum number of peers to dial that one `update_connected` returns; the next calls return the rest."""
 
 
 class LostPeers:
-    """Remembers whose connection broke, and which peers are lost, each with the incarnation of its claim.
+    """Remembers which peers' connections broke, and which peers are lost: a dial after that failed.
 
-    Call `look` often; dial the peers that it returns, and call `record_failed_dial` for each that cannot be reached.
+    Call `update_connected` often; dial the peers that it returns, and call `record_failed_dial` for each that cannot be
+    reached. A peer is lost for LOST_S, or until it is connected again or has a claim of a later incarnation.
     """
 
     def __init__(self) -> None:
@@ -41,11 +42,12 @@ class LostPeers:
         self._to_dial: dict[PeerId, None] = {}
         self._lost: dict[PeerId, tuple[int, float]] = {}
 
-    def look(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
-        """Records who is connected now; forgets lost peers that are, or whose time is over.
+    def update_connected(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
+        """Records who is connected now, and returns the peers to dial because their connections broke.
 
-        Returns the peers of the view to dial because their connection broke, each once, at most MAX_DIALS: the next
-        calls return the rest.
+        A connection broke if the peer was connected at the former call and is not now. Returns each peer once, and at
+        most MAX_DIALS: the next calls return the rest. Leaves out peers that are connected again or not in the view.
+        Forgets lost peers that are connected, or that were lost LOST_S ago. now: seconds.
         """
         live = frozenset(connected)
         self._to_dial |= dict.fromkeys(sorted(self._connected - live))
@@ -62,9 +64,10 @@ class LostPeers:
         return [view.peers[peer] for peer in due]
 
     def record_failed_dial(self, now: float, peer: PeerId, incarnation: int) -> bool:
-        """Records that a peer that `look` returned could not be reached; returns whether it counts as lost now.
+        """Records a peer, returned by `update_connected` and not reached, as lost for LOST_S; returns True.
 
-        incarnation: that of its claim when the dial began.
+        Returns False, and records nothing, if at the latest `update_connected` the peer was connected again, or no peer
+        was: then this machine's own link may be broken. incarnation: that of the peer's claim when the dial began.
         """
         if not self._connected or peer in self._connected:
             return False
@@ -72,6 +75,9 @@ class LostPeers:
         return True
 
     def is_lost(self, peer: PeerView) -> bool:
-        """Returns whether the peer counts as gone; a claim of a later incarnation than the lost one brings it back."""
+        """Returns whether the peer counts as gone: `record_failed_dial` recorded it, and it was not forgotten since.
+
+        Returns False if the peer's claim has a later incarnation than the one that was recorded.
+        """
         known = self._lost.get(peer.peer)
         return known is not None and peer.incarnation <= known[0]

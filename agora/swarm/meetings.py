@@ -25,80 +25,90 @@ MAX_DIALS: Final = 32
 """Maximum number of strangers dialled after one read of the directory."""
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 120.0
-"""A stranger that did not answer is dialled again after FIRST_WAIT_S, then after twice as long each time."""
+"""A stranger is dialled again after FIRST_WAIT_S, then after twice as long each time, up to LONGEST_WAIT_S seconds."""
 
 
 @dataclass(slots=True)
 class _Dialled:
-    """One stranger that was dialled. again_at: when it may be dialled again. wait_s: the wait after that dial."""
+    """When one stranger that was dialled may be dialled again.
+
+    again_at: the earliest time of the next dial. wait_s: seconds that must pass between the next dial and the one
+    after.
+    """
 
     again_at: float
     wait_s: float = FIRST_WAIT_S
 
 
 class Acquaintances(Protocol):
-    """Protocol: says with whom HELLO was exchanged, and dials others; implemented by the local peer."""
+    """Protocol: says with which peers HELLO (the first message on a connection) was exchanged, and dials others.
+
+    Implemented by the local peer.
+    """
 
     def is_met(self, peer: PeerId) -> bool:
-        """Returns whether HELLO was exchanged with a peer; only such peers are in the view."""
+        """Returns whether `peer` was met: HELLO was exchanged with it. Only such peers are among the view's peers."""
 
     async def meet(self, strangers: Sequence[PeerView]) -> None:
-        """Dials strangers and returns within a few seconds; afterwards `is_met` is true of those that answered."""
+        """Dials all `strangers`; returns within a few seconds. Afterwards `is_met` is true of those that answered."""
 
 
 class AllHandshaken:
-    """Acquaintances that count every peer as met; for tests, and until others are set."""
+    """Acquaintances that count every peer as met; for tests, and until Membership gets its real ones."""
 
     def is_met(self, peer: PeerId) -> bool:
         """Returns True."""
         return True
 
     async def meet(self, strangers: Sequence[PeerView]) -> None:
-        """Does nothing: nobody is a stranger."""
+        """Does nothing, since every peer counts as met."""
 
 
 class Meetings:
-    """Remembers which strangers were dialled, and chooses the next ones. Only `choose` changes it."""
+    """Remembers which strangers were dialled and when, and chooses which to dial next. Only `choose` changes it.
+
+    A stranger is a peer with a claim, with whom no HELLO was exchanged yet. The caller does the dialling.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._dialled: dict[PeerId, _Dialled] = {}
 
     def choose(self, now: float, strangers: Mapping[PeerId, PeerView]) -> list[PeerView]:
-        """Returns at most MAX_DIALS strangers to dial now, and records them as dialled.
+        """Returns at most MAX_DIALS strangers to dial now, and records each of these as dialled. now: seconds.
 
-        strangers: all there are now; dials of any other peer are forgotten. Strangers dialled less often come first. Of
-        equals, each network has one before any has two.
+        strangers: all present ones; dials of a peer that is not among them are forgotten. Leaves out strangers without
+        addresses, and those whose wait since the last dial is not over. Those dialled less often come first; of equals,
+        one of each network (by its first address) comes before a second one of any network, else in random order.
         """
         self._dialled = {peer: known for peer, known in self._dialled.items() if peer in strangers}
-        due = [seen for peer, seen in strangers.items() if seen.addresses and self._is_due(peer, now)]
+        due = [stranger for peer, stranger in strangers.items() if stranger.addresses and self._is_due(peer, now)]
         self._rng.shuffle(due)
         turns: Counter[str] = Counter()
         ranked: list[tuple[float, int, int, PeerView]] = []
-        for seen in sorted(due, key=lambda seen: self._wait_s(seen.peer)):
-            prefix = address_prefix(seen.addresses[0])
-            ranked.append((self._wait_s(seen.peer), turns[prefix], len(ranked), seen))
+        for stranger in sorted(due, key=lambda stranger: self._wait_s(stranger.peer)):
+            prefix = address_prefix(stranger.addresses[0])
+            ranked.append((self._wait_s(stranger.peer), turns[prefix], len(ranked), stranger))
             turns[prefix] += 1
-        chosen = [seen for *_, seen in sorted(ranked, key=lambda entry: entry[:3])][:MAX_DIALS]
-        for seen in chosen:
-            wait_s = self._wait_s(seen.peer) or FIRST_WAIT_S
-            self._dialled[seen.peer] = _Dialled(now + wait_s, min(2.0 * wait_s, LONGEST_WAIT_S))
+        chosen = [stranger for *_, stranger in sorted(ranked, key=lambda entry: entry[:3])][:MAX_DIALS]
+        for stranger in chosen:
+            wait_s = self._wait_s(stranger.peer) or FIRST_WAIT_S
+            self._dialled[stranger.peer] = _Dialled(now + wait_s, min(2.0 * wait_s, LONGEST_WAIT_S))
         return chosen
 
     def was_dialled(self, peer: PeerId) -> bool:
-        """Returns whether this stranger was chosen at least once."""
+        """Returns whether `choose` has chosen this peer since it became a stranger; False if it is not a stranger."""
         return peer in self._dialled
 
-    def was_unreachable(self, peer: PeerId) -> bool:
-        """Returns whether a peer was dialled before and was still a stranger at the latest `choose`."""
-        return self._wait_s(peer) > FIRST_WAIT_S
-
     def _is_due(self, peer: PeerId, now: float) -> bool:
-        """Returns whether a stranger was never dialled, or long enough ago."""
+        """Returns whether a stranger may be dialled now: it never was, or its wait since the last dial is over."""
         known = self._dialled.get(peer)
         return known is None or known.again_at <= now
 
     def _wait_s(self, peer: PeerId) -> float:
-        """Returns the seconds to wait after a stranger's next dial; 0.0 for one that was never dialled."""
+        """Returns the seconds to wait after a stranger's next dial; 0.0 for one that was never dialled.
+
+        The wait doubles with each dial, up to LONGEST_WAIT_S, therefore `choose` sorts by it.
+        """
         known = self._dialled.get(peer)
         return known.wait_s if known is not None else 0.0

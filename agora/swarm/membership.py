@@ -35,14 +35,14 @@ from agora.swarm.placement import (
 )
 from agora.swarm.reachability import Announcement
 from agora.swarm.stage_supply import equal_demands
-from agora.swarm.view import StageSample, View, merge
+from agora.swarm.view import StageEstimate, View, merge
 
 MEET_ALL_S = 15.0
 """Maximum number of seconds for which a newcomer dials those whose claims it has read, before it chooses a span."""
 MANY_UNREACHABLE = 16
-"""If at least this many, and most, of a batch of dialled strangers are unreachable, the peers are counted again."""
+"""If at least this many, and most, of a batch of dialled strangers did not answer, the peers are counted again."""
 SETTLE_S = 1.0
-"""Minimum seconds, at random up to twice this, for others to see a claim before its peer looks for collisions."""
+"""Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged."""
 LIFETIME_S = 20.0
 """Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
@@ -55,24 +55,28 @@ MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """Describes the run and this peer in it. Immutable.
+    """Describes the run, and this peer in it.
 
-    incarnation: number of this peer's first claim; each new claim of a span has the next number. is_member: returns
-    whether a peer is admitted to the run; others are not in the view.
+    incarnation: the number of this peer's first claim; each new claim of a span has the next number. addresses: those
+    that claims announce until `announce_addresses` is called. proof: this peer's tickets, which its claims carry.
+    is_member: returns whether a peer is admitted to the run; a peer that is not is kept out of the view.
     """
 
     run: RunId
     stage_count: int
     incarnation: int
     addresses: tuple[str, ...] = ()
-    proof: bytes = b""  # this peer's tickets, which its claims carry
+    proof: bytes = b""
     is_member: Callable[[PeerId], bool] = lambda _: True
 
 
 class Membership:
-    """Chooses and publishes which span this peer holds, and keeps its view of all peers fresh while `run` runs.
+    """This peer's membership of the run: chooses and publishes the span that it holds, and keeps its view fresh.
 
-    acquaintances: says who was met; only they are in the view. Counts everybody as met until its creator replaces it.
+    While `run` runs, the claim and the progress are published again and again, and the directory is read. claim: this
+    peer's present claim; None until it has claimed a span. view: what this peer knows of itself and of other peers.
+    acquaintances: says which peers were met; only they are among the view's peers. It counts everybody as met until the
+    creator of this Membership replaces it.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Membership:
             report,
             rng=self._rng,
             unix=unix,
-            was_unreachable=self._meetings.was_unreachable,
+            was_unreachable=self._meetings.was_dialled,
         )
         self._demands = equal_demands(config.stage_count)
         self._changed_at = 0.0
@@ -123,25 +127,30 @@ class Membership:
     # --- this peer's claim
 
     async def claim_span(self, demands: StageDemands, ability: Ability, pinned: Span | None = None) -> Placement:
-        """Claims a span as joining: `pinned`, or the best one for `ability`, chosen again while others collide.
+        """Claims a span in state "joining": `pinned`, or the best one for `ability`; returns the settled placement.
 
-        Reads the directory and dials strangers first; takes seconds. The new claim replaces this peer's former one.
-        Returns the placement that has settled; call `confirm` before serving. A placement without a span means to stand
-        by: then nothing is claimed.
+        Reads the directory and dials strangers first; takes seconds. If `pinned` is None, publishes the claim, reads
+        the claims of others that chose at the same time, and claims another span if they collide, until it has settled;
+        call `confirm` before serving. A pinned span is settled at once. The new claim replaces this peer's former one,
+        and is reported as SpanChosen at the end. If the best placement has no span, claims nothing and returns it: the
+        peer is to stand by.
         """
         await self.refresh()
         await self._meet_everybody()
         self._demands = demands
-        others, count = self.view.without(self._me), self._config.stage_count
+        others = self.view.without(self._me)
         if pinned is not None:
-            return await self._settle(Settling(place_as_pinned(others, count, pinned), settled=True))
+            placement = place_as_pinned(others, self._config.stage_count, pinned)
+            return await self._settle(Settling(placement, settled=True))
         placement = choose_placement(others, demands, ability, self._rng)
         return placement if placement.span is None else await self._settle(Settling(placement))
 
     async def confirm(self) -> Placement | None:
-        """Judges collisions once more, right before serving. Returns None if the claimed span is still the right one.
+        """Checks once more, right before serving, whether the claimed span is the right one; claims another if not.
 
-        Otherwise claims another span, waits until that has settled, and returns the placement to load instead.
+        Reads the directory and judges collisions. Returns None if the claimed span is still the right one. Otherwise
+        claims another span, waits until a claim has settled, and returns the placement to load instead; None if the
+        settled span is the former one after all. Not to be called if the span is pinned, or without a claim.
         """
         judged = await self._judge_collision()
         claimed = self.view.peers[self._me].span
@@ -151,11 +160,16 @@ class Membership:
         return placement if placement.span != claimed else None
 
     async def _settle(self, settling: Settling) -> Placement:
-        """Claims the placement, and others while claims collide; reports SpanChosen. Returns the settled placement."""
+        """Claims the span of the placement in `settling`, and other spans while claims collide, until one has settled.
+
+        Each round waits a second or two, reads the directory, and publishes the claim again unless it has settled.
+        Reports SpanChosen at the end, and returns the placement that has settled.
+        """
         await self._publish_new_claim(settling.placement)
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
-            claimed, settling = settling.placement, next_settling_step(settling, await self._judge_collision())
+            claimed = settling.placement
+            settling = next_settling_step(settling, await self._judge_collision())
             if settling.placement is not claimed:
                 await self._publish_new_claim(settling.placement)
             elif not settling.settled:
@@ -165,27 +179,35 @@ class Membership:
         return settling.placement
 
     async def _judge_collision(self) -> Placement:
-        """Reads the directory, then returns which span this peer should hold; see placement.judge_collision."""
+        """Reads the directory, then returns the span that this peer should hold; see placement.judge_collision."""
         await self.refresh()
         return judge_collision(self.view, self.view.peers[self._me], self._demands, self._config.run)
 
-    async def announce(self, state: str) -> None:
-        """Sets the claim's state ("serving", "leaving") and publishes it now; does nothing without a claim."""
+    async def set_state(self, state: str) -> None:
+        """Sets the claim's state, such as "serving" or "leaving", and publishes the claim.
+
+        Does nothing without a claim. The view has the new state immediately. Trouble with the directory is reported,
+        not raised.
+        """
         if self.claim is not None:
             await self._change_and_publish(replace(self.claim, state=state))
 
     def update_ability(self, capacity: float, bandwidth: float) -> None:
-        """Sets the claim's capacity and bandwidth from its next publication on; does nothing without a claim.
+        """Sets the claim's capacity and bandwidth, which its next publication shows; does nothing without a claim.
 
-        capacity: microbatches per second for its span, at most MAX_CAPACITY. bandwidth: bytes per second, at most
-        MAX_BANDWIDTH. Both 0 for unknown.
+        capacity: microbatches per second for the claimed span; MAX_CAPACITY is set if it is more. bandwidth: bytes per
+        second; MAX_BANDWIDTH is set if it is more. Either is 0 if unknown.
         """
         if self.claim is not None:
-            capacity, bandwidth = min(capacity, MAX_CAPACITY), min(bandwidth, MAX_BANDWIDTH)
-            self.claim = replace(self.claim, capacity=capacity, bandwidth=bandwidth)
+            self.claim = replace(
+                self.claim, capacity=min(capacity, MAX_CAPACITY), bandwidth=min(bandwidth, MAX_BANDWIDTH)
+            )
 
     async def announce_addresses(self, announcement: Announcement) -> None:
-        """Sets how others can connect to this peer, in this claim and later ones; publishes at once if that is new."""
+        """Sets what the claim and later claims say of how to connect to this peer, and publishes the claim, if any.
+
+        Does nothing if `announcement` equals the former one.
+        """
         if announcement == self._announcement:
             return
         self._announcement = announcement
@@ -193,27 +215,34 @@ class Membership:
             await self._change_and_publish(replace(self.claim, **asdict(announcement)))
 
     async def _publish_new_claim(self, placement: Placement) -> None:
-        """Claims a span as joining, under the next incarnation: readers prefer it to this peer's older claims."""
+        """Makes a new claim of the placement's span, in state "joining", and publishes it; there must be a span.
+
+        The claim has the next incarnation, so that readers prefer it to this peer's older claims. Its capacity is
+        unknown until `update_ability` is called.
+        """
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
-        ways = self._announcement
-        claim = Claim(self._me, span, incarnation, ways.addresses, "joining", 0.0, proof=self._config.proof)
-        await self._change_and_publish(replace(claim, reachability=ways.reachability, relays_for=ways.relays_for))
+        announced = self._announcement
+        claim = Claim(self._me, span, incarnation, announced.addresses, "joining", 0.0, proof=self._config.proof)
+        await self._change_and_publish(replace(claim, **asdict(announced)))
 
     async def _change_and_publish(self, claim: Claim) -> None:
-        """Sets this peer's claim, merges it into its view, and publishes it; errors are reported, not raised."""
+        """Sets `claim` as this peer's claim, merges it into the view, and publishes it.
+
+        Trouble with the directory is reported, not raised.
+        """
         self.claim = claim
         self._merge([])
         await self._publish_claim()
 
     async def _publish_claim(self) -> None:
-        """Stores the claim, if there is one, in the directory again; a leaving claim gets a shorter lifetime."""
+        """Stores the present claim, if there is one, in the directory; in state "leaving" for a shorter lifetime."""
         if self.claim is not None:
             await self._publish(self.claim, LEAVING_LIFETIME_S if self.claim.state == "leaving" else LIFETIME_S)
 
     async def publish_progress(self, progress: Progress | None) -> None:
-        """Merges this peer's progress into the view and publishes it, both with the claim's incarnation.
+        """Sets the incarnation of this peer's progress to the claim's, merges it into the view, and publishes it.
 
         Does nothing without a claim, for None, and for progress of another span than the claimed one.
         """
@@ -223,7 +252,10 @@ class Membership:
             await self._publish(progress, LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
-        """Stores a record in the directory; an AgoraError is reported as DirectoryTrouble, not raised."""
+        """Signs a record and stores it in the directory for `lifetime_s` seconds, in the shards of its span.
+
+        An AgoraError is reported as DirectoryTrouble, not raised.
+        """
         try:
             shards = self._reader.shards_to_publish(record.span)
             await self._directory.publish(record, self._identity, lifetime_s, shards)
@@ -233,7 +265,7 @@ class Membership:
     # --- staying
 
     async def run(self) -> None:
-        """Until cancelled, publishes the claim and the progress every few seconds and reads the directory."""
+        """Runs three loops until cancelled: one publishes the claim, one the progress, one reads the directory."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(PUBLISH_CLAIM_S, self._publish_claim), name="publish claim")
             repeated_progress = self._repeat(PUBLISH_PROGRESS_S, lambda: self.publish_progress(self._progress()))
@@ -241,13 +273,16 @@ class Membership:
             group.create_task(self._keep_reading(), name="read directory")
 
     async def _repeat(self, every_s: float, publish: Callable[[], Awaitable[None]]) -> None:
-        """Waits `every_s` seconds, jittered, then calls `publish`, again and again until cancelled."""
+        """Waits about `every_s` seconds, see `_jitter`, then awaits `publish`; repeats this until it is cancelled."""
         while True:
             await asyncio.sleep(self._jitter(every_s))
             await publish()
 
     async def _keep_reading(self) -> None:
-        """Refreshes the view until cancelled; waits between reads, longer when nothing changes or reads are slow."""
+        """Calls `refresh` again and again until it is cancelled.
+
+        Waits in between, see DirectoryReader.interval_s. Calm: every stage has a replica, no change for CALM_AFTER_S.
+        """
         while True:
             await self.refresh()
             is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
@@ -257,26 +292,35 @@ class Membership:
     async def refresh(self) -> None:
         """Reads the claims and progress that are due, merges them into the view, and dials strangers that are due.
 
-        In a small run everything is due; in a large one a bounded part, see swarm/directory_shards.py.
+        A stranger is a peer whose claim was read, but with whom no HELLO was exchanged. In a small run everything is
+        due; in a large one a bounded number of shards, see swarm/directory_shards.py. Returns when the dials have
+        ended, after a few seconds. Trouble with the directory is reported, not raised.
         """
         span = self.claim.span if self.claim is not None else None
         found = await self._reader.read(span)
-        self._merge(found, self._reader.samples(span))
+        self._merge(found, self._reader.stage_estimates(span))
         await self._meet_some()
 
     async def _meet_some(self) -> bool:
-        """Dials the strangers that are due, and moves those that answer into the view. Returns whether any were due."""
+        """Dials the strangers that are due, and moves those that answer to the view's peers.
+
+        Returns whether any were due. If at least MANY_UNREACHABLE of them, and more than half, do not answer, makes the
+        reader forget its estimates of the stages' sizes, in which their claims were counted.
+        """
         due = self._meetings.choose(loop_time(), self.view.strangers)
         if due:
             await self.acquaintances.meet(due)
-            self.count_members()
-            unreachable = sum(seen.peer in self.view.strangers for seen in due)
+            self.promote_met_strangers()
+            unreachable = sum(stranger.peer in self.view.strangers for stranger in due)
             if unreachable >= MANY_UNREACHABLE and 2 * unreachable > len(due):
-                self._reader.forget()  # it counted them as peers
+                self._reader.forget_estimates()
         return bool(due)
 
     async def _meet_everybody(self) -> None:
-        """Dials every stranger once, for MEET_ALL_S at most: a newcomer chooses its span by the peers that answer."""
+        """Dials strangers, batch by batch, until each was dialled once, none is due, or MEET_ALL_S have passed.
+
+        Then reads the directory again if strangers remain. A newcomer chooses its span by the peers that answer.
+        """
         until = loop_time() + MEET_ALL_S
         while not all(map(self._meetings.was_dialled, self.view.strangers)) and loop_time() < until:
             if not await self._meet_some():
@@ -284,45 +328,49 @@ class Membership:
         if self.view.strangers:
             await self.refresh()
 
-    def count_members(self) -> None:
-        """Moves strangers that were met by now into the view; to be called after each exchanged HELLO."""
+    def promote_met_strangers(self) -> None:
+        """Moves strangers with whom HELLO was exchanged meanwhile to the view's peers, and reports each as PeerSeen.
+
+        To be called after each exchanged HELLO.
+        """
         if any(self.acquaintances.is_met(peer) for peer in self.view.strangers):
             self._merge([])
 
     def forget_lost(self) -> None:
-        """Removes the peers from the view that `lost_peers` counts as lost by now."""
+        """Removes the peers that `lost_peers` now counts as lost from the view, and reports each as PeerGone."""
         self._merge([])
 
     def _jitter(self, seconds: float) -> float:
-        """Returns `seconds` made longer or shorter at random, by a fifth at most, so that peers do not act in step."""
+        """Returns `seconds` times a random factor from 1 - JITTER to 1 + JITTER, so that peers do not act in step."""
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     # --- the view
 
     def forget_refused(self) -> None:
-        """Removes the peers from the view that are not members any more."""
+        """Removes the peers that `config.is_member` no longer admits from the view, and reports each as PeerGone."""
         self._merge([])
 
-    def _merge(self, found: Sequence[FoundRecords], samples: Mapping[int, StageSample] | None = None) -> None:
-        """Merges records into the view, removes peers that expired, are lost or are not members, and reports changes.
+    def _merge(self, found: Sequence[FoundRecords], estimates: Mapping[int, StageEstimate] | None = None) -> None:
+        """Merges records into the view, and removes peers that expired, are lost or are not members of the run.
 
-        This peer's own claim is merged each time, so that it never expires. samples: the view's new samples; None keeps
+        Also sorts the peers by whether they were met, into the view's peers and strangers. Reports each peer that came,
+        changed or left as an event, see `compare_views`, and calls `on_change` if there was any. This peer's own claim
+        is merged each time, so that it never expires. estimates: the view's new ones of the stages' sizes; None keeps
         the present ones.
         """
         own = FoundRecords([self.claim] if self.claim is not None else [], self._reader.linger_s)
-        former, view, now_unix = self.view, self.view, self._unix()
+        former = view = self.view
+        now_unix = self._unix()
         for batch in (*found, own):
             view = merge(view, batch.records, now_unix, batch.linger_s)
-        everybody = {**view.peers, **view.strangers}.items()
-        lost = {
-            peer
-            for peer, seen in everybody
-            if peer != self._me and (self.lost_peers.is_lost(seen) or not self._config.is_member(peer))
-        }
-        view = view.without(*lost)
-        view = view if samples is None else replace(view, samples=samples)
+        everybody = {**view.peers, **view.strangers}
+        everybody.pop(self._me, None)
+        refused = {peer for peer in everybody if not self._config.is_member(peer)}
+        lost = {peer for peer, known in everybody.items() if self.lost_peers.is_lost(known)}
+        view = view.without(*lost, *refused)
+        view = view if estimates is None else replace(view, estimates=estimates)
         self.view = view.of_members(lambda peer: peer == self._me or self.acquaintances.is_met(peer))
-        changed = changes(former, self.view, lost)
+        changed = compare_views(former, self.view, lost, refused)
         for event in changed:
             self._report(event)
         if changed:
@@ -330,19 +378,23 @@ class Membership:
             self._on_change()
 
 
-def changes(former: View, view: View, lost: Collection[PeerId] = ()) -> list[events.Event]:
-    """Returns PeerSeen for each peer that came or changed span, state, incarnation or addresses, PeerGone for others.
+def compare_views(
+    former: View, view: View, lost: Collection[PeerId] = (), refused: Collection[PeerId] = ()
+) -> list[events.Event]:
+    """Returns a PeerSeen for each peer that came or changed its claim, then a PeerGone for each that left the view.
 
-    former, view: before and after. lost: peers removed although their claims have not ended.
+    A claim has changed if its span, state, incarnation or addresses have. Strangers are not compared. lost, refused:
+    peers removed before their claims ended, since they cannot be reached or are not admitted.
     """
     changed: list[events.Event] = []
-    for peer, seen in view.peers.items():
+    for peer, current in view.peers.items():
         known = former.peers.get(peer)
-        claimed = (seen.span, seen.state, seen.incarnation, seen.addresses)
+        claimed = (current.span, current.state, current.incarnation, current.addresses)
         if known is None or (known.span, known.state, known.incarnation, known.addresses) != claimed:
-            changed.append(events.PeerSeen(peer, seen.span.first, seen.span.last, seen.state))
-    usual = "its claim ended, or it is in no shard that is read now" if view.samples else "its claim ended"
+            changed.append(events.PeerSeen(peer, current.span.first, current.span.last, current.state))
+    ended_reason = "its claim ended, or it is in no shard that is read now" if view.estimates else "its claim ended"
     for peer in former.peers.keys() - view.peers.keys():
-        reason = "its connection broke, and it cannot be dialled" if peer in lost else usual
+        lost_reason = "its connection broke, and it cannot be dialled" if peer in lost else ended_reason
+        reason = "it is not admitted any more" if peer in refused else lost_reason
         changed.append(events.PeerGone(peer, reason))
     return changed

@@ -15,22 +15,28 @@ from agora.swarm.conduct import Conduct, Offence
 
 
 class OffenceLog:
-    """Records the offences of other peers, reports each as an event, and says which peers are shut out."""
+    """Records offences of other peers in a Conduct, by the event loop's clock, and reports each as an event.
+
+    It also says which peers are suspended. conduct: None for a new one with the usual penalties.
+    """
 
     def __init__(self, report: Report, conduct: Conduct | None = None) -> None:
         self._report = report
         self._conduct = conduct or Conduct()
 
     def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
-        """Records an offence detected now, and reports it as OffenceRecorded unless its `occasion` was counted."""
+        """Records an offence of `peer`, detected now, and reports it and what follows as an OffenceRecorded event.
+
+        The offence may suspend the peer. text: what was wrong, in words. Does nothing if the peer's last offence of
+        this kind had the same `occasion`, such as one averaging round; "" for none.
+        """
         if consequence := self._conduct.record(peer, offence, loop_time(), occasion):
-            kind, follows = offence.value, consequence.reason
-            self._report(events.OffenceRecorded(peer, kind, text, follows, consequence.shut_out_s))
+            self._report(events.OffenceRecorded(peer, offence.value, text, consequence.reason, consequence.suspended_s))
 
     def report_violation(self, peer: PeerId, error: ProtocolError) -> None:
-        """Records a BAD_FRAME offence: the peer sent a frame that the protocol forbids, as `error` tells."""
+        """Records and reports a BAD_FRAME offence: `peer` sent a frame that the protocol forbids, as `error` says."""
         self.report_offence(peer, Offence.BAD_FRAME, f"{error.code}: {error}")
 
-    def shut_out_s(self, peer: PeerId) -> float:
-        """Returns for how many more seconds the peer must be neither called nor answered; 0.0 when it may be."""
-        return self._conduct.shut_out_s(peer, loop_time())
+    def suspended_s(self, peer: PeerId) -> float:
+        """Returns for how many more seconds the peer is suspended: neither called nor answered; 0.0 if it is not."""
+        return self._conduct.suspended_s(peer, loop_time())

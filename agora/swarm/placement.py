@@ -1,7 +1,7 @@
-"""Decides which span a peer should claim, and which peers must choose again when several chose at once. Pure.
+"""Decides which span a peer should claim, and which peers must choose again when several chose together.
 
-Knows: the view, what stages ask of machines, what this machine can do. Must not know: devices or the directory. The
-random generator that breaks ties is passed in. The rules stand as a table in docs/placement.md.
+Pure, but for the random generator that breaks ties, which is passed in. Knows: the view, what stages ask of machines,
+what this machine can do. Must not know: devices or the directory. The rules stand as a table in docs/placement.md.
 """
 
 from __future__ import annotations
@@ -23,57 +23,61 @@ __all__ = [
     "StageDemands",
     "choose_placement",
     "describe_thinnest",
-    "hash_order",
     "holders_by_stage",
     "judge_collision",
     "next_settling_step",
     "place_as_pinned",
+    "settling_order_key",
 ]
 
 MAX_SETTLING_ROUNDS = 12
-"""Maximum rounds, each one read of the other claims, after which a joining peer's claim is settled in any case."""
+"""Number of rounds, each one read of the other claims, after which a joining peer's claim is settled in any case."""
 ROUNDS_TO_KEEP = 3
-"""The rounds in a row that a span must be kept to be settled; peers that still choose again may then be pinned."""
-MIN_SHARE = 0.02
-"""A newcomer with less than this part of a median machine's rate stands by, while no stage is thin."""
+"""Number of rounds in a row after which a kept span is settled although other joiners have not chosen the best spans.
+
+Their owners may have pinned them, so that waiting longer would be of no use.
+"""
+MIN_FRACTION = 0.02
+"""A newcomer with less than this fraction of a median machine's rate stands by, while no stage is thin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The span to hold, and why; span None means to hold none and stand by. Immutable.
+    """A decision on the span that one peer should hold."""
 
-    is_final: every joiner in the view may keep the span that it has claimed.
-    """
-
-    span: Span | None
-    reason: str
+    span: Span | None  # None: the peer should hold none and stand by
+    reason: str  # why, in words
     is_final: bool = False
+    """True if, by the view that was judged, this peer and all other joining peers keep their claimed spans.
+
+    Then no further round is needed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How far a joining peer is with settling its claim. Immutable; see `next_settling_step`.
+    """How far one joining peer is with settling its claim, in rounds of judging the claims of others.
 
-    rounds: how often it has looked at the claims of the others. kept: how many of the last looks, in a row, have left
-    its span as it was.
+    See `next_settling_step`.
     """
 
-    placement: Placement
-    rounds: int = 0
-    kept: int = 0
-    settled: bool = False
+    placement: Placement  # what the peer claims now
+    rounds: int = 0  # the number of rounds so far
+    kept: int = 0  # how many of the latest rounds, in a row, have left the peer's span as it was
+    settled: bool = False  # whether no further round is needed
 
 
 def next_settling_step(settling: Settling, judged: Placement) -> Settling:
-    """Returns the next state of settling.
+    """Returns the Settling after one more round: with the placement to claim now, and whether it has settled.
 
-    judged: what `judge_collision` has returned, after the other claims had time to be seen.
+    judged: what `judge_collision` returned in this round, after the claims of others had time to be seen.
 
     | judged                                                        | next                                   |
     |---------------------------------------------------------------|----------------------------------------|
-    | another span than the claimed one                             | claim it; settled after the last round |
+    | another span than the claimed one                             | claim it; another round                |
     | the claimed span: is_final, or ROUNDS_TO_KEEP times in a row  | settled                                |
-    | the claimed span                                              | look again; settled after the last round |
+    | the claimed span                                              | another round                          |
+    | any span, in round MAX_SETTLING_ROUNDS                        | claim it; settled                      |
     """
     rounds = settling.rounds + 1
     is_last = rounds >= MAX_SETTLING_ROUNDS
@@ -84,102 +88,122 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
 
 
 def choose_placement(view: View, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement:
-    """Returns the span where a newcomer helps most: thin stages first, then the slowest stage; `rng` breaks ties.
+    """Returns the span that fits into a newcomer's memory and where it helps most, and why; `rng` breaks ties.
 
-    Returns a placement without a span, so that the newcomer stands by, when no stage fits into its memory, and when no
-    stage is thin and its rate would be less than MIN_SHARE of what a machine of median speed does there.
+    Stages with fewer than two holders (thin ones) come first, then the slowest, see StageSupply.best_spans. Returns a
+    placement without a span, so that the newcomer stands by, when no stage fits into its memory, and when no stage is
+    thin and the newcomer's rate would be less than MIN_FRACTION of what a machine of median speed does at that span.
+    view: without the newcomer itself. ability: what the newcomer's machine can do.
     """
-    spans = spans_that_fit(ability.longest)
+    spans = spans_that_fit(ability.max_span_lengths)
     if not spans:
         return Placement(None, "no stage of the run fits into this machine's memory")
     supply = StageSupply(view, demands, ability.speed)
-    speed = supply.believed_speed(ability.speed)
+    speed = supply.plausible_speed(ability.speed)
     span = rng.choice(supply.best_spans(spans, speed, ability.bandwidth))
     rate = supply.rate_at(span, speed, ability.bandwidth)
-    share = rate / supply.rate_at(span, supply.usual_speed, 0.0)
-    if share < MIN_SHARE and not supply.thin_stages:
-        return Placement(None, f"it would do {share:.1%} of what others do, and no stage has fewer than two peers")
+    fraction = rate / supply.rate_at(span, supply.usual_speed, 0.0)
+    if fraction < MIN_FRACTION and not supply.thin_stages:
+        return Placement(None, f"it would do {fraction:.1%} of what others do, and no stage has fewer than two peers")
     return Placement(span, describe_thinnest(supply.holders, span))
 
 
 def place_as_pinned(view: View, stage_count: int, span: Span) -> Placement:
-    """Returns a placement on `span`, as its owner asked; its reason says how many hold the span's thinnest stage."""
+    """Returns a placement on `span`, as the peer's owner asked.
+
+    Its reason says which stage of the span has the fewest peers in the view, and how many.
+    """
     return Placement(span, "as asked for; " + describe_thinnest(holders_by_stage(view, stage_count), span))
 
 
 def holders_by_stage(view: View, stage_count: int) -> list[int]:
-    """Returns how many peers serve or join each stage, by stage index; estimated in a large run."""
+    """Returns, by stage index, how many peers serve the stage or are joining it, see View.claimant_count."""
     return [view.claimant_count(stage) for stage in range(stage_count)]
 
 
 def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId) -> Placement:
     """Returns the span that this peer, still joining, should hold, since others may have chosen at the same time.
 
-    A joiner whose span is a best choice, given all other claims, keeps it. The other joiners take turns in the order of
-    a hash of (run, peer): each keeps its span if that is a best choice, given those who serve, those who keep theirs,
-    and those whose turn came before. Otherwise it gets the best span of the same length at that point. The same view
-    gives every peer the same outcome.
+    A joining peer whose span is a best choice, given all other claims, keeps it. The remaining joining peers are placed
+    one by one, in the order of `settling_order_key`: each keeps its span if that is a best choice, given the peers that
+    serve, that keep their spans, and that were placed before it. Otherwise it gets a best span of the same length at
+    that point, picked by a hash. The same view gives every peer the same outcome. is_final of the result: no joining
+    peer had to be placed. me: this peer as the view has it; if it serves already, it keeps its span.
     """
-    everybody = StageSupply(view, demands)
-    moving = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(everybody, p)}
-    if me.peer not in moving:
-        return Placement(me.span, f"stages {me.span} are the best choice, given everybody else's", not moving)
-    for peer in moving.values():
+    supply = StageSupply(view, demands)
+    displaced = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(supply, p)}
+    if me.peer not in displaced:
+        return Placement(me.span, f"stages {me.span} are the best choice, given everybody else's", not displaced)
+    for peer in displaced.values():
         if peer.span.first < demands.stage_count:
-            everybody.remove(peer.span, everybody.rate_of(peer))
-    turns = sorted(moving, key=lambda peer: hash_order(run, peer))
+            supply.remove(peer.span, supply.rate_of(peer))
+    turns = sorted(displaced, key=lambda peer: settling_order_key(run, peer))
     ahead = turns.index(me.peer)
-    for turn in turns[:ahead]:
-        span = _span_in_turn(everybody, moving[turn], run)
-        everybody.add(span, _rate_elsewhere(everybody, moving[turn], span))
-    span = _span_in_turn(everybody, me, run)
+    for earlier in turns[:ahead]:
+        span = _span_in_turn(supply, displaced[earlier], run)
+        supply.add(span, _rate_at(supply, displaced[earlier], span))
+    span = _span_in_turn(supply, me, run)
     if span == me.span:
-        return Placement(span, f"of those that chose stages {span} at once, others come later and give way")
-    return Placement(span, f"{ahead} peers that chose at once come first; {describe_thinnest(everybody.holders, span)}")
+        return Placement(span, f"others chose stages {span} at the same time, but rank later and give way")
+    earlier_peers = "1 peer" if ahead == 1 else f"{ahead} peers"
+    thinnest = describe_thinnest(supply.holders, span)
+    return Placement(span, f"placed after {earlier_peers} that chose at the same time; {thinnest}")
 
 
-def _is_best_choice(everybody: StageSupply, peer: PeerView) -> bool:
-    """Returns whether the peer's span is a best choice, given all other claims; leaves `everybody` as it was."""
-    if peer.span.first >= everybody.stage_count:
+def _is_best_choice(supply: StageSupply, peer: PeerView) -> bool:
+    """Returns whether the peer's claimed span is among the best of its length, given all other claims.
+
+    Returns False if the span begins outside the run. supply: counts this peer too; not changed.
+    """
+    if peer.span.first >= supply.stage_count:
         return False
-    rate = everybody.rate_of(peer)
-    everybody.remove(peer.span, rate)
-    best = _best_for(everybody, peer)
-    everybody.add(peer.span, rate)
-    return peer.span in best
+    return peer.span in _best_for(supply.without(peer.span, supply.rate_of(peer)), peer)
 
 
 def _best_for(supply: StageSupply, peer: PeerView) -> list[Span]:
-    """Returns the best spans for `peer`, of the length that it claims, at most all stages."""
+    """Returns the spans, of the length that `peer` claims, where it helps most, with all ties.
+
+    supply: must not count `peer`.
+    """
     spans = spans_of_length(len(peer.span), supply.stage_count)  # a claim may name stages that the run does not have
     return supply.best_spans(spans, _claimed_speed(supply, peer), peer.bandwidth)
 
 
 def _claimed_speed(supply: StageSupply, peer: PeerView) -> float:
-    """Returns the peer's speed; the usual one if its claim lies outside the run."""
+    """Returns the peer's speed by its claim, in stages of mean work per second, as StageSupply.speed_of gives it.
+
+    Returns the usual speed if the peer's span begins outside the run.
+    """
     return supply.speed_of(peer) if peer.span.first < supply.stage_count else supply.usual_speed
 
 
-def _rate_elsewhere(supply: StageSupply, peer: PeerView, span: Span) -> float:
-    """Returns the microbatches per second that the peer would compute at `span`."""
+def _rate_at(supply: StageSupply, peer: PeerView, span: Span) -> float:
+    """Returns the microbatches per second that the peer would do at `span`, by its claimed speed and bandwidth."""
     return supply.rate_at(span, _claimed_speed(supply, peer), peer.bandwidth)
 
 
-def _span_in_turn(supply: StageSupply, turn: PeerView, run: RunId) -> Span:
-    """Returns the joiner's claimed span if that is a best choice, given `supply`; otherwise a best one by its hash."""
-    best = _best_for(supply, turn)
-    if turn.span in best:
-        return turn.span
-    return best[int.from_bytes(hash_order(run, turn.peer)[-4:], "big") % len(best)]
+def _span_in_turn(supply: StageSupply, joiner: PeerView, run: RunId) -> Span:
+    """Returns the joining peer's claimed span if that is a best choice; otherwise one of the best, picked by its hash.
+
+    supply: must count the peers that keep their spans and those whose turn came before, not `joiner`.
+    """
+    best = _best_for(supply, joiner)
+    if joiner.span in best:
+        return joiner.span
+    return best[int.from_bytes(settling_order_key(run, joiner.peer)[-4:], "big") % len(best)]
 
 
-def hash_order(run: RunId, peer: PeerId) -> bytes:
-    """Returns the hash of (run, peer) by which peers that act at once take turns; nobody can choose its own."""
+def settling_order_key(run: RunId, peer: PeerId) -> bytes:
+    """Returns a hash of run and peer: of peers that chose at the same time, the one with the lowest is placed first."""
     return hashlib.sha256(f"agora order 1\0{run}\0{peer}".encode()).digest()
 
 
 def describe_thinnest(holders: Sequence[int], span: Span) -> str:
-    """Returns in words how many peers hold the span's stage with the fewest holders, and whether no stage has fewer."""
+    """Returns in words which stage of the span has the fewest holders, and how many; of equals, the first stage.
+
+    The text also says so if no stage of the run has fewer. holders: for each stage of the run, the number of peers that
+    hold it.
+    """
     thinnest = min(span.stages, key=lambda stage: holders[stage])
     count = holders[thinnest]
     peers = "nobody" if count == 0 else "1 peer" if count == 1 else f"{count} peers"

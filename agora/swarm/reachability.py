@@ -1,4 +1,4 @@
-"""Decides how reachable this peer is, which relays it reserves at, and which addresses it announces. Pure.
+"""Decides how reachable this peer is, which relays it reserves at, and which addresses it announces. Deterministic.
 
 Knows: what other peers answered, and the view. Must not know: sockets, p2pd, a clock: `now` is an argument.
 
@@ -25,9 +25,9 @@ from agora_protocol.limits import MAX_ADDRESSES
 from agora.swarm.view import PeerView, View
 
 RELAYS_HELD: Final = 2
-"""Relays at which a peer that cannot be dialled has reservations: when one dies, the other is there already."""
+"""Number of relays at which a peer that cannot be dialled has reservations, so that it still has one if one dies."""
 REFUSED_S: Final = 60.0
-"""Seconds for which a relay that gave no place is not asked again."""
+"""Seconds for which a relay that gave no reservation is not asked again."""
 ASKED: Final = 3
 """At most this many neighbours are asked to dial back: CONFIRMING of them can outvote one that answers falsely."""
 CONFIRMING: Final = 2
@@ -35,37 +35,41 @@ CONFIRMING: Final = 2
 SETTLED_S: Final = 300.0
 """Seconds until reachability is checked again after a successful dial-back."""
 RETRY_S: Final = 15.0
-"""Seconds until it is checked again after none succeeded: a router may have been set up meanwhile."""
+"""Seconds until reachability is checked again after no dial-back succeeded: a router may have been set up meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a peer has found out about itself.
+    """What this peer has found out about how others can connect to it.
 
-    asked_at: when others last answered, None before. reached: direct addresses without /p2p/PEER at which they dialled
-    it back. relays: those at which it has a place. was_punched: whether it has had a connection through a hole.
+    answered_at: when neighbours that were asked to dial back last answered, None before the first answer. reached: the
+    direct addresses, without /p2p/PEER, at which neighbours dialled this peer back. relays: those at which this peer
+    has a reservation. was_punched: whether this peer has had a connection through a punched hole (NAT traversal).
     is_confirmed: False if `reached` is one neighbour's word about an address that this peer does not know as its own.
     """
 
-    asked_at: float | None = None
+    answered_at: float | None = None
     reached: tuple[str, ...] = ()
     relays: tuple[PeerId, ...] = ()
     was_punched: bool = False
     is_confirmed: bool = True
 
     def is_due(self, now: float) -> bool:
-        """Returns whether other peers are to be asked again."""
-        return self.asked_at is None or now - self.asked_at > (
+        """Returns whether to ask neighbours to dial back now: none has answered yet, or the last answers are too old.
+
+        Answers are too old after SETTLED_S if this peer was reached, as confirmed; after RETRY_S otherwise.
+        """
+        return self.answered_at is None or now - self.answered_at > (
             SETTLED_S if self.reached and self.is_confirmed else RETRY_S
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a claim says of how to connect to its peer. Immutable.
+    """What a peer's claim says of how to connect to the peer.
 
-    reachability: a value of the module's table. addresses: with /p2p/PEER at the end. relays_for: how many peers it
-    offers to relay for at most.
+    reachability: "public", "punched", "relayed", "unreachable" or "unknown", see the module's table. addresses: with
+    /p2p/PEER at the end. relays_for: the maximum number of peers for which the peer offers to relay; 0 for none.
     """
 
     reachability: str = "unknown"
@@ -75,21 +79,28 @@ class Announcement:
 
 @dataclass(slots=True)
 class RelayRefusals:
-    """Remembers which relays refused a reservation or could not be reached. since: by relay, the time of that."""
+    """Remembers which relays refused a reservation or could not be reached.
+
+    since: for each such relay, the time of the latest failure, in seconds; the owner of this object adds the entries.
+    """
 
     since: dict[PeerId, float] = field(default_factory=dict)
 
     def refusing_relays(self, now: float) -> set[PeerId]:
-        """Returns the relays that failed less than REFUSED_S ago and are not to be asked now; forgets the others."""
+        """Returns the relays not to be asked now: they failed less than REFUSED_S ago. Forgets older failures."""
         self.since = {peer: at for peer, at in self.since.items() if now - at < REFUSED_S}
         return set(self.since)
 
 
 def judge_reachability(findings: Findings) -> str:
-    """Returns "public", "punched", "relayed", "unreachable" or "unknown", by the module's table."""
+    """Returns how others can connect to this peer: "public", "punched", "relayed", "unreachable" or "unknown".
+
+    "public" if it was dialled back; else "unknown" if nobody has answered yet; else "unreachable" without a relay
+    reservation; else "punched" if there was a connection through a punched hole; else "relayed".
+    """
     if findings.reached:
         return "public"
-    if findings.asked_at is None:
+    if findings.answered_at is None:
         return "unknown"
     if not findings.relays:
         return "unreachable"
@@ -97,11 +108,12 @@ def judge_reachability(findings: Findings) -> str:
 
 
 def confirmed_addresses(reached: Sequence[Collection[str]], own: Collection[str], asked: int) -> tuple[str, ...]:
-    """Returns the addresses to believe of those at which neighbours say that they dialled this peer back.
+    """Returns the plausible ones, sorted, of the addresses at which neighbours say that they dialled this peer back.
 
-    reached: for each neighbour that answered, the addresses that it named. own: those that this peer listens on or
-    announces. asked: how many neighbours were asked. One neighbour is enough for an own address, CONFIRMING for any
-    other, unless only one could be asked: a single false answer would have this peer announce a stranger's address.
+    One neighbour is enough for an address in `own`; any other address needs CONFIRMING neighbours, or one if only one
+    was asked: a single false answer would have this peer announce a stranger's address. reached: for each neighbour
+    that answered, the addresses that it named. own: the addresses that this peer listens on or announces. asked: how
+    many neighbours were asked.
     """
     named = Counter(address for addresses in reached for address in set(addresses))
     enough = min(CONFIRMING, asked)
@@ -109,10 +121,10 @@ def confirmed_addresses(reached: Sequence[Collection[str]], own: Collection[str]
 
 
 def needs_relays(findings: Findings, own: Collection[str]) -> bool:
-    """Returns whether this peer should hold relay reservations: others did not reach it at any of its own addresses.
+    """Returns whether this peer should hold relay reservations: no neighbour reached it at any address in `own`.
 
-    own: addresses of its interfaces, and configured ones. Being reached at another address is not enough: a NAT may
-    have let in only the peer that dialled back.
+    own: addresses of this machine's interfaces, and configured ones. Being reached at another address is not enough: a
+    NAT may have let in only the peer that dialled back.
     """
     return not any(address in own for address in findings.reached)
 
@@ -120,29 +132,33 @@ def needs_relays(findings: Findings, own: Collection[str]) -> bool:
 def choose_relays(
     me: PeerId, view: View, held: Collection[PeerId], refused: Collection[PeerId], count: int = RELAYS_HELD
 ) -> list[PeerId]:
-    """Returns at most `count` relays at which this peer should hold reservations: of `held` first, then others.
+    """Returns at most `count` relays at which this peer should hold reservations: first those in `held`, then others.
 
-    Only relays that still offer it and are not in `refused`. Within each group they are in the order of a hash of both
-    ids, so that peers spread over all relays.
+    All are peers of the view that offer to relay (`offers_relay`) and are not in `refused`. Those in `held`, and the
+    others, are each in the order of a hash of this peer's id and the relay's, so that peers spread over all relays.
+    held: the relays at which this peer has reservations now.
     """
     offering = [p for p in view.peers.values() if p.peer != me and p.peer not in refused and offers_relay(p)]
-    ranked = sorted(offering, key=lambda seen: (seen.peer not in held, _hash(me, seen.peer)))
-    return [seen.peer for seen in ranked[:count]]
+    ranked = sorted(offering, key=lambda relay: (relay.peer not in held, _relay_sort_key(me, relay.peer)))
+    return [relay.peer for relay in ranked[:count]]
 
 
-def offers_relay(seen: PeerView) -> bool:
-    """Returns whether a peer's claim says that it relays for others, can be dialled, and is not leaving."""
-    return seen.relays_for > 0 and seen.reachability == "public" and seen.state != "leaving"
+def offers_relay(peer: PeerView) -> bool:
+    """Returns whether a peer's claim says that the peer relays for others, is "public", and is not leaving."""
+    return peer.relays_for > 0 and peer.reachability == "public" and peer.state != "leaving"
 
 
-def announce(
+def build_announcement(
     me: PeerId, own: Sequence[str], findings: Findings, relay_addresses: Mapping[PeerId, Sequence[str]], relays_for: int
 ) -> Announcement:
-    """Returns what this peer's claim is to say of how to connect to it: at most MAX_ADDRESSES, direct ones first.
+    """Returns what this peer's claim should say of how to connect to this peer.
 
-    own: addresses without /p2p/PEER that may be announced: configured ones, and those of its interfaces.
-    relay_addresses: by relay, its addresses with /p2p/RELAY; of `findings.relays` those that are missing here are left
-    out. relays_for: how many peers it would relay for; announced only if it is public.
+    The announcement has at most MAX_ADDRESSES addresses: first direct ones, at most half of that number, of which those
+    at which others reached this peer come before the rest of `own`; then addresses through the relays of `findings`.
+    own: this machine's addresses that may be announced, without /p2p/PEER: configured ones, and those of interfaces.
+    relay_addresses: for each relay, its addresses with /p2p/RELAY; an address through another relay is left out, and so
+    is a relay of `findings` that is missing here. relays_for: as in Announcement; 0 is announced unless this peer is
+    public.
     """
     reachability = judge_reachability(findings)
     direct = tuple(f"{address}/p2p/{me}" for address in dict.fromkeys((*findings.reached, *own)))
@@ -156,6 +172,6 @@ def announce(
     return Announcement(reachability, addresses, relays_for if reachability == "public" else 0)
 
 
-def _hash(me: PeerId, relay: PeerId) -> bytes:
-    """Returns the hash by which a peer ranks relays, the least first."""
+def _relay_sort_key(me: PeerId, relay: PeerId) -> bytes:
+    """Returns a hash of both ids, by which the peer `me` sorts relays, lowest first."""
     return hashlib.sha256(f"agora relay 1\0{me}\0{relay}".encode()).digest()

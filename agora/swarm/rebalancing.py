@@ -1,12 +1,14 @@
-"""Decides whether a serving peer should move to another span, so that the slowest stage of the swarm gets faster. Pure.
+"""Decides whether a serving peer should move to another span, so that the slowest stage of the swarm gets faster.
 
-Knows: the view, what stages ask of machines, what this machine can do. Must not know: how a peer moves, clocks. Every
-peer judges for itself at random moments; the rules that keep many from moving at once are in docs/placement.md.
+Deterministic: random numbers are passed in. Knows: the view, what stages ask of machines, what this machine can do.
+Must not know: how a peer moves, clocks. Every peer judges for itself at random moments; the rules that keep many from
+moving together are in docs/placement.md.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from dataclasses import dataclass
 
@@ -19,67 +21,89 @@ from agora.swarm.view import PeerView, View
 MIN_GAIN = 1.05
 """A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
 
-It bounds what is lost: of 10 replicas where 11 could be, a tenth is. Where stages are known by samples, the samples'
-uncertainty is added, see StageSupply.
+It bounds what is lost: a stage with 10 replicas where 11 could be loses up to a tenth of its rate. Where stages are
+known by samples, the samples' uncertainty is added, see StageSupply.
 """
 MIN_REPLICAS = 3
 """Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
 HORIZON_S = 1800.0
-"""Seconds for which a move is expected to pay; in a swarm of rented machines, few are there for much longer."""
-MOVE_S = 60.0
+"""Maximum seconds for which a move is expected to pay: in a swarm of rented machines, few are there for much longer."""
+MOVE_S = 15.0
 """Seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load."""
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 2.0, 6.0
+MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S = 2.0, 6.0
+"""Bounds of the random seconds between two calls of `judge_move` by a peer."""
 OUT_OF_TURN = 0.05
-"""Where k peers before this one should move, it judges as if they could not with this probability, times k / n."""
+"""Probability, times k / n, with which a peer judges as if the k peers that should move before it could not.
+
+n: the number of peers that could be spared, this one included.
+"""
 MAX_FOLLOWERS = 32
 """At most this many of the other movers are simulated, before this peer's move and again after it."""
 
 
-def next_look_s(rng: random.Random) -> float:
-    """Returns the seconds until a peer next calls `judge_move`: random, so that peers do not judge at the same time."""
-    return rng.uniform(SHORTEST_LOOK_S, LONGEST_LOOK_S)
+def judge_interval_s(rng: random.Random) -> float:
+    """Returns the seconds for a peer to wait before it calls `judge_move` again.
 
-
-def judge_move(view: View, me: PeerId, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement | None:
-    """Returns the span to which this peer should move, and why; None if it should stay.
-
-    The peers that could be spared take turns, in the order of a hash of peer and slowest stage: this one judges what
-    the stages would be after the moves of those before it. So peers that judge the same view at once go to different
-    stages, and no more of them go than help. Those before it may be unable to move; so it judges without them with a
-    small probability, see OUT_OF_TURN. One number is drawn from `rng` at each call, even if it is not needed.
+    They are random, from MIN_JUDGE_INTERVAL_S to MAX_JUDGE_INTERVAL_S, so that peers do not judge at the same time.
     """
-    draw, own = rng.random(), view.peers.get(me)
+    return rng.uniform(MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S)
+
+
+def judge_move(
+    view: View, me: PeerId, demands: StageDemands, ability: Ability, rng: random.Random, served_s: float = math.inf
+) -> Placement | None:
+    """Returns the span to which this peer should move, and why; None if it should stay, or does not serve.
+
+    A move must fill a stage with fewer than two peers, or raise the swarm's rate by more than the factor MIN_GAIN; and
+    repay the time that it takes.
+
+    The peers that could be spared take turns, in the order of a hash of peer and slowest stage: this peer judges the
+    stages as they would be after the moves of the peers before it. So peers that judge the same view at the same time
+    go to different stages, and no more of them go than are needed. The peers before it may be unable to move, so that
+    with a small probability this peer judges as if none of them moved, see OUT_OF_TURN. One number is drawn from `rng`
+    at each call, even if it is not needed.
+
+    served_s: seconds for which this peer has served its present span. A move is expected to pay for as long again, so
+    that speeds that are measured now a little higher, now a little lower, do not send peers to and fro.
+    """
+    draw = rng.random()
+    own = view.peers.get(me)
     if own is None or own.state != "serving" or own.span.last >= demands.stage_count:
         return None
-    alone = _Judgement(view, own, demands, ability).judge()
+    alone = _MoveEvaluation(view, own, demands, ability, served_s).choose_span()
     if alone is None:
         return None
-    judgement = _Judgement(view, own, demands, ability)
-    others = judgement.other_spare_peers()
-    moved = judgement.apply_earlier_moves(others)
-    if (placement := judgement.judge()) is not None:
+    evaluation = _MoveEvaluation(view, own, demands, ability, served_s)
+    others = evaluation.other_spare_peers()
+    moved = evaluation.apply_earlier_moves(others)
+    if (placement := evaluation.choose_span()) is not None:
         return placement
     return alone if draw * (1 + len(others)) < OUT_OF_TURN * moved else None
 
 
 @dataclass(slots=True)
 class _Rates:
-    """The swarm's microbatches per second before a move, and after it and the moves of others that would follow."""
+    """The swarm's microbatches per second: before a move, and after it and the moves that would follow."""
 
-    now: float
-    then: float
+    before: float
+    after: float
 
 
-class _Judgement:
-    """Decides whether one peer should move, from one view. Use it once: judging changes its StageSupply."""
+class _MoveEvaluation:
+    """One evaluation of whether one peer should move, by one view, in which moves of peers are simulated.
 
-    def __init__(self, view: View, own: PeerView, demands: StageDemands, ability: Ability) -> None:
+    Use it once: each simulated move changes its StageSupply, which counts each stage's holders and rate.
+    """
+
+    def __init__(self, view: View, own: PeerView, demands: StageDemands, ability: Ability, served_s: float) -> None:
+        """own: the peer that may move. served_s: seconds for which it has served its span."""
         self._view = view
+        self._horizon_s = min(HORIZON_S, served_s)
         self._own = own
         self._demands = demands
         self._ability = ability
         self._supply = StageSupply(view, demands, ability.speed)
-        self._speed = self._supply.believed_speed(ability.speed or own.capacity * self._supply.work_of(own.span))
+        self._speed = self._supply.plausible_speed(ability.speed or own.capacity * self._supply.work_of(own.span))
         self._own_rate = self._supply.rate_of(own)
         self._min_gain = MIN_GAIN + self._supply.uncertainty
         self._was_thin = bool(self._supply.thin_stages)
@@ -90,48 +114,55 @@ class _Judgement:
     def is_uneven(self) -> bool:
         """Returns whether a move could help at all: a stage is thin, or the slowest is far below the even rate.
 
-        If the view has a thin stage, only that counts: rates are evened out once it is filled and can give its state.
+        Thin: fewer than two holders. Even rate: the rate of every stage if all speeds could be divided freely among
+        stages. Far: by more than the factor that a move must gain. If the view had a thin stage at the beginning, only
+        thin stages count: rates are evened out once these are filled and can serve their state.
         """
         supply = self._supply
         return bool(supply.thin_stages) or (not self._was_thin and self._min_gain * supply.rate < supply.even_rate)
 
     def other_spare_peers(self) -> list[PeerView]:
-        """Returns the other serving peers that could leave their stages without slowing the swarm; see `_is_spare`."""
-        peers, is_thin, rate = self._view.peers.values(), bool(self._supply.thin_stages), self._supply.rate
-        return [peer for peer in peers if peer.peer != self._own.peer and self._is_spare(peer, is_thin, rate)]
+        """Returns the serving peers, except this one, that could leave their stages; see `_is_spare`."""
+        is_thin = bool(self._supply.thin_stages)
+        rate = self._supply.rate
+        others = (peer for peer in self._view.peers.values() if peer.peer != self._own.peer)
+        return [peer for peer in others if self._is_spare(peer, is_thin, rate)]
 
     def apply_earlier_moves(self, others: list[PeerView]) -> int:
         """Simulates the moves of those of `others` whose turn comes before this peer's; returns how many moved.
 
-        Each goes where it helps most. Peers that are leaving are taken to be moving, and are placed first, not counted.
-        Turns are by a hash of the peer and the slowest stage: nothing that a peer reports changes them. Stops after
-        MAX_FOLLOWERS.
+        Each of them moves, in turn, to where it helps most, if it can still be spared. Peers that are leaving are taken
+        to be moving: they are placed first, and are not counted. Turns are by a hash of the peer and the slowest stage:
+        nothing that a peer reports changes them. Stops after MAX_FOLLOWERS moves, or when no move could help any more.
         """
         slowest = self._supply.rates.index(min(self._supply.rates))
         turns = {peer.peer: _turn(peer.peer, slowest) for peer in [*others, self._own]}
         for peer in self._view.peers.values():
             if peer.state == "leaving" and peer.span.last < self._supply.stage_count:
-                self._settle(peer)
+                self._add_where_best(peer)
         moved = 0
         for peer in sorted(others, key=lambda other: turns[other.peer]):
             if turns[peer.peer] > turns[self._own.peer] or not self.is_uneven() or moved >= MAX_FOLLOWERS:
                 break
             if self._is_still_spare(peer):
-                moved += self._follow(peer)
+                moved += self._simulate_move(peer)
         return moved
 
     def _is_still_spare(self, peer: PeerView) -> bool:
-        """Returns whether a peer can be spared after the moves simulated by now."""
+        """Returns whether a peer could leave its stages after the moves that were simulated so far; see `_is_spare`."""
         return self._is_spare(peer, bool(self._supply.thin_stages), self._supply.rate)
 
     def _is_spare(self, peer: PeerView, is_thin: bool, swarm_rate: float) -> bool:
-        """Returns whether the peer could leave: MIN_REPLICAS hold, and no stage of its gets slower than the slowest.
+        """Returns whether the peer serves, and could leave its stages without slowing the swarm.
 
-        is_thin: whether the supply has a thin stage; then rates do not matter. swarm_rate: of the slowest stage.
+        Each of its stages must have MIN_REPLICAS peers that serve, the peer included. Unless `is_thin`, each must also
+        be faster than `swarm_rate` without the peer. is_thin: whether any stage of the run has fewer than two holders;
+        then rates do not matter. swarm_rate: microbatches per second of the slowest stage.
         """
         if peer.state != "serving" or peer.span.last >= self._supply.stage_count:
             return False
-        supply, stages = self._supply, peer.span.stages
+        supply = self._supply
+        stages = peer.span.stages
         if any(min(self._serving[stage], supply.holders[stage]) < MIN_REPLICAS for stage in stages):
             return False
         if is_thin:
@@ -140,12 +171,14 @@ class _Judgement:
         return all(supply.rates[stage] - rate > swarm_rate for stage in stages)
 
     def may_hold(self, span: Span) -> bool:
-        """Returns whether this peer may move to `span`.
+        """Returns whether this peer may move to `span` without leaving its present stages with too few peers.
+
+        While a peer moves it serves nothing, also not the stages that it keeps.
 
         | stage                    | peers that serve it, this one included             |
         |--------------------------|----------------------------------------------------|
-        | given up                 | at least MIN_REPLICAS                            |
-        | kept, but away meanwhile | at least two, or the span has a stage without any  |
+        | given up                 | at least MIN_REPLICAS                              |
+        | kept, but away meanwhile | at least two, or `span` has a stage without any    |
         """
         fills_empty = any(self._supply.holders[stage] == 0 for stage in span.stages)
         for stage in self._own.span.stages:
@@ -158,81 +191,97 @@ class _Judgement:
 
     # --- whether it pays
 
-    def judge(self) -> Placement | None:
-        """Returns the best span if moving there beats staying by the least gain and repays its cost; otherwise None.
+    def choose_span(self) -> Placement | None:
+        """Returns the best span to move to if the move gains enough and repays its time; None if this peer should stay.
 
-        A move that fills a stage with fewer than two peers needs no gain. Leaves the supply with the move made.
+        Enough: the swarm's rate, after the moves of others that would follow, rises by the factor `_min_gain`; a move
+        that fills a stage with fewer than two peers needs no gain. Changes the supply: the moves stay simulated,
+        whatever is returned.
         """
         if not self.is_uneven():
             return None
-        spans = [s for s in spans_that_fit(self._ability.longest) if s != self._own.span and self.may_hold(s)]
+        spans = [s for s in spans_that_fit(self._ability.max_span_lengths) if s != self._own.span and self.may_hold(s)]
         if not spans:
             return None
-        supply, own = self._supply, self._own
-        most = max(len(span) for span in spans)
-        thinness, levels, now = supply.thinness(most), supply.levels(), supply.rate
+        supply = self._supply
+        own = self._own
+        max_length = max(len(span) for span in spans)
+        thinness = supply.thinness(max_length)
+        balance = supply.balance_key()
+        rate_before = supply.rate
         supply.remove(own.span, self._own_rate)
-        span = _of_equals(supply.best_spans(spans, self._speed, self._ability.bandwidth), own.peer)
+        span = _pick_by_hash(supply.best_spans(spans, self._speed, self._ability.bandwidth), own.peer)
         supply.add(span, supply.rate_at(span, self._speed, self._ability.bandwidth))
-        fills = supply.thinness(most) < thinness
-        if not fills and (supply.thinness(most) > thinness or supply.levels() <= levels):
+        fills = supply.thinness(max_length) < thinness
+        if not fills and (supply.thinness(max_length) > thinness or supply.balance_key() <= balance):
             return None
-        rates = _Rates(now, supply.rate if fills else self._rate_after_reaction(self._min_gain * now))
-        if not fills and rates.then <= self._min_gain * now:
+        rates = _Rates(rate_before, supply.rate if fills else self._rate_after_reaction(self._min_gain * rate_before))
+        if not fills and rates.after <= self._min_gain * rate_before:
             return None
         if not self._is_repaid(span, rates, fills):
             return None
         if fills:
             return Placement(span, f"stages {span} have a stage with fewer than two peers")
-        return Placement(span, f"the swarm's slowest stage gets {rates.then / max(now, 1e-9) - 1:.0%} faster")
+        return Placement(span, f"the swarm's slowest stage gets {rates.after / max(rate_before, 1e-9) - 1:.0%} faster")
 
     def _rate_after_reaction(self, wanted: float) -> float:
-        """Simulates the moves of others, each where it helps most, until the rate is above `wanted`; returns the rate.
+        """Simulates moves of other peers, each to where it helps most, until the swarm's rate is above `wanted`.
 
-        Only peers that can be spared move, each once, and keep the lengths of their spans.
+        Only peers that can be spared move, those of the fastest stages first, each once, at most MAX_FOLLOWERS. Each
+        keeps the length of its span. Returns the swarm's rate after these moves, which may be less than `wanted`.
         """
-        supply, followers = self._supply, 0
+        supply = self._supply
+        followers = 0
         for peer in sorted(
             self.other_spare_peers(), key=lambda seen: (-min(supply.rates[s] for s in seen.span.stages), seen.peer)
         ):
             if supply.rate > wanted or followers >= MAX_FOLLOWERS:
                 break
             if self._is_still_spare(peer):
-                followers += self._follow(peer)
+                followers += self._simulate_move(peer)
         return supply.rate
 
-    def _follow(self, peer: PeerView) -> bool:
-        """Simulates the move of another peer to where it helps most. Returns whether that is not its present span."""
-        self._supply.remove(peer.span, self._supply.rate_of(peer))
-        return self._settle(peer) != peer.span
+    def _simulate_move(self, peer: PeerView) -> bool:
+        """Simulates the move of another peer to the span of its length where it helps most.
 
-    def _settle(self, peer: PeerView) -> Span:
-        """Adds a peer that is not in the supply where it helps most, keeping its span's length; returns the span."""
+        Returns whether that is another span than its present one.
+        """
+        self._supply.remove(peer.span, self._supply.rate_of(peer))
+        return self._add_where_best(peer) != peer.span
+
+    def _add_where_best(self, peer: PeerView) -> Span:
+        """Adds a peer that the supply does not count to it, at the span where it helps most; returns the span.
+
+        The span has the length of the one that the peer claims. A hash picks among equally good ones.
+        """
         supply = self._supply
-        spans, speed = spans_of_length(len(peer.span), supply.stage_count), supply.speed_of(peer)
-        span = _of_equals(supply.best_spans(spans, speed, peer.bandwidth), peer.peer)
+        spans = spans_of_length(len(peer.span), supply.stage_count)
+        speed = supply.speed_of(peer)
+        span = _pick_by_hash(supply.best_spans(spans, speed, peer.bandwidth), peer.peer)
         supply.add(span, supply.rate_at(span, speed, peer.bandwidth))
         return span
 
     def _is_repaid(self, span: Span, rates: _Rates, fills: bool) -> bool:
-        """Returns whether the time won within HORIZON_S exceeds the time of the move: MOVE_S, and fetching new state.
+        """Returns whether the time won by a move to `span` exceeds the time that it takes: MOVE_S and fetching state.
 
-        The time won is HORIZON_S * (1 - now / then); if `fills`, which means that the move fills a thin stage,
-        HORIZON_S: without that the swarm may stop.
+        The state of the stages that are new to this peer is fetched at its bandwidth; with an unknown bandwidth that
+        takes 0 s. The time won is h * (1 - before / after), with the horizon h = min(HORIZON_S, seconds for which the
+        peer has served its span). It is HORIZON_S if `fills`, which means that the move fills a thin stage: without the
+        move the swarm may stop.
         """
         new = [stage for stage in span.stages if stage not in self._own.span]
         fetched = sum(self._demands.state_bytes[stage] for stage in new)
         seconds = fetched / self._ability.bandwidth if self._ability.bandwidth > 0 else 0.0
-        won = HORIZON_S if fills else HORIZON_S * (1.0 - rates.now / rates.then)
+        won = HORIZON_S if fills else self._horizon_s * (1.0 - rates.before / rates.after)
         return seconds + MOVE_S < won
 
 
 def _turn(peer: PeerId, slowest: int) -> bytes:
-    """Returns the hash by which peers take turns to help the slowest stage."""
+    """Returns a hash of `peer` and the stage `slowest`: the peers that may move to help that stage go lowest first."""
     return hashlib.sha256(f"agora move 1\0{slowest}\0{peer}".encode()).digest()
 
 
-def _of_equals(spans: list[Span], peer: PeerId) -> Span:
-    """Returns the one of equally good spans that a hash picks for a peer, so that others know where it goes."""
+def _pick_by_hash(spans: list[Span], peer: PeerId) -> Span:
+    """Returns the one of equally good `spans` that a hash of `peer` picks, so that every peer knows where it goes."""
     digest = hashlib.sha256(f"agora move to 1\0{peer}".encode()).digest()
     return spans[int.from_bytes(digest[:4], "big") % len(spans)]

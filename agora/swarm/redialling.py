@@ -3,9 +3,9 @@
 Knows: when each peer was last seen, and at which addresses. Must not know: whether a dial succeeds (the view shows it),
 the network, or a clock: `now` and a random generator are passed in.
 
-A split swarm grows together by this: each half goes on dialling those of the other half, however many neighbours it has
-of its own. It begins FIRST_S after a peer was last seen, then waits twice as long each time, at most LONGEST_S, which
-bounds how long two halves stay apart after their link is back. Whoever has said that it leaves is not dialled.
+This is how a split swarm becomes one again: each half goes on dialling those of the other half, however many neighbours
+it has of its own. It begins FIRST_S after a peer was last seen, then waits twice as long each time, at most LONGEST_S,
+which bounds how long two halves stay apart after their link is back. Whoever has said that it leaves is not dialled.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from agora.swarm.view import View
 
 FIRST_S: Final = 5.0
 LONGEST_S: Final = 40.0
+"""The first and the longest wait before a peer is dialled again, in seconds."""
 JITTER: Final = 0.25
 """A wait is made longer or shorter at random by this fraction at most, so that peers do not dial in step."""
 REMEMBERED_S: Final = 24 * 3600.0
 """A peer is dialled while it was seen at most this many seconds before the peer that was seen last."""
 MAX_REMEMBERED: Final = 256
-"""Maximum number of peers remembered; those seen last stay. One that can be reached is enough to find its half."""
+"""Maximum number of peers remembered: those seen last. One that can be reached is enough to find its half."""
 MAX_DIALS: Final = 8
-"""Maximum number of peers dialled at once; those that have waited longest come first."""
+"""Maximum number of peers dialled at the same time; those that have waited longest come first."""
 
 
 @dataclass(slots=True)
 class _KnownPeer:
-    """One peer: its addresses, when it was last in the view, and when it is to be dialled unless it comes back."""
+    """One remembered peer: its addresses, when it was last in the view, and when to dial it unless it comes back.
+
+    seen_at, dial_at: seconds. wait_s: seconds, before jitter, between the dial at `dial_at` and the one after it.
+    """
 
     addresses: tuple[str, ...]
     seen_at: float
@@ -42,9 +46,9 @@ class _KnownPeer:
 
 
 class Redialling:
-    """Remembers the peers of the last day, and says which of those that left the view are due to be dialled.
+    """Remembers up to MAX_REMEMBERED peers of the last day, and says which to dial of those that left the view.
 
-    It changes only by the calls below; all times are seconds on one clock.
+    The caller does the dialling. All times are seconds on one clock.
     """
 
     def __init__(self, me: PeerId, rng: random.Random) -> None:
@@ -53,14 +57,20 @@ class Redialling:
         self._known: dict[PeerId, _KnownPeer] = {}
 
     def learn(self, now: float, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Remembers a peer not seen yet, such as one named in the invite, unless it is known; it is due at once."""
+        """Remembers a peer that was not in the view yet, such as one named in the invite; its dial is due immediately.
+
+        Does nothing for a peer that is remembered already, for this peer itself, and without addresses.
+        """
         if peer != self._me and addresses:
             self._known.setdefault(peer, _KnownPeer(tuple(addresses), now, now))
 
-    def saw(self, now: float, view: View, may_dial: Callable[[str], bool] = lambda _: True) -> None:
-        """Remembers the peers in the view; forgets those that leave, and those last seen REMEMBERED_S before others.
+    def remember_view(self, now: float, view: View, may_dial: Callable[[str], bool] = lambda _: True) -> None:
+        """Remembers the peers in the view, except this one; each is due FIRST_S from now if it leaves the view.
 
-        may_dial: whether an address that a peer announces may be dialled; others are not remembered.
+        Forgets peers whose claim says that they leave, peers last seen more than REMEMBERED_S before the peer seen
+        last, and beyond MAX_REMEMBERED those seen longest ago. may_dial: returns whether an address that a peer
+        announces may be dialled; other addresses are not remembered, and what is known of a peer without any such
+        address stays.
         """
         for peer, seen in view.peers.items():
             if seen.state == "leaving":
@@ -71,8 +81,11 @@ class Redialling:
         latest = stay[0][1].seen_at if stay else now
         self._known = {peer: known for peer, known in stay if latest - known.seen_at <= REMEMBERED_S}
 
-    def due(self, now: float, view: View) -> list[PeerId]:
-        """Returns at most MAX_DIALS peers to dial now, of those that are not in the view; counts them as dialled."""
+    def take_due_peers(self, now: float, view: View) -> list[PeerId]:
+        """Returns at most MAX_DIALS remembered peers that are due and not in the view, the longest due first.
+
+        Counts them as dialled: each is due again after its wait, with jitter, and the wait doubles up to LONGEST_S.
+        """
         waiting = [peer for peer, known in self._known.items() if peer not in view.peers and known.dial_at <= now]
         chosen = sorted(waiting, key=lambda peer: (self._known[peer].dial_at, peer))[:MAX_DIALS]
         for peer in chosen:

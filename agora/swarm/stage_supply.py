@@ -1,12 +1,14 @@
 """Computes each stage's number of peers and microbatches per second, and where one more machine helps most.
 
-Knows: claims of the view, the work of each stage. Pure; a StageSupply changes only itself, and only by the calls to it.
-Must not know: who asks, clocks, the directory. Rates add up: a stage's rate is the sum of the rates of its holders, and
-the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendix, places servers by the same sums).
+Knows: claims of the view, the work of each stage. Deterministic: a StageSupply changes only itself, and only by the
+calls to it. Must not know: who asks, clocks, the directory. Rates add up: a stage's rate is the sum of the rates of its
+holders, and the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendix, places servers by the
+same sums).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,60 +29,56 @@ MAX_COMPARED = 256
 
 @dataclass(frozen=True, slots=True)
 class StageDemands:
-    """What the stages of a run ask of a machine. Immutable.
+    """What the stages of a run ask of a machine."""
 
-    work: computation of one microbatch in each stage, as a multiple of the mean over stages. boundary_bytes: size of
-    one microbatch's boundary, in the larger direction. state_bytes: what a newcomer to each stage fetches.
-    """
-
-    work: tuple[float, ...]
+    work: tuple[float, ...]  # for each stage, the computation of one microbatch, as a multiple of the mean over stages
     boundary_bytes: float
-    state_bytes: tuple[float, ...]
+    """Bytes of one microbatch's boundary (what one stage sends to the next) or of its gradient, whichever is more."""
+    state_bytes: tuple[float, ...]  # for each stage, the bytes that a newcomer fetches from a replica
 
     @property
     def stage_count(self) -> int:
-        """Number of stages of the run."""
+        """The number of stages of the run."""
         return len(self.work)
 
 
 def equal_demands(stage_count: int) -> StageDemands:
-    """Returns the demands of equal stages whose boundaries and states have no size."""
+    """Returns the demands of `stage_count` stages of equal work whose boundaries and states have 0 bytes."""
     return StageDemands((1.0,) * stage_count, 0.0, (0.0,) * stage_count)
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """What one machine can do. Immutable.
-
-    speed: stages of mean work per second; 0 for unknown, then the median of others is used. bandwidth: bytes per
-    second, the lesser of up and down; 0 for unknown, then taken as unbounded. longest: for each first stage, how many
-    stages from it on fit into memory.
-    """
+    """What one machine can do."""
 
     speed: float
-    bandwidth: float
-    longest: tuple[int, ...]
+    """Microbatches per second for one stage of mean work; 0 for unknown, then the median of other peers is used."""
+    bandwidth: float  # bytes per second, the lesser of up and down; 0 for unknown, then taken as unbounded
+    max_span_lengths: tuple[int, ...]
+    """For each stage of the run, how many consecutive stages, from this one on, fit into memory; 0 for none."""
 
 
 class StageSupply:
-    """Counts the holders of each stage (peers that serve it or are joining) and their rate in microbatches per second.
+    """The holders of each stage (peers that serve it or are joining), and their summed rate in microbatches per second.
 
-    usual_speed: the median speed of the peers whose speed is known, in stages of mean work per second; 1 when no speed
-    is known, so that rates count heads. is_measured: some speed is known, so that rates are microbatches per second.
-    Of a stage of which only a part of the peers is read, the rate is that part's, scaled up to the stage's size.
+    It is counted from a view, and then changed by `add` and `remove` to compare placements. A peer's speed is its
+    microbatches per second for one stage of mean work.
     """
 
     def __init__(self, view: View, demands: StageDemands, own_speed: float = 0.0) -> None:
-        """own_speed: of the peer that asks, 0 if unknown; used as the usual speed if the view has no known speed."""
+        """own_speed: that of the asking peer, 0 if unknown; it is the usual speed if the view has no known speed."""
         self.demands = demands
         self.stage_count = demands.stage_count
         self._work = list(accumulate(demands.work, initial=0.0))
         holders = [p for p in view.peers.values() if p.state != "leaving" and p.span.first < self.stage_count]
         known = [p.capacity * self.work_of(p.span) for p in holders if p.capacity > 0]
         self.is_measured = bool(known) or own_speed > 0
+        """Whether some speed is known, so that rates are microbatches per second."""
         self.usual_speed = median(known) if known else own_speed or 1.0
+        """The median of the known speeds; without any the asking peer's, or 1, so that rates count heads."""
         self.rates = [0.0] * self.stage_count
         self.holders = [0] * self.stage_count
+        """Rates and holders by stage; if only some of a stage's peers are read, scaled up to its estimated size."""
         self.speed = 0.0
         """The sum of the holders' speeds."""
         for peer in sorted(holders, key=lambda p: p.peer):
@@ -90,12 +88,14 @@ class StageSupply:
         self._scale_samples(view)
 
     def _scale_samples(self, view: View) -> None:
-        """Scales rates and holders of each stage up to its estimated size, where only some of its peers are known.
+        """Scales the rate and holders of each stage, where only some of its peers are known, up to its estimated size.
 
-        Sets `uncertainty`: three standard deviations of a stage's estimated rate, as a share of it, at the stage of
-        which the least is known; n known peers of N stand for all of them to within about sqrt((1 - n / N) / n).
+        `speed` grows by the same factor as the sum of the rates. Sets `uncertainty`, the relative error of a stage's
+        rate that this sampling may cause: 3 * sqrt((1 - n / N) / n) for n known of N peers (three standard deviations),
+        at the stage where it is greatest; 0 if all peers are known.
         """
-        self.uncertainty, rates = 0.0, sum(self.rates)
+        self.uncertainty = 0.0
+        rates = sum(self.rates)
         for stage, known in enumerate(self.holders):
             count = view.claimant_count(stage)
             if 0 < known < count:
@@ -106,76 +106,98 @@ class StageSupply:
             self.speed *= sum(self.rates) / rates
 
     def work_of(self, span: Span) -> float:
-        """Returns the work of one microbatch in the stages of `span` that the run has, in stages of mean work."""
+        """Returns the work of one microbatch in `span`, as a multiple of that in a stage of mean work; at least 1e-9.
+
+        Stages of the span that the run does not have are left out; the span's first stage must be in the run.
+        """
         return max(self._work[min(span.last + 1, self.stage_count)] - self._work[span.first], 1e-9)
 
     def speed_of(self, peer: PeerView) -> float:
-        """Returns the speed that the peer claims, in stages of mean work per second, as `believed_speed` bounds it."""
-        known = peer.capacity * self.work_of(peer.span)
-        return self.believed_speed(known)
+        """Returns the peer's speed in stages of mean work per second: `plausible_speed` of its claimed capacity * work.
 
-    def believed_speed(self, claimed: float) -> float:
-        """Returns the claimed speed, at most MAX_TIMES_USUAL times the usual one; the usual one if 0 is claimed."""
+        The span that the peer claims must begin in the run.
+        """
+        return self.plausible_speed(peer.capacity * self.work_of(peer.span))
+
+    def plausible_speed(self, claimed: float) -> float:
+        """Returns the claimed speed, at most MAX_TIMES_USUAL * usual_speed; usual_speed if `claimed` is 0 (unknown)."""
         return min(claimed, MAX_TIMES_USUAL * self.usual_speed) if claimed > 0 else self.usual_speed
 
     def rate_of(self, peer: PeerView) -> float:
-        """Returns the peer's microbatches per second at its span."""
+        """Returns the peer's microbatches per second at the span that it claims, by its claimed speed and bandwidth.
+
+        See `rate_at` and `speed_of`.
+        """
         return self.rate_at(peer.span, self.speed_of(peer), peer.bandwidth)
 
     def rate_at(self, span: Span, speed: float, bandwidth: float) -> float:
         """Returns the microbatches per second of a machine at `span`: the lesser of what it can compute and can send.
 
-        It sends a boundary on unless it holds the last stage, and a gradient back unless it holds the first.
+        For each microbatch the machine sends a boundary on unless it holds the last stage, and a gradient back unless
+        it holds the first. speed: stages of mean work per second. bandwidth: bytes per second; has no effect if it is
+        0, which means unknown, or if no peer's speed is known.
         """
         computed = speed / self.work_of(span)
         sent = ((span.first > 0) + (span.last < self.stage_count - 1)) * self.demands.boundary_bytes
         return min(computed, bandwidth / sent) if self.is_measured and bandwidth > 0 and sent > 0 else computed
 
     def add(self, span: Span, rate: float, holders: int = 1) -> None:
-        """Adds `holders` holders of `span`, which together do `rate` microbatches per second."""
+        """Adds `holders` holders, which together do `rate` microbatches per second, to each stage of `span`.
+
+        Stages of the span that the run does not have are left out.
+        """
         for stage in range(span.first, min(span.last + 1, self.stage_count)):
             self.rates[stage] += rate
             self.holders[stage] += holders
 
     def remove(self, span: Span, rate: float) -> None:
-        """Removes one holder of `span`, which does `rate` microbatches per second."""
+        """Removes one holder, which does `rate` microbatches per second, from each stage of `span`."""
         self.add(span, -rate, -1)
+
+    def without(self, span: Span, rate: float) -> StageSupply:
+        """Returns a copy from which one holder, which does `rate` microbatches per second, is removed; see `remove`."""
+        copied = copy.copy(self)
+        copied.rates, copied.holders = list(self.rates), list(self.holders)
+        copied.remove(span, rate)
+        return copied
 
     @property
     def rate(self) -> float:
-        """The microbatches per second of the slowest stage."""
+        """The swarm's rate: the microbatches per second of the slowest stage, at least 0."""
         return max(0.0, min(self.rates))
 
     @property
     def even_rate(self) -> float:
-        """The microbatches per second of every stage if the sum of all speeds could be divided among them freely."""
+        """The rate of every stage if all speed could be divided freely: sum of speeds / sum of the stages' work."""
         return self.speed / self._work[-1]
 
     @property
     def thin_stages(self) -> list[int]:
-        """The stages with fewer than ENOUGH_HOLDERS holders."""
+        """The stages with fewer than ENOUGH_HOLDERS holders, in order."""
         return [stage for stage, count in enumerate(self.holders) if count < ENOUGH_HOLDERS]
 
     # --- comparing
 
-    def thinness(self, most: int, added: Span | None = None) -> tuple[int, ...]:
-        """Returns how thin the run would be with one more holder of `added`; the lesser tuple is better, all 0 is best.
+    def thinness(self, max_length: int, added: Span | None = None) -> tuple[int, ...]:
+        """Returns a key of how thin the run would be with one more holder of `added`; the lesser tuple is better.
 
-        Two numbers for the stages without a holder, then the same two for those with fewer than two holders: how many
-        newcomers it takes to fill them, if each takes at most `most` stages in a row, and how many stages there are.
+        It has four numbers, all 0 at best: two for the stages without a holder, then the same two for the stages with
+        fewer than two holders. The first is how many newcomers it takes to fill them, if each takes at most
+        `max_length` stages in a row, the second how many such stages there are. added: None for the run as it is.
         """
         thinness: list[int] = []
         for least in range(1, ENOUGH_HOLDERS + 1):
             held = [count + (added is not None and s in added) >= least for s, count in enumerate(self.holders)]
-            gaps = [len(list(run)) for is_held, run in groupby(held) if not is_held]
-            thinness += [sum(-(-gap // most) for gap in gaps), sum(gaps)]
+            gaps = [len(list(group)) for is_held, group in groupby(held) if not is_held]
+            thinness += [sum(-(-gap // max_length) for gap in gaps), sum(gaps)]
         return tuple(thinness)
 
-    def levels(self, added: Span | None = None, rate: float = 0.0) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Returns (rates of the stages, numbers of holders), each in ascending order; the greater tuple is better.
+    def balance_key(self, added: Span | None = None, rate: float = 0.0) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Returns a key of how well the slowest stages do with one more holder of `added`; the greater one is better.
 
-        added, rate: one more holder, of this span with this rate, is counted. Rates are in units of the usual speed,
-        rounded to a millionth.
+        The key is (rates of all stages, numbers of holders of all stages), each in ascending order; rates are in units
+        of the usual speed, rounded to a millionth. added: None for the run as it is. rate: that of the holder at
+        `added`, in microbatches per second.
         """
         rates = [r + rate * (added is not None and s in added) for s, r in enumerate(self.rates)]
         holders = [count + (added is not None and s in added) for s, count in enumerate(self.holders)]
@@ -184,12 +206,14 @@ class StageSupply:
     def best_spans(self, spans: Sequence[Span], speed: float, bandwidth: float) -> list[Span]:
         """Returns those of `spans` where one more machine of this speed and bandwidth helps most, with all ties.
 
-        The least `thinness` comes first, then the greatest rate of the slowest stage, of the next slowest, and so on.
-        Of many spans about MAX_COMPARED, evenly spaced, take part in the last comparison. spans: must not be empty.
+        Spans are compared by the least `thinness` if a stage is thin; then by the greatest rate of the slowest stage;
+        then by the fewest stages that stay at that rate; then by the greatest `balance_key`. Of more than MAX_COMPARED
+        spans that are equal until then, at most that many, evenly spaced, take part in the last comparison. spans: must
+        not be empty.
         """
         if self.thin_stages:
-            most = max(len(span) for span in spans)
-            thinness = {span: self.thinness(most, span) for span in spans}
+            max_length = max(len(span) for span in spans)
+            thinness = {span: self.thinness(max_length, span) for span in spans}
             least = min(thinness.values())
             spans = [span for span in spans if thinness[span] == least]
         rates = {span: self.rate_at(span, speed, bandwidth) for span in spans}
@@ -197,31 +221,35 @@ class StageSupply:
         highest = max(slowest.values()) - 1e-6 * self.usual_speed
         raised = self._spans_that_leave_least_behind([span for span in spans if slowest[span] >= highest], rates)
         raised = raised[:: -(-len(raised) // MAX_COMPARED)]
-        levels = {span: self.levels(span, rates[span]) for span in raised}
-        best = max(levels.values())
-        return [span for span in raised if levels[span] == best]
+        keys = {span: self.balance_key(span, rates[span]) for span in raised}
+        best = max(keys.values())
+        return [span for span in raised if keys[span] == best]
 
     def _spans_that_leave_least_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
-        """Returns those of `spans` with which the fewest stages stay at the slowest rate; all of them if it is one.
+        """Returns those of `spans` for which, with one more holder, the fewest stages stay at the slowest rate.
 
-        The slowest rate must be the same with each of them. This decides most cases before the rates of all stages
-        have to be compared.
+        The rate of the slowest stage must be the same with each of the spans. rates: for each span, the rate of one
+        more holder. This decides most cases before the rates of all stages have to be compared. Returns a single span,
+        and no span, as given.
         """
         if len(spans) < 2:
             return spans
         slow = max(self._slowest_with({span: rates[span] for span in spans}).values()) + 1e-6 * self.usual_speed
         behind = list(accumulate((rate <= slow for rate in self.rates), initial=0))
-        left = {
+        behind_with = {
             span: behind[span.first]
             + (behind[-1] - behind[span.last + 1])
             + sum(self.rates[stage] + rates[span] <= slow for stage in span.stages)
             for span in spans
         }
-        least = min(left.values())
-        return [span for span in spans if left[span] == least]
+        least = min(behind_with.values())
+        return [span for span in spans if behind_with[span] == least]
 
     def _slowest_with(self, rates: dict[Span, float]) -> dict[Span, float]:
-        """Returns, by span, the rate of the slowest stage if the span had one more holder, of the rate in `rates`."""
+        """Returns, by span, the rate of the run's slowest stage if that span had one more holder, of the given rate.
+
+        rates: for each span to try, the rate of the holder, in microbatches per second.
+        """
         before = list(accumulate(self.rates, min, initial=float("inf")))
         after = list(accumulate(reversed(self.rates), min, initial=float("inf")))[::-1]
         return {
@@ -231,28 +259,36 @@ class StageSupply:
 
 
 def spans_of_length(length: int, stage_count: int) -> list[Span]:
-    """Returns all spans of `length` stages; of `stage_count` stages if `length` is greater."""
+    """Returns all spans of `length` stages in a run of `stage_count`, by first stage.
+
+    Returns the one span of all stages if `length` is greater than `stage_count`.
+    """
     length = min(length, stage_count)
     return [Span(first, first + length - 1) for first in range(stage_count - length + 1)]
 
 
-def spans_that_fit(longest: Sequence[int]) -> list[Span]:
-    """Returns spans that fit into a machine's memory, to choose from; [] if no stage fits. longest: as in Ability.
+def spans_that_fit(max_lengths: Sequence[int]) -> list[Span]:
+    """Returns spans that fit into a machine's memory, to choose from; [] if no stage fits.
 
-    From each first stage on: all lengths up to 8, then each about a quarter longer, and the longest.
+    From each first stage on these are spans of all lengths up to 8, then of lengths each about a quarter greater, and
+    of the greatest length that fits. max_lengths: for each first stage, how many stages from it on fit, as in
+    Ability.max_span_lengths; its length is the run's number of stages.
     """
-    stage_count = len(longest)
+    stage_count = len(max_lengths)
     spans = []
-    for first, most in enumerate(longest):
-        most = min(most, stage_count - first)
-        spans += [Span(first, first + length - 1) for length in _lengths_to_try(most)]
+    for first, max_length in enumerate(max_lengths):
+        max_length = min(max_length, stage_count - first)
+        spans += [Span(first, first + length - 1) for length in _lengths_to_try(max_length)]
     return spans
 
 
-def _lengths_to_try(most: int) -> Iterable[int]:
-    """Returns lengths from 1 to `most`: all up to 8, then each about a quarter longer, and `most`."""
+def _lengths_to_try(max_length: int) -> Iterable[int]:
+    """Returns lengths from 1 to `max_length`: all up to 8, then each about a quarter greater, and `max_length` itself.
+
+    Returns [] if `max_length` is 0.
+    """
     lengths, length = [], 1
-    while length < most:
+    while length < max_length:
         lengths.append(length)
         length = max(length + 1, length * 5 // 4)
-    return [*lengths, most] if most > 0 else []
+    return [*lengths, max_length] if max_length > 0 else []

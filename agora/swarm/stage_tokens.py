@@ -14,10 +14,13 @@ from agora_protocol.records import StageAccount
 
 @dataclass(frozen=True, slots=True)
 class StageTokens:
-    """Counts of a stage's tokens. tokens_computed, tokens_counted: since each of its present replicas loaded it.
+    """How many tokens the present replicas of one stage have computed, and how many went into optimizer steps.
 
-    share_counted: fraction of settled tokens (computed, no longer waiting for a step) that went into a step; the others
-    are lost. tokens_per_step, staleness: means over recent steps, the latter in steps. None if not known yet.
+    tokens_computed: tokens whose gradient the replicas have computed, each replica since it loaded the stage.
+    tokens_counted: of these, the tokens that went into a step. share_counted: of the computed tokens that no longer
+    wait for a step, the fraction that went into one; the rest is lost. tokens_per_step: mean number of tokens that one
+    step is of. staleness: mean number of steps by which a token's weights were behind when its gradient was used. The
+    last three are None if not known yet.
     """
 
     tokens_computed: int
@@ -28,12 +31,15 @@ class StageTokens:
 
 
 def sum_accounts(accounts: Sequence[StageAccount]) -> StageTokens:
-    """Returns the counts of a stage whose replicas publish `accounts`.
+    """Returns the token counts of one stage, from the accounts that its replicas publish; without any, 0 or None.
 
-    In steps along their own gradients, each replica counts its own tokens, so these are added up. In steps along the
-    mean gradient, each counts the tokens of all, so only the replica with the most of these steps is used.
+    tokens_per_step is tokens divided by steps. In a step with its own gradient a replica counts its own tokens, so
+    these tokens are added up, and the steps are those of the replica with the most. In a step with the replicas' mean
+    gradient each counts the tokens of all, so only the replica with the most such steps is used. staleness is weighted
+    by each replica's counted tokens.
     """
-    counted, settled = sum(a.counted for a in accounts), sum(a.computed - a.waiting for a in accounts)
+    counted = sum(account.counted for account in accounts)
+    settled = sum(account.computed - account.waiting for account in accounts)
     of_means = max(accounts, key=lambda account: account.mean_steps, default=StageAccount())
     steps = of_means.mean_steps + max((account.own_steps for account in accounts), default=0)
     held = of_means.in_mean + sum(account.along_own for account in accounts)

@@ -21,12 +21,12 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class SamplesTold:
-    """Which samples the swarm has trained on, as far as the origin `told_by` knew at `step` of stage 0. Immutable.
+class SampleReport:
+    """How many training samples the swarm has trained on, as one origin (a peer that feeds data in) knows it.
 
-    epoch: the first one that is not complete. seen: samples trained on; a sample counts once in each epoch. repeated:
-    times that a sample was trained on again in the same epoch. missed: samples not done yet, of epochs before the
-    newest. told_by: the origin's short name.
+    told_by: the origin's short name. step: the step of stage 0 at which it knew this. epoch: the first one that is not
+    complete. seen: samples trained on; a sample counts once in each epoch. repeated: how often a sample was trained on
+    again in the same epoch. missed: samples not trained on yet, of epochs before the newest.
     """
 
     told_by: str
@@ -39,7 +39,10 @@ class SamplesTold:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Identifies the run that a status describes. Immutable. target_tokens: of an optimizer step."""
+    """The facts about a run, from its manifest, that a status of the run contains.
+
+    target_tokens: number of tokens of an optimizer step. objective: a key of METRIC_NAMES.
+    """
 
     run_id: str
     name: str
@@ -49,37 +52,44 @@ class RunIdentity:
 
     @classmethod
     def of(cls, manifest: Manifest) -> RunIdentity:
-        """Returns the identity of the manifest's run."""
-        target, objective = manifest.optimizer.target_tokens, manifest.objective.kind
-        return cls(manifest.run_id, manifest.name, manifest.stage_count, target, objective)
+        """Returns the RunIdentity of the run that a signed manifest describes."""
+        return cls(
+            manifest.run_id,
+            manifest.name,
+            manifest.stage_count,
+            manifest.optimizer.target_tokens,
+            manifest.objective.kind,
+        )
 
 
-def status(
+def build_status(
     view: View,
     run: RunIdentity,
     health: Health,
     now_unix: float,
     paths: Mapping[PeerId, str] | None = None,
-    samples: SamplesTold | None = None,
+    samples: SampleReport | None = None,
 ) -> dict[str, Any]:
-    """Returns what `swarm status --json` prints; `step` is stage 0's, `tokens_per_second` the slowest stage's.
+    """Returns the object that `swarm status --json` prints: the run, its health, an entry for each stage and each peer.
 
-    paths: how the asked peer reaches others: "direct", "punched", "relayed" or "self"; a peer that is not among them is
-    shown with the path that its claim suggests. The state "serving" is shown as "training". samples: what the asked
-    peer knows of them; None in runs on text, and if it is not an origin or has seen no step yet.
+    "step" is stage 0's, "tokens_per_second" the slowest stage's. "loss" and the metrics in "tuning" are means over the
+    peers that report them, weighted by tokens per second. Peers are sorted by span; the state "serving" is shown as
+    "training". paths: by peer, how the asked peer reaches it: "direct", "punched", "relayed" or "self"; a peer that is
+    not in `paths` is shown with the path that its claim suggests. samples: which training samples are done, as far as
+    the asked peer knows; None in runs on text, and if it is not an origin or has seen no step yet.
     """
     stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
-    known = sorted(view.peers.values(), key=lambda seen: (seen.span.first, seen.span.last, seen.peer))
+    known = sorted(view.peers.values(), key=lambda peer: (peer.span.first, peer.span.last, peer.peer))
     return {
         "schema": SCHEMA,
         "run_id": run.run_id,
         "name": run.name,
         "step": stages[0]["step"] if stages else 0,
-        "loss": _mean_over_peers((seen, seen.loss) for seen in known),
+        "loss": _mean_over_peers((peer, peer.loss) for peer in known),
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
-        "health": {"state": health.state, "why": health.why, "do": health.do},
+        "health": {"state": health.state, "why": health.why, "do": health.advice},
         "stages": stages,
-        "peers": [_peer_status(seen, (paths or {}).get(seen.peer) or _expected_path(seen), now_unix) for seen in known],
+        "peers": [_peer_status(peer, (paths or {}).get(peer.peer) or _expected_path(peer), now_unix) for peer in known],
         "objective": run.objective,
         "unix": round(now_unix, 3),
         "tuning": _mean_metrics(view, run.objective),
@@ -87,38 +97,45 @@ def status(
     }
 
 
-def _expected_path(seen: PeerView) -> str:
-    """Returns the path by which a peer that is not connected would probably be reached, judged by its claim."""
-    return seen.reachability if seen.reachability in ("punched", "relayed") else "direct"
+def _expected_path(peer: PeerView) -> str:
+    """Returns the path by which a peer that is not connected would be reached, judged by its claim's reachability.
+
+    This is "punched" or "relayed" if the claim says so, otherwise "direct".
+    """
+    return peer.reachability if peer.reachability in ("punched", "relayed") else "direct"
 
 
-def _peer_status(seen: PeerView, path: str, now_unix: float) -> dict[str, Any]:
-    """Returns a peer's entry in the status's "peers". path: how the asked peer reaches it."""
+def _peer_status(peer: PeerView, path: str, now_unix: float) -> dict[str, Any]:
+    """Returns a peer's entry in "peers" of the status; "step" is that of the peer's first stage.
+
+    path: how the asked peer reaches it, as in `build_status`.
+    """
     return {
-        "peer": seen.peer,
-        "name": peer_name(seen.peer),
-        "span": [seen.span.first, seen.span.last],
-        "state": "training" if seen.state == "serving" else seen.state,
-        "step": seen.step_of(seen.span.first),
-        "tokens_per_second": round(seen.tokens_per_second, 1),
+        "peer": peer.peer,
+        "name": peer_name(peer.peer),
+        "span": [peer.span.first, peer.span.last],
+        "state": "training" if peer.state == "serving" else peer.state,
+        "step": peer.step_of(peer.span.first),
+        "tokens_per_second": round(peer.tokens_per_second, 1),
         "path": path,
-        "seen_seconds": round(max(0.0, now_unix - seen.seen_unix), 1),
-        "note": seen.note,
-        "waits_for": seen.waits_for,
-        "capacity": round(seen.capacity, 3),
-        "reachability": seen.reachability,
+        "seen_seconds": round(max(0.0, now_unix - peer.seen_unix), 1),
+        "note": peer.note,
+        "waits_for": peer.waits_for,
+        "capacity": round(peer.capacity, 3),
+        "reachability": peer.reachability,
     }
 
 
 def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
-    """Returns a stage's entry in the status's "stages": replicas, highest step, sum of tokens per second and more.
+    """Returns a stage's entry in "stages" of the status: replicas, highest step, sum of tokens per second, and more.
 
-    In a run that is too large to be read whole, replicas and tokens per second are estimates, from `replicas_known`
-    replicas. "waits_for" is that of the replica with the fewest steps, among those that publish one. The counts of
-    StageTokens are part of the entry.
+    In a run that is too large to be read whole, replicas and tokens per second are estimates, from "replicas_known"
+    replicas. "waits_for" is what the replica with the fewest steps waits for, of the replicas that publish that, with
+    the replica's name if there are several. The counts of StageTokens are part of the entry.
     """
-    replicas, count = view.replicas(stage), view.replica_count(stage)
-    last = min((p for p in replicas if p.waits_for), key=lambda seen: seen.step_of(stage), default=None)
+    replicas = view.replicas(stage)
+    count = view.replica_count(stage)
+    last = min((p for p in replicas if p.waits_for), key=lambda peer: peer.step_of(stage), default=None)
     waits_for = last.waits_for if last else "" if replicas else "a peer that serves it"
     return {
         "stage": stage,
@@ -127,23 +144,30 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
         "tokens_per_second": round(sum(p.tokens_per_second for p in replicas) * count / max(1, len(replicas)), 1),
         "replicas_known": len(replicas),
         "target_tokens": target_tokens,
-        **asdict(sum_accounts([seen.account_of(stage) for seen in replicas])),
+        **asdict(sum_accounts([peer.account_of(stage) for peer in replicas])),
         "waits_for": f"{peer_name(last.peer)}: {waits_for}" if last and len(replicas) > 1 else waits_for,
     }
 
 
 def _mean_metrics(view: View, objective: str) -> dict[str, float]:
-    """Returns the mean of each metric of the objective over the peers that report it, by name; others are left out."""
+    """Returns, by name, the mean of each of the objective's metrics over the peers that report it.
+
+    The means are weighted as in `_mean_over_peers`. A metric that no peer reports is left out.
+    """
     means = {}
     for index, name in enumerate(METRIC_NAMES[objective]):
-        reported = [(seen, seen.metrics[index]) for seen in view.peers.values() if index < len(seen.metrics)]
+        reported = [(peer, peer.metrics[index]) for peer in view.peers.values() if index < len(peer.metrics)]
         if (mean := _mean_over_peers(reported)) is not None:
             means[name] = mean
     return means
 
 
 def _mean_over_peers(reported: Iterable[tuple[PeerView, float | None]]) -> float | None:
-    """Returns the mean of what peers report, weighted by their tokens per second; None if no peer reports a number."""
-    known = [(value, max(seen.tokens_per_second, 1e-3)) for seen, value in reported if value is not None]
+    """Returns the mean of what peers report, weighted by the peers' tokens per second and rounded to 4 decimals.
+
+    reported: (peer, value); a value of None is left out. Returns None if no value is left. A peer without tokens per
+    second has a weight of nearly 0.
+    """
+    known = [(value, max(peer.tokens_per_second, 1e-3)) for peer, value in reported if value is not None]
     weights = sum(weight for _, weight in known)
     return round(sum(value * weight for value, weight in known) / weights, 4) if known else None

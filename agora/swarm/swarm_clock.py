@@ -1,8 +1,8 @@
 """Computes the swarm's time: this machine's clock, corrected by what other peers' clocks say.
 
 Deterministic: the class changes only by the calls to it. Knows: what peers have told, the rules below. Must not know:
-who asks them, what is judged by the time. Records are published and judged in swarm time, so that a clock that is
-wrong makes no peer invisible.
+who asks them, what is judged by the time. Records are published and judged in swarm time, so that a clock that is wrong
+makes no peer invisible.
 
 The wall clock is read once, at the start; from then on elapsed time is added, so that a clock that is set back or
 forward while the daemon runs changes nothing. `boot` times are seconds since this machine was started.
@@ -11,12 +11,12 @@ forward while the daemon runs changes nothing. `boot` times are seconds since th
 |---|---|---|
 | has just started | none | its own: it is the first peer, and settled by that |
 | has just started | 1 or more | the median of theirs |
-| is settled | none or 1 | as before: nobody is believed alone |
+| is settled | none or 1 | as before: one peer alone is not followed |
 | is settled | 2 or more | the median of theirs |
 
-If an even number of other peers tell a time, the median counts this peer's own time too. An unsettled peer tells
-nobody a time. A median within STEADY_S of the time in force changes nothing, so that measuring errors do not add up.
-One that is more than MAX_CORRECTION_S from this machine's clock is not followed.
+If an even number of other peers tell a time, the median counts this peer's own time too. An unsettled peer tells nobody
+a time. A median within STEADY_S of the time in force changes nothing, so that measuring errors do not add up. One that
+is more than MAX_CORRECTION_S from this machine's clock is not followed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
 
 @dataclass(frozen=True, slots=True)
 class ClockCorrection:
-    """The seconds to add to this machine's clock to get swarm time. Immutable.
+    """The seconds to add to this machine's clock to get swarm time, the time that the peers have in common.
 
     is_settled: whether swarm time has been established, see the module's table. refused_s: the correction that the
-    others' clocks ask for, if it was not applied because it exceeds MAX_CORRECTION_S; otherwise None.
+    clocks of other peers ask for, if it was not applied because it exceeds MAX_CORRECTION_S; otherwise None.
     """
 
     seconds: float = 0.0
@@ -49,9 +49,12 @@ class ClockCorrection:
 
 
 def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> ClockCorrection:
-    """Returns the correction that follows `current`, by the module's table.
+    """Returns the settled correction that follows `current`: the median of `offsets_s`, see `_median_with_own`.
 
-    offsets_s: by how many seconds the time of each other peer is ahead of this machine's uncorrected clock.
+    The seconds stay as they are if `offsets_s` is empty, if it has one entry and `current` is settled, if the median
+    differs by less than STEADY_S from settled seconds, and if its absolute value exceeds MAX_CORRECTION_S: then the
+    median is set as `refused_s`. offsets_s: for each other peer, by how many seconds its time is ahead of this
+    machine's uncorrected clock.
     """
     if current.is_settled and len(offsets_s) < 2:
         return current
@@ -65,12 +68,18 @@ def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> Clo
 
 
 def _median_with_own(offsets_s: Sequence[float], own: float) -> float:
-    """Returns the median of `offsets_s`; of an even number, `own` is counted too: it is always one of the values."""
+    """Returns the median of `offsets_s` if their number is odd, otherwise the median of `offsets_s` and `own`.
+
+    So the median is always one of the values, never a mean of two.
+    """
     return statistics.median(offsets_s if len(offsets_s) % 2 else [*offsets_s, own])
 
 
 def clock_remark(correction: ClockCorrection) -> str:
-    """Returns a sentence with the remedy if this machine's clock is more than MAX_TOLERATED_S off, "" if not."""
+    """Returns a sentence, with the remedy, if this machine's clock is more than MAX_TOLERATED_S off; "" otherwise.
+
+    A correction that was refused counts as if it had been applied, and the sentence says that it was not.
+    """
     off_s = correction.seconds if correction.refused_s is None else correction.refused_s
     if abs(off_s) <= MAX_TOLERATED_S:
         return ""
@@ -80,27 +89,33 @@ def clock_remark(correction: ClockCorrection) -> str:
 
 
 class SwarmClock:
-    """Tells the swarm's time in this process. correction: what is added to this machine's clock at present."""
+    """The swarm's time in this process: this machine's clock plus `correction`, which `follow` changes.
+
+    The wall clock is read once; from then on elapsed time is added. Until `follow` is called the time is this machine's
+    own, and not settled.
+    """
 
     def __init__(self, wall_unix: float, boot_s: Callable[[], float]) -> None:
-        """wall_unix: the wall clock now. boot_s: seconds since this machine was started."""
+        """wall_unix: the wall clock now. boot_s: returns the seconds since this machine was started."""
         self._boot_s = boot_s
         self._boot_unix = wall_unix - boot_s()
         self.correction = ClockCorrection()
 
     def unix(self) -> float:
-        """Returns unix seconds in swarm time."""
+        """Returns the present swarm time, in unix seconds."""
         return self._boot_unix + self._boot_s() + self.correction.seconds
 
     def time_for_others_unix(self) -> float:
-        """Returns the time that this peer tells others: unix seconds in swarm time if it is settled, 0.0 before."""
+        """Returns the time that this peer tells others: swarm time in unix seconds, or 0.0 while it is not settled."""
         return self.unix() if self.correction.is_settled else 0.0
 
     def follow(self, boot_unix: Collection[float]) -> bool:
-        """Corrects the clock by the times that other peers told; returns whether `correction` has changed.
+        """Sets `correction` by the times that other peers told, see `correct_clock`; returns whether it has changed.
 
-        boot_unix: for each of these peers, the unix time on its clock when this machine's `boot_s` was 0.
+        boot_unix: for each of these peers, the unix time on its clock when this machine's `boot_s` was 0. If empty, a
+        clock that is not settled yet is settled as it is, which counts as a change. A settled clock is not changed by
+        the time of a single peer.
         """
         former = self.correction
-        self.correction = correct_clock(former, [each - self._boot_unix for each in boot_unix])
+        self.correction = correct_clock(former, [peer_unix - self._boot_unix for peer_unix in boot_unix])
         return self.correction != former

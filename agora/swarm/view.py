@@ -22,13 +22,14 @@ _NO_STEPS = MovingAverage(STEP_S_WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """What is known of one live peer. Immutable.
+    """What is known of one live peer, from its latest claim and progress record.
 
-    steps, accounts: optimizer steps taken and token counts, one entry for each stage of the span; empty before the
-    first progress. capacity: microbatches per second; bandwidth: bytes per second; both 0 for unknown. expires_unix:
-    when the peer is dropped unless its claim is read again. stepped_unix: when any of the steps last grew. metrics,
+    state: "joining", "serving" or "leaving". steps, accounts: optimizer steps taken and token counts, one entry for
+    each stage of the span; empty before the first progress. capacity: microbatches per second for the span; bandwidth:
+    bytes per second; both 0 for unknown. expires_unix: when the peer is dropped unless its claim is read again.
+    seen_unix: when its claim was last read. stepped_unix: when any of the steps was last seen to grow. loss, metrics,
     waits_for, note: see Progress. mean_step_s: the moving average of the seconds between two steps of a stage; it has
-    no value before the second step.
+    no value before the second step. reachability, relays_for: as in reachability.Announcement.
     """
 
     peer: PeerId
@@ -53,22 +54,22 @@ class PeerView:
     relays_for: int = 0
 
     def step_of(self, stage: int) -> int:
-        """Returns the optimizer steps taken at `stage`; 0 when unknown or outside the span."""
+        """Returns how many optimizer steps the peer has taken at `stage`; 0 if unknown or outside the span."""
         index = stage - self.span.first
         return self.steps[index] if 0 <= index < len(self.steps) else 0
 
     def account_of(self, stage: int) -> StageAccount:
-        """Returns the peer's token counts of `stage`; all zeros when unknown or outside the span."""
+        """Returns the token counts that the peer publishes for `stage`; all zeros if unknown or outside the span."""
         index = stage - self.span.first
         return self.accounts[index] if 0 <= index < len(self.accounts) else StageAccount()
 
 
 @dataclass(frozen=True, slots=True)
-class StageSample:
-    """What is known of a stage's size in a run that is too large to be read whole. Immutable.
+class StageEstimate:
+    """How many peers one stage has, by estimate, in a run that is too large for every peer's claim to be read.
 
-    peers: estimated number of peers that claim the stage. period_s: seconds within which each peer in the view is read
-    again.
+    peers: estimated number of peers that claim the stage, in any state, strangers included. period_s: seconds within
+    which the claim of each peer of the stage in the view is read again.
     """
 
     peers: float
@@ -77,87 +78,101 @@ class StageSample:
 
 @dataclass(frozen=True)
 class View:
-    """Every peer that is believed to be live, by its id. Immutable; each stage's peers are found and sorted only once.
+    """What one peer knows of the swarm at one moment: every peer that seems to be live, by its id.
 
-    samples: by stage, if only a part of the run's peers is read; empty if all are. strangers: peers whose claims were
-    read, but with whom no HELLO was exchanged. They count only when a stage's size is estimated: of the claims that
-    were not read, the same part is taken to be of members as of those that were read.
+    peers: the peers that were met, this peer included if it has a claim. strangers: peers whose claims were read, but
+    with whom no HELLO was exchanged; they count only when a stage's size is estimated. estimates: by stage, the number
+    of peers if only some of the run's claims are read; empty if all are. Each stage's peers are found and sorted only
+    once.
     """
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
-    samples: Mapping[int, StageSample] = field(default_factory=dict)
+    estimates: Mapping[int, StageEstimate] = field(default_factory=dict)
     strangers: Mapping[PeerId, PeerView] = field(default_factory=dict)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
-        """Returns the peers that serve `stage` now, sorted by id; only these are sent microbatches."""
+        """Returns the peers in state "serving" that hold `stage`, sorted by id; only these are sent microbatches."""
         return self._serving_by_stage.get(stage, ())
 
     def claimants(self, stage: int) -> tuple[PeerView, ...]:
-        """Returns the peers that serve `stage` or are joining, sorted by id; placement counts these."""
+        """Returns the peers that serve `stage` or are joining it, sorted by id; placement counts these."""
         return self._claiming_by_stage.get(stage, ())
 
     def replica_count(self, stage: int) -> int:
-        """Returns how many peers serve `stage`: those in the view, or the estimate if that is more."""
+        """Returns how many peers serve `stage`: the number in the view, scaled up if the stage is only partly read."""
         return self._scale_to_stage(stage, len(self.replicas(stage)))
 
     def claimant_count(self, stage: int) -> int:
-        """Returns how many peers serve `stage` or are joining: those in the view, or the estimate if that is more."""
+        """Returns how many peers serve `stage` or are joining it.
+
+        This is the number in the view, scaled up if the stage is only partly read.
+        """
         return self._scale_to_stage(stage, len(self.claimants(stage)))
 
     def period_s(self, stage: int) -> float:
-        """Returns the seconds within which each peer of a sampled stage is read again; 0 where all peers are read."""
-        return self.samples[stage].period_s if stage in self.samples else 0.0
+        """Returns the seconds within which each known peer of `stage` is read again; 0 if the stage has no estimate."""
+        return self.estimates[stage].period_s if stage in self.estimates else 0.0
 
     def without(self, *peers: PeerId) -> View:
-        """Returns a view without `peers` among its peers and strangers; this view itself if none are named."""
+        """Returns a copy of the view from whose peers and strangers `peers` are removed; the view itself if none."""
         if not peers:
             return self
-        left = {other: seen for other, seen in self.peers.items() if other not in peers}
-        strangers = {other: seen for other, seen in self.strangers.items() if other not in peers}
-        return View(left, self.samples, strangers)
+        remaining = {other: known for other, known in self.peers.items() if other not in peers}
+        strangers = {other: known for other, known in self.strangers.items() if other not in peers}
+        return View(remaining, self.estimates, strangers)
 
     def of_members(self, is_member: Callable[[PeerId], bool]) -> View:
-        """Returns a new view in which `is_member` decides who, of this one's peers and strangers, is a peer."""
+        """Returns a copy of the view in which `is_member` decides who is among its peers, and who among its strangers.
+
+        is_member: called with each of the view's peers and strangers; those of which it returns False are strangers.
+        """
         everybody = {**self.peers, **self.strangers}
-        peers = {peer: seen for peer, seen in everybody.items() if is_member(peer)}
-        strangers = {peer: seen for peer, seen in everybody.items() if peer not in peers}
-        return View(peers, self.samples, strangers)
+        peers = {peer: known for peer, known in everybody.items() if is_member(peer)}
+        strangers = {peer: known for peer, known in everybody.items() if peer not in peers}
+        return View(peers, self.estimates, strangers)
 
     def _scale_to_stage(self, stage: int, count: int) -> int:
-        """Scales `count`, of the stage's peers in the view, to its estimated size; `count` if that is no larger.
+        """Returns `count`, a number of the stage's peers in the view, scaled up to the stage's estimated size.
 
-        The estimate counts strangers and leaving peers too, so it is divided by their number in the view.
+        This is count * estimate / known, where both estimate and known count peers and strangers in any state: of the
+        claims that were not read, the same fraction is taken to be of members as of those that were. Returns `count` as
+        it is without an estimate, or if that is not above known.
         """
-        sample, known = self.samples.get(stage), self._holders_by_stage.get(stage, 0)
-        return count if sample is None or sample.peers <= known else round(sample.peers * count / max(1, known))
+        estimate = self.estimates.get(stage)
+        known = self._holders_by_stage.get(stage, 0)
+        if estimate is None or estimate.peers <= known:
+            return count
+        return round(estimate.peers * count / max(1, known))
 
     @cached_property
     def _holders_by_stage(self) -> Mapping[int, int]:
-        """The number of peers and strangers of each stage, in any state."""
+        """For each stage, the number of peers and strangers that claim it, in any state."""
         everybody = (*self.peers.values(), *self.strangers.values())
-        return Counter(stage for seen in everybody for stage in seen.span.stages)
+        return Counter(stage for known in everybody for stage in known.span.stages)
 
     @cached_property
     def _serving_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
-        """The serving peers of each stage, sorted by id."""
+        """For each stage that a peer claims, the peers that serve it, sorted by id."""
         claiming = self._claiming_by_stage
         return {stage: tuple(p for p in held_by if p.state == "serving") for stage, held_by in claiming.items()}
 
     @cached_property
     def _claiming_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
-        """The serving and joining peers of each stage, sorted by id."""
+        """For each stage, the peers that serve it or are joining it, sorted by id."""
         holders: dict[int, list[PeerView]] = defaultdict(list)
-        for seen in sorted(self.peers.values(), key=lambda seen: seen.peer):
-            for stage in seen.span.stages if seen.state != "leaving" else ():
-                holders[stage].append(seen)
+        for known in sorted(self.peers.values(), key=lambda known: known.peer):
+            for stage in known.span.stages if known.state != "leaving" else ():
+                holders[stage].append(known)
         return {stage: tuple(held_by) for stage, held_by in holders.items()}
 
 
 def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: float) -> View:
-    """Returns a new view, after these verified, unexpired records were read at `now_unix`.
+    """Returns a copy of `view` into which verified, unexpired claims and progress records are merged at `now_unix`.
 
     The newest incarnation of a peer wins. A claim, also one that repeats what is known, keeps its peer in the view for
-    `linger_s` seconds; then it is dropped. Progress of a peer without a claim of the same incarnation is ignored.
+    `linger_s` seconds; peers whose time is over are dropped. Claims are merged first; progress without a claim of the
+    same incarnation and span is ignored. The result has the strangers of `view` among its peers: call `of_members` to
+    separate them again.
     """
     peers = {**view.peers, **view.strangers}
     for record in sorted(records, key=lambda record: record.KIND):  # claims first
@@ -165,7 +180,7 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
             _merge_claim(peers, record, now_unix, linger_s)
         elif isinstance(record, Progress):
             _merge_progress(peers, record, now_unix)
-    return View({peer: seen for peer, seen in peers.items() if seen.expires_unix > now_unix}, view.samples)
+    return View({peer: known for peer, known in peers.items() if known.expires_unix > now_unix}, view.estimates)
 
 
 _STATES = ("joining", "serving", "leaving")
@@ -173,9 +188,10 @@ _STATES = ("joining", "serving", "leaving")
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
-    """Puts a claim into `peers` for `linger_s`, unless a later one is known.
+    """Puts a claim into `peers`, to expire `linger_s` seconds after `now_unix`; keeps the peer's known progress.
 
-    A new incarnation, or another span, drops the progress.
+    Does nothing if a later incarnation of the peer is known, or a later state (of joining, serving, leaving) of the
+    same incarnation. A new incarnation, or another span, drops the known progress.
     """
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
@@ -198,9 +214,11 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
-    """Puts progress into `peers`, and adds the mean seconds of a step since the last one to `mean_step_s`.
+    """Puts progress into its peer's entry in `peers`, and updates the moving average of the seconds for a step.
 
-    Ignores progress of a peer without a claim of the same incarnation and span, and if any step would fall.
+    The average gets a new value if steps were taken since the last progress: the seconds since then, divided by the
+    mean number of steps of a stage. Ignores progress of a peer without a claim of the same incarnation and span, and if
+    any stage's steps would become fewer.
     """
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:

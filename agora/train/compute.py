@@ -23,15 +23,16 @@ from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_al
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.stepping import SpanResult, StepEvent, StepPolicy
-from agora.train.device import DeviceQueue, Priority, choose_device, work_clock_of
+from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, work_clock_of
 from agora.train.gradient_norms import GradientNormBound
+from agora.train.gradient_sum import GradientShare
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import AveragedSlice, Blocks
 from agora.train.step_events import StepEvents
-from agora.train.trained_stage import GradientShare, StageProgress
-from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward
+from agora.train.trained_stage import StageProgress
+from agora.train.weight_versions import LIMIT_FACTOR, StashedForward
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -39,7 +40,7 @@ Ts = TypeVarTuple("Ts")
 
 @contextmanager
 def _device_errors() -> Iterator[None]:
-    """Context manager: turns torch's out-of-memory errors into OutOfMemory, other RuntimeErrors into DeviceError."""
+    """Context manager: raises torch's out-of-memory errors as OutOfMemory, other RuntimeErrors as DeviceError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -52,17 +53,18 @@ def _device_errors() -> Iterator[None]:
 
 
 def _priority_of(purpose: str) -> Priority:
-    """Returns the priority of a job for this purpose of the message Process: EVALUATE for "evaluate", or FORWARD."""
+    """Returns the priority of a job, by the message Process's purpose: EVALUATE for "evaluate", otherwise FORWARD."""
     return Priority.EVALUATE if purpose == "evaluate" else Priority.FORWARD
 
 
 class Compute:
-    """Runs forwards, backwards, steps and copies of this peer's stages, each as a job of the one device thread.
+    """Runs forward and backward passes, steps and copies of this peer's stages, each as a job of the one device thread.
 
-    Its methods raise ProtocolError ("bad-tensor") for a tensor whose dtype, shape or values the run does not allow,
-    NonFinite when this peer's own results are not finite, OutOfMemory or DeviceError when the device fails, Busy when
-    the queue is full, and NotMyStage for a stage that is not held here. In each case nothing was added to any gradient
-    sum.
+    A Compute owns that thread, from `create` to `close`. After each job but a `forward`, the thread takes the steps,
+    and closes the shares, that are due in any stage. The methods raise ProtocolError ("bad-tensor") for a tensor whose
+    dtype, shape or values the run does not allow, NonFinite when this peer's own results are not finite, OutOfMemory or
+    DeviceError when the device fails, Busy when the queue is full, and NotMyStage for a stage that is not held here.
+    Nothing was then added to any gradient sum, unless the device failed while the result was encoded.
     """
 
     def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
@@ -75,7 +77,8 @@ class Compute:
         self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
         self._gradient_norms = GradientNormBound()
         self._boundary_shape = manifest.boundary_shape()
-        self._tokens_shape, self._has_marks = manifest.tokens_shape(), manifest.has_marks
+        self._tokens_shape = manifest.tokens_shape()
+        self._has_marks = manifest.has_marks
         self._vocabulary = manifest.model.vocabulary
         self._has_last_stage = self.span.last == manifest.stage_count - 1
 
@@ -86,32 +89,38 @@ class Compute:
         span: Span,
         *,
         report: Report,
-        device: str = "auto",
+        device: DeviceOptions,
         in_flight: int = 32,
-        slowdown: float = 1.0,
-        fault: Callable[[str], None] = lambda point: None,
         base_model: Path | None = None,
     ) -> Compute:
         """Starts the device thread, and builds the span's stages on it with their initial weights.
 
-        device: see choose_device. in_flight: the most microbatches that are between forward and backward. slowdown,
-        fault: as for DeviceQueue. base_model: the folder with the files of the run's base model, if it has one. Raises
-        DeviceError, OutOfMemory, ManifestError, and LocalError for a base model that is missing or not the run's.
+        in_flight: how many microbatches are usually between forward and backward; at most LIMIT_FACTOR times as many
+        forwards are stashed, or jobs of one priority queued. base_model: folder of the run's base model, if it has one.
+        report: also gets TaskFailed when a step after a job fails. On a CPU, calls keep_freed_memory. Ends the thread
+        and raises DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is missing or another one.
         """
-        chosen, events = choose_device(device), StepEvents()
+        chosen = choose_device(device.name)
+        events = StepEvents()
         if chosen.type == "cpu":
             keep_freed_memory()
-        limit = LIMIT_PER_SEAT * in_flight
         queue = DeviceQueue(
-            limit=limit,
-            slowdown=slowdown,
+            limit=LIMIT_FACTOR * in_flight,
+            slowdown=device.slowdown,
             work_clock=work_clock_of(chosen),
-            fault=fault,
-            failed=lambda error: report(TaskFailed("device", repr(error))),
+            fault=device.fault,
+            on_error=lambda error: report(TaskFailed("device", repr(error))),
         )
         build_stages = _device_errors()(
             lambda: SpanTrainer(
-                manifest, span, chosen, report=report, in_flight=in_flight, on_step=events.put, base_model=base_model
+                manifest,
+                span,
+                chosen,
+                report=report,
+                in_flight=in_flight,
+                on_step=events.put,
+                base_model=base_model,
+                state_in_host=device.state_in_host,
             )
         )
         async with AsyncExitStack() as undo:
@@ -121,7 +130,10 @@ class Compute:
         return compute
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Fails all queued jobs and ends the device thread; returns False when a job still runs after `timeout_s`."""
+        """Fails all queued and later jobs with DeviceError, lets the running job end, and ends the device thread.
+
+        Returns whether the thread has ended: False if its job still runs after `timeout_s`.
+        """
         return await self._queue.close(timeout_s)
 
     # --- for the pipeline
@@ -132,15 +144,17 @@ class Compute:
         """Runs stages `first` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
 
         boundary: what enters `first`, None at stage 0. tokens, purpose: as in the message Process. With "train", what
-        the backward needs is stashed until `backward`, `forget`, or another forward of the same microbatch. Raises
-        NotMyStage when `first` is not held here or the span has the model's last stage (use `finish`), ProtocolError
-        for malformed tensors.
+        the backward pass needs is stashed until `backward`, `forget`, or another forward of the same microbatch from
+        `first`; if the caller is cancelled, the stashed forward is dropped. With "evaluate" and "reference" nothing is
+        kept. Raises NotMyStage when `first` is not held here or the span has the model's last stage (use `finish`),
+        ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
         """
 
         @_device_errors()
         def job() -> tuple[WireTensor, StashedForward | None]:
-            """On the device thread: decodes the tensors, runs the stages forward, and encodes their output.
+            """On the device thread: decodes the tensors, runs the stages, and returns their encoded output.
 
+            For "train", also stashes the forward, with its seconds on the device, and returns it; otherwise None.
             Raises NotMyStage if `first` is not in the span, or the span has the last stage.
             """
             if first not in self.span or self._has_last_stage:
@@ -154,11 +168,11 @@ class Compute:
             return encoded, forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
-            """Frees the stashed forward; called with the job's result if the caller was cancelled in the meantime."""
+            """Drops the job's stashed forward, if any; called with the job's result after the caller was cancelled."""
             if unused[1] is not None:
                 self.trainer.stashed.forget(microbatch, first, only=unused[1])
 
-        output, _ = await self._queue.run(_priority_of(purpose), job, abandoned=free_unused)
+        output, _ = await self._queue.run(_priority_of(purpose), job, on_abandoned=free_unused)
         return output
 
     async def finish(
@@ -170,15 +184,17 @@ class Compute:
         purpose: str,
         references: Sequence[float] = (),
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss, and for the purpose "train" the backward, as one job.
+        """Runs stages `first` to the model's last, the loss, and for the purpose "train" the backward pass, as one job.
 
-        boundary, tokens, purpose: as for `forward`; references: as in the message Process. The result has the loss, and
-        after a backward the gradient with respect to `boundary`. Raises NotMyStage when `first` or the model's last
-        stage is not held here, ProtocolError for malformed tensors and references.
+        The backward pass adds the microbatch's gradients to the stages' sums, and counts the microbatch. boundary,
+        tokens, purpose: as for `forward`. references: for dpo, the reference model's log-probabilities of the rows. The
+        result has the loss and metrics; after a backward also the encoded gradient with respect to `boundary`, None at
+        stage 0; with "reference" only log-probabilities. Raises NotMyStage when `first` or the model's last stage is
+        not held here, ProtocolError for malformed tensors and references.
         """
 
         def job() -> SpanResult:
-            """On the device thread: decodes the tensors, runs the stages, and encodes the gradient.
+            """On the device thread: decodes the tensors, runs SpanTrainer.finish, and encodes the gradient, if any.
 
             Raises NotMyStage if `first` is not in the span, or the span lacks the last stage.
             """
@@ -195,15 +211,17 @@ class Compute:
         return await self._run_and_step(job, priority=_priority_of(purpose))
 
     async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
-        """Runs the backward of a microbatch: adds its gradients to the sums, counts its tokens in each of its stages.
+        """Runs a microbatch's backward pass: adds its gradients to the sums of the stages, and counts it in each.
 
         first: the stage that its forward entered. gradient: of the loss sum with respect to the boundary that `forward`
-        returned. The result has the gradient with respect to the boundary that entered. After a ProtocolError, another
-        gradient may be given; after any other error the forward is gone. Raises LocalError when none is stashed.
+        returned; one that is implausibly large also raises ProtocolError. The result has the encoded gradient with
+        respect to the boundary that entered, None at stage 0, and the device seconds of forward and backward. After
+        ProtocolError or Busy, `backward` may be called again; after other errors the stashed forward may be gone.
+        Raises LocalError when no forward is stashed.
         """
 
         def job() -> SpanResult:
-            """On the device thread: decodes and checks the gradient, runs the backward, encodes its result."""
+            """On the device thread: decodes and checks `gradient`, runs the backward, encodes the entry's gradient."""
             begun = self._queue.begin_work()
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
@@ -216,62 +234,64 @@ class Compute:
         return await self._run_and_step(job)
 
     def _require_plausible(self, gradient: Tensor, microbatch: MicrobatchId) -> None:
-        """Raises ProtocolError for a gradient from downstream that is far larger than most, see gradient_norms.
+        """Raises ProtocolError for a received gradient that is far larger than most before it, see gradient_norms.
 
-        Remembers the gradient's size for later ones, and counts the microbatch of an implausible one as refused.
+        Records the gradient's root mean square, at most the limit, for later comparisons. Counts the microbatch of a
+        gradient that is too large as refused, at the span's last stage.
         """
-        size, limit = float(gradient.norm()) / math.sqrt(max(1, gradient.numel())), self._gradient_norms.limit
-        if not self._gradient_norms.record_and_judge(size):
+        size = float(gradient.norm()) / math.sqrt(max(1, gradient.numel()))
+        limit = self._gradient_norms.limit
+        if not self._gradient_norms.record_and_check(size):
             why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
-            self.trainer.stage(self.span.last).count_refused(microbatch.hex(), why)
+            self.trainer.stage(self.span.last).record_refusal(microbatch.hex(), why)
             raise ProtocolError("bad-tensor", why)
 
     def forget(self, microbatch: MicrobatchId, first: int) -> None:
-        """Frees the stashed forward of a microbatch that entered at `first` and gets no backward, if there is one."""
+        """Drops the stashed forward of a microbatch that entered at `first`, if there is one. From any thread."""
         self.trainer.stashed.forget(microbatch, first)
 
     # --- how far the stages are, from any thread
 
     def progress(self) -> list[StageProgress]:
-        """Returns the progress of each stage of the span, in stage order."""
+        """Returns each stage's last progress snapshot (steps, tokens, staleness, lineages), in stage order."""
         return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:
-        """Returns the number of optimizer steps that a stage has taken."""
+        """Returns how many optimizer steps `stage` has taken. Raises NotMyStage for a stage outside the span."""
         return self.trainer.stage(stage).progress.step
 
     def step_events(self) -> AsyncIterator[StepEvent]:
         """Yields an event for every step and closed share of the span's stages, in order; never ends.
 
-        Only one task may read it.
+        Only one task may read it. If it falls MAX_EVENTS behind, the oldest events are dropped.
         """
         return aiter(self._events)
 
     async def watch(self) -> None:
-        """Runs until cancelled. Raises DeviceError when the device or its thread has failed, see DeviceQueue.watch."""
+        """Waits until cancelled; raises DeviceError when the thread ended or its jobs fail, see DeviceQueue.watch."""
         await self._queue.watch()
 
     def busy_fraction(self) -> float:
-        """Returns the fraction of the time since the start that the device thread was working, 0 to 1."""
+        """Returns the fraction of the time since `create` that the device thread spent on jobs, 0 to 1."""
         return self._queue.busy_fraction()
 
     # --- for the replicas, the checkpoints and the export of a stage; each runs between two jobs of microbatches
 
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces the policy that decides when `stage` steps or closes a share by itself. From any thread."""
+        """Replaces the policy that decides, after each job, whether `stage` steps or closes its share; any thread."""
         self.trainer.stage(stage).policy = policy
 
     def layout(self, stage: int) -> Layout:
-        """Returns where the stage's named tensors lie in its flat weights [numel], and its moments.
+        """Returns where the stage's named tensors lie in its flat weights [numel], with a spec of each moment.
 
         numel is a multiple of SLICE_BLOCK.
         """
         return self.trainer.stage(stage).layout
 
     async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
-        """Returns a copy of the stage's trainable tensors by full name, on the CPU.
+        """Returns copies of the stage's trainable tensors by full name, on the CPU.
 
-        average: copies their moving averages instead, if the run keeps them.
+        average: copies the moving averages of the tensors instead; in a run without averages, still the tensors.
         """
         trained = self.trainer.stage(stage)
         tensors = await self._run_and_step(
@@ -280,54 +300,65 @@ class Compute:
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     async def difference_to_anchor(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Returns anchor - weights in `blocks`, and these weights, both float32 [blocks * SLICE_BLOCK] on the CPU."""
+        """Returns (anchor - weights, weights), both copied from the numbered `blocks` of the stage's flat weights.
+
+        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. Raises LocalError in a run without local steps.
+        """
         return await self._run_and_step(self.trainer.stage(stage).difference_to_anchor, blocks)
 
     async def step_anchor(
         self, stage: int, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None
     ) -> None:
-        """Applies a round's mean difference to anchor and weights in `blocks`, see StageReplica.step_anchor."""
+        """Moves the stage's anchor and weights in `blocks` by the result of the averaging round of step `step`.
+
+        Does nothing if a result of this or a later step was applied before. Arguments: see StageReplica.step_anchor.
+        """
         await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Sets a stage's step count to `step`, that of its other replicas, see TrainedStage.catch_up.
+        """Raises a stage's step count to `step`, that of its other replicas, if it is behind and has no closed share.
 
-        A step that is due after that is taken, too.
+        May first take a step with the stage's summed gradient, or drop that gradient, see TrainedStage.catch_up.
         """
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
-        """Returns this replica's share of the next step, and closes the share if it is open.
+        """Returns this replica's share of the next step, its mean gradient; closes the share if it is still open.
 
-        After this, only `step_with_gradient` takes that step.
+        After this, only `step_with_gradient` takes that step, and until then each call returns the same share.
         """
         return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
-    async def step_with_gradient(self, stage: int, number: int, mean_gradient: Tensor, tokens: int) -> None:
-        """Takes step `number`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
+    async def step_with_gradient(self, stage: int, step: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Takes step `step`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
 
-        Drops this replica's closed share of it. Raises LocalError when another step is the next one, ProtocolError for
-        a gradient that cannot be used; the step can then be taken along another one.
+        Drops this replica's closed share of this step. With 0 tokens the step is only counted. Raises LocalError when
+        another step is the next one, ProtocolError for a gradient that cannot be used; the step can then be taken along
+        another gradient.
         """
-        await self._run_and_step(self.trainer.stage(stage).step_with_gradient, number, mean_gradient, tokens)
+        await self._run_and_step(self.trainer.stage(stage).step_with_gradient, step, mean_gradient, tokens)
 
     async def export_state(self, stage: int) -> StageState:
-        """Returns a copy of the stage's weights and moments after its last step, all of the same step."""
+        """Returns a copy, on the CPU, of the stage's weights and moments after its last step, without gradients."""
         return await self._run_and_step(self.trainer.stage(stage).export_state)
 
     async def load_state(self, state: StageState) -> None:
-        """Replaces a stage's weights, moments and step, and drops its gradient sum.
+        """Replaces the weights, moments and step of `state`'s stage, and drops its gradient sum and closed shares.
 
-        Raises ProtocolError for a state that does not fit; nothing has changed then.
+        Raises ProtocolError for a state that does not fit or is not finite; nothing has changed then.
         """
         await self._run_and_step(self.trainer.stage(state.stage).load_state, state)
 
     async def _run_and_step(
         self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
     ) -> T:
-        """Runs `function(*args)` as one job on the device thread and returns its result; then due steps are taken."""
+        """Runs `function(*args)` as one job on the device thread, inside _device_errors, and returns its result.
+
+        After a result, and before the next job, the thread takes the steps, and closes the shares, that are due in any
+        stage.
+        """
         guarded = _device_errors()(function)
-        return await self._queue.run(priority, guarded, *args, then=self.trainer.take_due_steps)
+        return await self._queue.run(priority, guarded, *args, afterwards=self.trainer.take_due_steps)
 
     # --- on the device thread
 
@@ -337,7 +368,8 @@ class Compute:
         """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), and the tokens.
 
         Raises ProtocolError for a boundary at stage 0 or none at another stage, for a tensor of a wrong dtype or shape,
-        and for values that are not finite.
+        for unknown token ids and marks, and for a boundary that is not finite, whose microbatch is also counted as
+        refused at `first`.
         """
         if (boundary is None) != (first == 0):
             raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
@@ -352,16 +384,16 @@ class Compute:
     def _encode_gradient(
         self, microbatch: MicrobatchId, first: int, gradient: Tensor | None, entry: Tensor
     ) -> WireTensor | None:
-        """Encodes the gradient with respect to `entry`, which entered stage `first`; returns None for None."""
+        """Encodes `gradient`, in the columns that were sent of `entry`, the input of stage `first`; None for None."""
         if gradient is None:
             return None
         return self._codec.encode(gradient, "backward", gradient_dither_key(microbatch, first), entry)
 
     def _require_finite(self, tensor: Tensor, microbatch: MicrobatchId, stage: int, what: str) -> None:
-        """Raises ProtocolError, and counts the microbatch as refused, when a received tensor is not finite.
+        """Raises ProtocolError, and counts the microbatch as refused at `stage`, when a received tensor is not finite.
 
-        what: "boundary" or "gradient", for the texts.
+        what: "boundary" or "gradient", the tensor's name in the event and the error.
         """
         if not is_all_finite(tensor):
-            self.trainer.stage(stage).count_refused(microbatch.hex(), f"the {what} received is not finite")
+            self.trainer.stage(stage).record_refusal(microbatch.hex(), f"the {what} received is not finite")
             raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")

@@ -23,19 +23,19 @@ from agora_protocol.errors import Busy, DeviceError
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-PATIENCE_S = 2.0
+MAX_EVALUATION_WAIT_S = 2.0
 """An evaluation that has waited for this many seconds goes before other jobs, but never two in a row."""
 
 MAX_FAILURES = 3
-"""After this many failed jobs in a row, the device counts as dead: most CUDA errors are permanent."""
+"""After this many jobs in a row that raised DeviceError, the device counts as dead: most CUDA errors are permanent."""
 WATCH_S = 0.5
-"""Seconds between two looks at the thread and the device."""
+"""Seconds between two checks of the thread and the device."""
 
 
 class Priority(enum.IntEnum):
-    """Job priorities, lowest value first, except that an evaluation is let through after PATIENCE_S.
+    """Job priorities, lowest value first, except that an evaluation goes first after MAX_EVALUATION_WAIT_S.
 
-    A backward comes before forwards: it frees memory, and peers wait for it.
+    A backward pass comes before forward passes: it frees memory, and peers wait for it.
     """
 
     BACKWARD = 0
@@ -45,20 +45,38 @@ class Priority(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _DeviceJob:
-    """One call for the device thread, and the future of the task that awaits its result. See DeviceQueue.run.
+    """One job for the device thread: a call, and the future that gets its result or error. See DeviceQueue.run.
 
-    then: called after it. queued_at: time.monotonic() when it was queued.
+    afterwards: called after `call`, unless that raised. queued_at: time.monotonic() when the job was queued.
     """
 
     priority: Priority
     call: Callable[[], Any]
-    then: Callable[[], None]
+    afterwards: Callable[[], None]
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
     queued_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """Which device a span is computed on, and how.
+
+    name: as for choose_device. state_in_host: the optimizer's state is in host memory, see StatePlace. slowdown: factor
+    on the time of each job, at least 1. fault: test hook, called with "device.job" at the start of each job.
+    """
+
+    name: str = "auto"
+    state_in_host: bool = False
+    slowdown: float = 1.0
+    fault: Callable[[str], None] = lambda point: None
+
+
 class DeviceQueue:
-    """Runs a device's jobs on one thread: backward before forward before evaluation, each in order of arrival."""
+    """The queue of a device's jobs, and the thread that runs them one at a time until `close`.
+
+    Jobs run in order of Priority, and of one priority the oldest first. But an evaluation that has waited for
+    MAX_EVALUATION_WAIT_S comes first, unless the last job was one.
+    """
 
     def __init__(
         self,
@@ -67,26 +85,27 @@ class DeviceQueue:
         slowdown: float = 1.0,
         work_clock: Callable[[], float] = time.monotonic,
         fault: Callable[[str], None] = lambda point: None,
-        failed: Callable[[Exception], None] = lambda error: None,
+        on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Starts the thread. limit: the most waiting jobs of one priority.
+        """Starts the thread. limit: maximum number of waiting jobs of one priority.
 
-        slowdown: how many times as long each job takes as it would, at least 1; the thread sleeps for the rest.
-        work_clock: the seconds by which that is measured, see `work_clock_of`. fault: called with "device.job" at the
-        start of each job. failed: called with the exception of a `then`. Both are called on the device thread.
+        slowdown: factor on the time that each job takes, at least 1; the thread sleeps for the additional time.
+        work_clock: returns seconds, by which a job's time is measured for that, see `work_clock_of`. fault: called with
+        "device.job" at the start of each job. on_error: called with the exception of an `afterwards`. The device thread
+        calls fault and on_error.
         """
         self.slowdown = slowdown
         self._work_clock = work_clock
         self._limit = limit
         self._fault = fault
-        self._failed = failed
+        self._on_error = on_error
         self._queues: dict[Priority, deque[_DeviceJob]] = {priority: deque() for priority in Priority}
-        self._last = Priority.EVALUATE
+        self._last_priority = Priority.EVALUATE
         self._condition = threading.Condition()
         self._closing = False
         self._busy_s = 0.0
-        self._born = time.monotonic()
-        self._job_started: float | None = None
+        self._started_at = time.monotonic()
+        self._job_started_at: float | None = None
         self._failures = 0  # jobs in a row in which the device has failed
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
         self._thread.start()
@@ -96,17 +115,18 @@ class DeviceQueue:
         priority: Priority,
         function: Callable[[*Ts], T],
         *args: *Ts,
-        then: Callable[[], None] = lambda: None,
-        abandoned: Callable[[T], None] = lambda result: None,
+        afterwards: Callable[[], None] = lambda: None,
+        on_abandoned: Callable[[T], None] = lambda result: None,
     ) -> T:
         """Runs `function(*args)` on the device thread and returns its result.
 
-        then: called on the device thread after the result was handed back, before any other job; for work that nobody
-        waits for. When the caller is cancelled, a queued job never runs; the result of a running one is passed to
-        `abandoned` on the event loop. Raises what the function raises, Busy at once when `limit` jobs of this priority
-        wait, DeviceError when the thread has ended.
+        afterwards: called on the device thread after the result was handed back, before any other job, for work that
+        nobody waits for; not called if the function raised. When the caller is cancelled, a queued job never runs; the
+        result of a running one is passed to `on_abandoned` on the event loop. Raises what the function raises, Busy at
+        once when `limit` jobs of this priority wait, DeviceError when the queue is closed or the thread has ended.
         """
-        job, queue = _DeviceJob(priority, lambda: function(*args), then), self._queues[priority]
+        job = _DeviceJob(priority, lambda: function(*args), afterwards)
+        queue = self._queues[priority]
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise DeviceError("the compute thread has ended; restart this daemon")
@@ -119,30 +139,33 @@ class DeviceQueue:
             await asyncio.wait([future])  # cancelling `wait` does not cancel the future
         except asyncio.CancelledError:
 
-            def undo(ended: asyncio.Future[T]) -> None:
-                """Passes the result, if any, to `abandoned`; called when a job whose caller was cancelled has ended."""
+            def hand_over(ended: asyncio.Future[T]) -> None:
+                """Called when the job has ended: passes its result to `on_abandoned`; does nothing after an error."""
                 if ended.exception() is None:
-                    abandoned(ended.result())
+                    on_abandoned(ended.result())
 
             with self._condition, contextlib.suppress(ValueError):  # ValueError: the job is running or has ended
                 queue.remove(job)
-            future.add_done_callback(undo)
+            future.add_done_callback(hand_over)
             raise
         return future.result()
 
     def waiting(self) -> int:
-        """Returns the number of queued jobs. From any thread."""
+        """Returns the number of queued jobs, without the one that runs. From any thread."""
         return sum(map(len, self._queues.values()))
 
     def busy_fraction(self) -> float:
-        """Returns the fraction of the time since the start that the thread spent on jobs, 0 to 1. From any thread."""
+        """Returns the fraction of the time since the start that the thread spent on jobs, 0 to 1. From any thread.
+
+        Includes the job that runs, and the sleeps of `slowdown`.
+        """
         with self._condition:
             now = time.monotonic()
-            running = now - self._job_started if self._job_started is not None else 0.0
-            return (self._busy_s + running) / max(now - self._born, 1e-9)
+            running = now - self._job_started_at if self._job_started_at is not None else 0.0
+            return (self._busy_s + running) / max(now - self._started_at, 1e-9)
 
     async def watch(self) -> None:
-        """Checks the thread and the device every WATCH_S, until cancelled.
+        """Checks the thread, and how its last jobs ended, every WATCH_S seconds, until cancelled.
 
         Raises DeviceError when the thread has ended, and after MAX_FAILURES jobs in a row that raised a DeviceError.
         """
@@ -154,7 +177,10 @@ class DeviceQueue:
                 raise DeviceError(f"the device has failed {self._failures} times in a row; start the daemon again")
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Fails all queued jobs and waits at most `timeout_s` for the running one; returns whether the thread ended."""
+        """Fails all queued and later jobs with DeviceError, and waits at most `timeout_s` for the running one to end.
+
+        Returns whether the thread has ended.
+        """
         self._stop("the device queue is closed; this peer is leaving")
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
@@ -162,53 +188,56 @@ class DeviceQueue:
     def _work(self) -> None:
         """Runs jobs until the queue closes; this is the device thread's function. At its end, queued jobs fail."""
         try:
-            while (job := self._next()) is not None:
+            while (job := self._next_job()) is not None:
                 self._perform(job)
                 del job  # its arguments and result must not live until the next job comes
         finally:
             self._stop("the compute thread has ended; restart this daemon")
 
-    def _next(self) -> _DeviceJob | None:
-        """Waits for a job; removes and returns the next one, by Priority, then age. None when the queue closes.
+    def _next_job(self) -> _DeviceJob | None:
+        """Waits for a job; removes and returns the next one, in the class's order. Returns None when the queue closes.
 
-        An evaluation that has waited for PATIENCE_S comes first, unless the last job was one.
+        Records the present time as the start of the returned job.
         """
         with self._condition:
             self._condition.wait_for(lambda: self._closing or self.waiting())
             if self._closing:
                 return None
-            self._job_started = time.monotonic()
-            queue, evaluations = next(filter(None, self._queues.values())), self._queues[Priority.EVALUATE]
-            if evaluations and self._last is not Priority.EVALUATE:
-                queue = evaluations if self._job_started - evaluations[0].queued_at >= PATIENCE_S else queue
-            self._last = queue[0].priority
+            self._job_started_at = time.monotonic()
+            queue = next(filter(None, self._queues.values()))
+            evaluations = self._queues[Priority.EVALUATE]
+            if evaluations and self._last_priority is not Priority.EVALUATE:
+                waited_s = self._job_started_at - evaluations[0].queued_at
+                queue = evaluations if waited_s >= MAX_EVALUATION_WAIT_S else queue
+            self._last_priority = queue[0].priority
             return queue.popleft()
 
     def _perform(self, job: _DeviceJob) -> None:
-        """Runs one job and sets its future to the result or the error; then calls its `then`.
+        """Runs one job and sets its future to the result or the error; after a result, calls the job's `afterwards`.
 
-        An error of `then` is passed to `failed`.
+        An Exception of `afterwards` is passed to `on_error`. Adds the job's time to the busy time, and counts the jobs
+        in a row whose call or `afterwards` raised DeviceError. Both are slowed down by `slowdown`.
         """
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
             self._fault("device.job")
-            job.future.set_result(self._call_slowed(job.call))
-            self._call_slowed(job.then)
+            job.future.set_result(self._call_throttled(job.call))
+            self._call_throttled(job.afterwards)
             failure = None
         except Exception as error:  # a job ends here, and its caller's future fails
             failure = error
         finally:
             with self._condition:
                 self._failures = self._failures + 1 if isinstance(failure, DeviceError) else 0
-                self._busy_s += time.monotonic() - (self._job_started or 0.0)
-                self._job_started = None
+                self._busy_s += time.monotonic() - (self._job_started_at or 0.0)
+                self._job_started_at = None
             if failure is not None and job.future.done():
-                self._failed(failure)
+                self._on_error(failure)
             elif failure is not None:
                 job.future.set_exception(failure)
 
-    def _call_slowed(self, call: Callable[[], T]) -> T:
-        """Calls `call` and returns its result, after `slowdown` times the time that the call took."""
+    def _call_throttled(self, call: Callable[[], T]) -> T:
+        """Returns the result of `call`, after sleeping (slowdown - 1) * the call's time on the work clock."""
         started = self._work_clock()
         result = call()
         if self.slowdown > 1.0:
@@ -216,11 +245,14 @@ class DeviceQueue:
         return result
 
     def begin_work(self) -> tuple[float, float]:
-        """Returns where both clocks stand, for `work_s`. Call it in a job."""
+        """Returns the present times of time.monotonic and of the work clock, for `work_s`. Call it in a job."""
         return time.monotonic(), self._work_clock()
 
     def work_s(self, begun: tuple[float, float]) -> float:
-        """Returns the seconds that the job's work since `begun` takes here, the sleep that makes it slower included."""
+        """Returns the seconds since `begun`, plus those that the job will sleep for its work since then.
+
+        begun: what `begin_work` returned in the same job.
+        """
         return time.monotonic() - begun[0] + (self.slowdown - 1.0) * (self._work_clock() - begun[1])
 
     def _stop(self, reason: str) -> None:
@@ -236,15 +268,16 @@ class DeviceQueue:
 
 
 def work_clock_of(device: torch.device) -> Callable[[], float]:
-    """Returns the clock by which a slowed device sleeps: of the thread's own computing where one core does it all.
+    """Returns the work_clock for a DeviceQueue of `device`: time.monotonic, or on a CPU with one thread, thread_time.
 
-    There a job that waits for the core, because daemons share it, is not made to wait many times longer.
+    thread_time is the thread's own processor time. With it, time that a job waits for a core, which daemons share, is
+    not multiplied by `slowdown`.
     """
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.monotonic
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device for "auto" (CUDA if there is one, or the CPU), "cpu", "cuda" or "cuda:N".
+    """Returns the device for "auto" (cuda:0 if torch sees one, otherwise the CPU), "cpu", "cuda" (cuda:0) or "cuda:N".
 
     Raises DeviceError for another name, and for a device that torch does not see.
     """
@@ -263,7 +296,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Returns True only for CUDA devices with bf16 in hardware; False for CPUs, even if they can, and all others."""
+    """Returns whether `device` is a CUDA device with bf16 in hardware; False for a CPU, even if it has bf16 too."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):

@@ -15,6 +15,7 @@ from agora_protocol.manifest import OptimizerSection
 from torch import Tensor
 
 from agora.model.tuning_packages import import_tuning
+from agora.train.state_place import StatePlace
 
 BLOCK: Final = 256
 """How many values share a scale; bitsandbytes' update supports no other block size."""
@@ -30,21 +31,24 @@ class QuantisedMoment:
 
     A code is an index into 256 levels, from -1 (if signed) or 0 to 1; a value is its level times its block's scale. The
     levels have exactly -1 and 1, so that a block's largest value gives its scale: decoding and encoding again gives the
-    same codes and scales. So moments can travel as float32 and replicas stay equal to the last bit.
+    same codes and scales. Moments can therefore travel as float32, and replicas stay equal to the last bit.
     """
 
-    def __init__(self, count: int, device: torch.device, *, is_signed: bool) -> None:
-        """Starts with zeros. Raises TuningMissing without bitsandbytes."""
+    def __init__(self, count: int, place: StatePlace, *, is_signed: bool) -> None:
+        """Starts with `count` zeros at `place`. is_signed: values may be negative.
+
+        Raises TuningMissing without bitsandbytes.
+        """
         levels: Tensor = import_tuning("bitsandbytes.functional").create_dynamic_map(signed=is_signed)
         if is_signed:
             # bitsandbytes has -0.993 there: the scale of a block whose largest value is negative would shrink each time
             levels[0] = -1.0
-        self.levels = levels.to(device)
-        self.codes = torch.full((count,), int((levels == 0).nonzero()), dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(-(-count // BLOCK), dtype=torch.float32, device=device)
+        self.codes = place.zeros(count, torch.uint8).fill_(int((levels == 0).nonzero()))
+        self.scales = place.zeros(-(-count // BLOCK))
+        self.levels = levels.to(self.codes.device)
 
     def decode(self) -> Tensor:
-        """Returns the values, float32 [n]."""
+        """Returns the values as a new tensor, float32 [n]."""
         decoded: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
             self.codes, self.scales, self.levels, BLOCK, torch.float32
         )
@@ -55,6 +59,7 @@ class QuantisedMoment:
 
         bitsandbytes' own quantisation is not used: on the CPU it misses the nearest level once in some thousand values.
         """
+        values = values.to(self.codes.device)
         middles = (self.levels[1:] + self.levels[:-1]) / 2
         for part, scales in chunks(len(values)):
             padding = -(part.stop - part.start) % BLOCK
@@ -68,48 +73,58 @@ class QuantisedMoment:
 class EightBitPart:
     """The optimizer's state for one range of the flat weights, with moments in 8 bits; takes AdamW steps for it.
 
-    elements: the range. mean, square: the gradient's moments.
+    elements: the range. mean, square: the running means of the gradient and of its square.
     """
 
-    def __init__(self, section: OptimizerSection, elements: slice, decay: float, device: torch.device) -> None:
-        """Starts with zero moments. decay: weight decay of this range. Raises TuningMissing without bitsandbytes."""
+    def __init__(self, section: OptimizerSection, elements: slice, decay: float, place: StatePlace) -> None:
+        """Starts with zero moments, which are kept at `place`. decay: weight decay of this range.
+
+        Raises TuningMissing without bitsandbytes.
+        """
         self._functional: Any = import_tuning("bitsandbytes.functional")
-        self._section, self._decay = section, decay
+        self._section = section
+        self._decay = decay
         self.elements = elements
         count = elements.stop - elements.start
-        self.mean = QuantisedMoment(count, device, is_signed=True)
-        self.square = QuantisedMoment(count, device, is_signed=False)
+        self.mean = QuantisedMoment(count, place, is_signed=True)
+        self.square = QuantisedMoment(count, place, is_signed=False)
+        self._place = place
+        self._levels = [moment.levels.to(place.device) for moment in (self.mean, self.square)]
 
     def step(self, weights: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
         """Changes `weights` and the moments in place by one AdamW step.
 
-        weights, gradient: of this range, float32 [n]. step: number of this step in the moments' life, 1 the first.
+        weights, gradient: of this range, float32 [n], on the device. step: the number of this step among those that
+        the moments have seen, 1 for the first; it sets AdamW's bias correction.
         """
-        section, mean, square = self._section, self.mean, self.square
+        section = self._section
+        mean = self.mean
+        square = self.square
         for part, scales in chunks(len(weights)):
-            self._functional.optimizer_update_8bit_blockwise(
-                "adam",
-                gradient[part],
-                weights[part],
-                mean.codes[part],
-                square.codes[part],
-                section.beta1,
-                section.beta2,
-                0.0,  # beta3 and alpha are AdEMAMix's
-                0.0,
-                section.epsilon,
-                step,
-                learning_rate,
-                mean.levels,
-                square.levels,
-                mean.scales[scales],
-                square.scales[scales],
-                weight_decay=self._decay,
-            )
+            state = (mean.codes[part], square.codes[part], mean.scales[scales], square.scales[scales])
+            with self._place.on_device(*state) as (mean_codes, square_codes, mean_scales, square_scales):
+                self._functional.optimizer_update_8bit_blockwise(
+                    "adam",
+                    gradient[part],
+                    weights[part],
+                    mean_codes,
+                    square_codes,
+                    section.beta1,
+                    section.beta2,
+                    0.0,  # beta3 and alpha are AdEMAMix's
+                    0.0,
+                    section.epsilon,
+                    step,
+                    learning_rate,
+                    *self._levels,
+                    mean_scales,
+                    square_scales,
+                    weight_decay=self._decay,
+                )
 
 
 def chunks(count: int) -> Iterator[tuple[slice, slice]]:
-    """Yields (range of values, range of their blocks' scales) for consecutive ranges of at most CHUNK values."""
+    """Yields (range of at most CHUNK values, range of the scales of its blocks) until `count` values are covered."""
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
         yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))

@@ -22,18 +22,24 @@ FIRST_LIMIT: Final = 1e4
 
 
 class GradientNormBound:
-    """Decides whether the next gradient's size is plausible, by the sizes of the last WINDOW gradients."""
+    """The upper bound for the next gradient's root mean square, by those of the last WINDOW gradients above 0."""
 
     def __init__(self) -> None:
         self._sizes: deque[float] = deque(maxlen=WINDOW)
 
     @property
     def limit(self) -> float:
-        """The largest root mean square that is accepted now."""
+        """The largest root mean square that is accepted now: MAX_RATIO times the median of those recorded.
+
+        FIRST_LIMIT until MIN_SAMPLES gradients were recorded.
+        """
         return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
 
-    def record_and_judge(self, size: float) -> bool:
-        """Records a gradient of root mean square `size`, and returns whether it may be used; one of 0 always may."""
+    def record_and_check(self, size: float) -> bool:
+        """Returns whether a gradient of root mean square `size` may be used: whether it is at most `limit`.
+
+        False for NaN. Records min(size, limit) for later limits, unless the size is 0 or NaN.
+        """
         limit = self.limit
         if size > 0:
             self._sizes.append(min(size, limit))

@@ -18,22 +18,23 @@ from agora.train.memory import measure_saved_bytes
 
 
 def repeat_in_backward(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Returns compute(hidden); only `hidden` is kept for the backward, which runs `compute` again.
+    """Returns compute(hidden); keeps only `hidden` for the backward, which runs `compute` again. This is a RunLayer.
 
-    Gradients reach `hidden` and the layer's trained parameters, and nothing else that `compute` uses. The second run
-    has the same random numbers and the same autocast. Source: gradient checkpointing, arXiv 1604.06174.
+    With gradients disabled, nothing is kept. Gradients reach `hidden` and the layer's trained parameters, and nothing
+    else that `compute` uses. The second run has the same random numbers and the same autocast. Source: gradient
+    checkpointing, arXiv 1604.06174.
     """
     if not torch.is_grad_enabled():
         return compute(hidden)
-    repeated = _Repeated.of(compute, hidden)
+    repeatable = _RepeatableFunction.record(compute, hidden)
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    output: Tensor = _RepeatedLayer.apply(repeated, hidden, *trained)  # type: ignore[no-untyped-call]
+    output: Tensor = _RepeatedLayer.apply(repeatable, hidden, *trained)  # type: ignore[no-untyped-call]
     return output
 
 
 @dataclass(frozen=True, slots=True)
-class _Repeated:
-    """A function of a layer's input, with the random state and the autocast of its first run, so it can be repeated.
+class _RepeatableFunction:
+    """A function of a layer's input, with the random state and the autocast of its first run, to be run again.
 
     random_states: torch's for the CPU, then that of the CUDA device if the input is on one. autocast_dtype: None if
     autocast was off.
@@ -45,8 +46,8 @@ class _Repeated:
     autocast_dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _Repeated:
-        """Returns `compute` with the present random state and autocast, so that a repetition draws the same."""
+    def record(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _RepeatableFunction:
+        """Returns an object with `compute`, and the present random state and autocast of the device of `hidden`."""
         device = hidden.device
         states = [torch.get_rng_state()]
         if device.type == "cuda":
@@ -55,7 +56,10 @@ class _Repeated:
         return cls(compute, device, tuple(states), torch.get_autocast_dtype(device.type) if is_cast else None)
 
     def run_again(self, hidden: Tensor) -> Tensor:
-        """Returns compute(hidden) with its graph, computed as the first time; torch's random states are restored."""
+        """Returns compute(hidden) with its graph, with the recorded random state and autocast.
+
+        Afterwards torch's random states are as before.
+        """
         cast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         is_cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if is_cuda else []), cast, torch.enable_grad():
@@ -69,25 +73,30 @@ class _RepeatedLayer(torch.autograd.Function):
     """Autograd function: a layer that keeps only its input; its backward computes the output again, with a graph."""
 
     @staticmethod
-    def forward(context: Any, repeated: _Repeated, hidden: Tensor, *trained: Tensor) -> Tensor:
-        """Returns the layer's output.
+    def forward(context: Any, repeatable: _RepeatableFunction, hidden: Tensor, *trained: Tensor) -> Tensor:
+        """Returns the layer's output. trained: the layer's trained parameters.
 
-        The parameters are saved so that autograd raises if they change before backward.
+        They are saved with `hidden`, which makes autograd raise if they change before the backward.
         """
-        context.repeated = repeated
+        context.repeatable = repeatable
         context.save_for_backward(hidden, *trained)
-        return repeated.compute(hidden)
+        return repeatable.compute(hidden)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients with respect to the input (None if it needs none) and to the parameters."""
+        """Runs the layer again, and returns a gradient for each argument of `forward`.
+
+        These are None for the function, the input's (None if it needs none), and the parameters'. gradients: only one,
+        with respect to the output.
+        """
         hidden, *trained = context.saved_tensors
-        needs_entry = context.needs_input_grad[1]
-        entry = hidden.detach().requires_grad_(needs_entry)
-        output = context.repeated.run_again(entry)
-        found = list(torch.autograd.grad([output], [entry, *trained] if needs_entry else trained, gradients))
-        by_entry = found.pop(0) if needs_entry else None
-        return None, by_entry, *found
+        needs_input = context.needs_input_grad[1]
+        layer_input = hidden.detach().requires_grad_(needs_input)
+        output = context.repeatable.run_again(layer_input)
+        inputs = [layer_input, *trained] if needs_input else trained
+        computed = list(torch.autograd.grad([output], inputs, gradients))
+        input_gradient = computed.pop(0) if needs_input else None
+        return None, input_gradient, *computed
 
 
 class GraphMeasure:
@@ -97,12 +106,15 @@ class GraphMeasure:
     """
 
     def __init__(self, not_counted: Set[int]) -> None:
-        """not_counted: as for measure_saved_bytes."""
+        """not_counted: data pointers of storages whose bytes are not counted, as for measure_saved_bytes."""
         self._not_counted = not_counted
         self.layer_bytes: list[int] = []
 
     def run_layer(self, layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Returns compute(hidden) without a graph, and records the bytes of the graph that it had."""
+        """Runs `compute` with its graph, appends the graph's bytes to layer_bytes, and returns the output without it.
+
+        The output still requires a gradient if it did before. This is a RunLayer.
+        """
         output, size = measure_saved_bytes(lambda: compute(hidden), self._not_counted)
         self.layer_bytes.append(size)
         return output.detach().requires_grad_(output.requires_grad)

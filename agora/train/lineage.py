@@ -20,11 +20,11 @@ KEPT_STEPS: Final = 32
 
 
 def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
-    """Returns a copy of `lineages` (step -> lineage) with that of `step` added, and those of old steps removed.
+    """Returns a copy of `lineages` (step -> lineage) with that of `step` added; only the last KEPT_STEPS steps remain.
 
     step: 1 is the first. checksum: of the step's mean. last: the agreed step before this one, by default step - 1.
     lineage(step) = CRC-32(lineage(last), step, checksum), or 0 (unknown) if lineage(last) is unknown.
-    A checksum of 0 becomes INITIAL_LINEAGE.
+    If that CRC is 0, the lineage is INITIAL_LINEAGE instead.
     """
     parent = lineages.get(step - 1 if last is None else last, 0)
     child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_LINEAGE

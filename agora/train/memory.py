@@ -25,7 +25,7 @@ LIBC = ctypes.CDLL(None)
 
 
 def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    """Returns whether graphs_to_come * activation_bytes + version_bytes is at most half of the available bytes.
+    """Returns whether graphs_to_come * activation_bytes + version_bytes <= GRAPHS_FRACTION * available_bytes.
 
     activation_bytes: of one microbatch's graph. version_bytes: of a copy of the weights that may become necessary.
     """
@@ -36,16 +36,19 @@ _limit_bytes = 0
 
 
 def limit_memory(limit_bytes: int) -> None:
-    """Sets the owner's memory limit, which `available_bytes` keeps to from now on, on each device; 0: no limit."""
+    """Sets the owner's memory limit for this process, which `available_bytes` applies to each device; 0: no limit.
+
+    The limit does not stop allocations.
+    """
     global _limit_bytes
     _limit_bytes = limit_bytes
 
 
 def available_bytes(device: torch.device, *, within_limit: bool = True) -> int:
-    """Returns the bytes that this process can still allocate on the device.
+    """Returns how many bytes this process can still allocate on the device.
 
     That is what the GPU, or the host and its container limit, has left, plus freed memory that torch or malloc caches.
-    within_limit: what the owner's limit leaves, if there is one; False for what the machine has.
+    within_limit: at most what the owner's limit leaves, see limit_memory; False ignores that limit.
     """
     limit = (within_limit and _limit_bytes) or UNLIMITED
     if device.type == "cuda":
@@ -57,7 +60,7 @@ def available_bytes(device: torch.device, *, within_limit: bool = True) -> int:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process and its children (p2pd), what they share with others included."""
+    """Returns the resident bytes of this process and its children (p2pd); memory that they share counts for each."""
     own = psutil.Process()
     total = int(own.memory_info().rss)
     for child in own.children():
@@ -67,7 +70,10 @@ def resident_bytes() -> int:
 
 
 def _cgroup_available_bytes() -> int:
-    """Returns the bytes left below the container's memory limit (cgroup version 2), or UNLIMITED without a limit."""
+    """Returns how many bytes are left below the container's memory limit (cgroup version 2), at least 0.
+
+    Cached files that can be dropped count as left. Returns UNLIMITED without a limit, or if it cannot be read.
+    """
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
@@ -79,9 +85,10 @@ def _cgroup_available_bytes() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory, and later threads share one heap, in this process; returns whether it could.
+    """Makes malloc keep up to KEEP_BYTES of freed memory, and later threads share one heap, in this process.
 
-    Without it, each new graph causes page faults: 3 of 84 ms of a microbatch (1.5 M parameters, AMD EPYC, 2026-11-21).
+    Returns whether all settings were made; False without glibc. Without them, each new graph causes page faults: 3 of
+    84 ms of a microbatch (1.5 M parameters, AMD EPYC, 2026-11-21).
     """
     mallopt = getattr(LIBC, "mallopt", None)
     if mallopt is None or not hasattr(LIBC, "gnu_get_libc_version"):
@@ -91,7 +98,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Gives memory that malloc and torch's CUDA cache keep back to the system; does nothing where that cannot be."""
+    """Gives the freed memory that malloc and torch's CUDA cache keep back to the system; without glibc only CUDA's."""
     trim = getattr(LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -100,7 +107,7 @@ def give_back_freed_memory() -> None:
 
 
 def freed_bytes() -> int:
-    """Returns the bytes that this process has freed and malloc keeps; 0 if the C library does not say."""
+    """Returns how many bytes this process has freed and malloc keeps; 0 if the C library has no mallinfo2."""
     mallinfo2 = getattr(LIBC, "mallinfo2", None)
     if mallinfo2 is None:
         return 0
@@ -115,14 +122,15 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) -> tuple[Tensor, int]:
-    """Runs `forward` with gradients on. Returns its result, and the bytes that its graph keeps alive.
+    """Calls `forward` with gradients enabled. Returns its result, with its graph, and how many bytes the graph keeps.
 
-    not_counted: data pointers of storages that are alive anyway (the weights).
+    Of each tensor that autograd saves, the whole storage counts, and each storage once. not_counted: data pointers of
+    storages that are alive anyway (the weights).
     """
     sizes: dict[int, int] = {}
 
     def record_size(saved: Tensor) -> Tensor:
-        """Records the size of the storage of a tensor that autograd saves, and returns the tensor, detached.
+        """Called by autograd for each tensor that it saves: records the storage's bytes, returns the tensor detached.
 
         A node that holds its own output together with the output's history would never be freed.
         """

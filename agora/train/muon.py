@@ -16,26 +16,28 @@ import torch
 from agora_protocol.manifest import OptimizerSection
 from torch import Tensor
 
-from agora.state.layout import Layout, Slot
+from agora.state.layout import Layout, TensorSlot
 from agora.train.device import has_native_bf16
+from agora.train.state_place import StatePlace
 from agora.train.weight_versions import tensor_in
 
 ITERATIONS: Final = 5
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 """Coefficients of an iteration's polynomial. Five iterations map singular values in 0.01..1 to 0.68..1.2 (Jordan)."""
 UPDATE_RMS: Final = 0.2
-"""Root mean square of an update's elements at rate 1, about that of AdamW: so one learning rate serves both."""
+"""Root mean square of an update's elements at rate 1: about that of AdamW, so that one learning rate fits the two."""
 SMALLEST_NORM: Final = 1e-30
 BATCH_ELEMENTS: Final = 1 << 24
 """Maximum number of elements per batch of orthogonalised matrices: larger ones are no faster and take more memory."""
-MANY_ROWS: Final = 128
+MIN_SPLIT_ROWS: Final = 128
 """For matrices with at least this many rows, computing symmetric products in halves is faster."""
-WIDE: Final = 1.5
-"""Matrices with MANY_ROWS and more than WIDE times as many columns as rows need fewer operations by way of x x^T."""
+MIN_GRAM_RATIO: Final = 1.5
+"""From MIN_SPLIT_ROWS on, matrices with more than this many times as many columns as rows need fewer operations by way
+of x x^T."""
 
 
 class MuonMatrices:
-    """Takes Muon steps for the hidden matrices of one stage.
+    """The Muon optimizer for the hidden matrices of one stage.
 
     | quantity  | formula, for a matrix with gradient g and weights w                                          |
     |-----------|----------------------------------------------------------------------------------------------|
@@ -46,63 +48,65 @@ class MuonMatrices:
     The mean is its only state; the optimizer owns it. Equal gradients give equal bits on equal machines.
     """
 
-    def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor) -> None:
-        """layout: the stage's.
+    def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor, place: StatePlace) -> None:
+        """layout: of the stage. place: of `mean`.
 
-        mean: float32 [numel]; each step changes it in place, in the hidden matrices' elements.
+        mean: float32 [numel]; each step changes the elements of hidden matrices in place.
         """
         self._momentum = section.momentum
         self._weight_decay = section.weight_decay
         self._mean = mean
-        self._dtype = torch.bfloat16 if has_native_bf16(mean.device) else torch.float32
-        self._ranges = layout.ranges(lambda slot: slot.is_hidden_matrix)
+        self._place = place
+        self._dtype = torch.bfloat16 if has_native_bf16(place.device) else torch.float32
+        self._ranges = list(place.pieces(layout.ranges(lambda slot: slot.is_hidden_matrix)))
         of_one_shape = defaultdict(list)
         for slot in layout.slots:
             if slot.is_hidden_matrix:
                 of_one_shape[min(slot.shape), max(slot.shape)].append(slot)
-        self._batches: list[list[Slot]] = []
+        self._batches: list[list[TensorSlot]] = []
         for (rows, columns), slots in of_one_shape.items():
             size = max(BATCH_ELEMENTS // (rows * columns), 1)
             self._batches += [slots[first : first + size] for first in range(0, len(slots), size)]
 
     def step(self, weights: Tensor, gradient: Tensor, rate: float) -> None:
-        """Changes the hidden matrices in `weights` [numel] in place by one step at this learning rate.
+        """Changes the hidden matrices in `weights` [numel], and the mean, in place by one step at learning rate `rate`.
 
-        gradient: [numel]; overwritten in the elements of hidden matrices.
+        gradient: [numel]; overwritten in the elements of hidden matrices. Elements of other tensors do not change.
         """
         for elements in self._ranges:
-            self._mean[elements].lerp_(gradient[elements], 1.0 - self._momentum)
-            gradient[elements].lerp_(self._mean[elements], self._momentum)
+            with self._place.on_device(self._mean[elements]) as (mean,):
+                mean.lerp_(gradient[elements], 1.0 - self._momentum)
+                gradient[elements].lerp_(mean, self._momentum)
             weights[elements].mul_(1.0 - rate * self._weight_decay)
         for slot, direction in self.directions(gradient):
             wide_view(weights, slot).sub_(direction, alpha=rate * UPDATE_RMS * math.sqrt(direction.shape[1]))
 
-    def directions(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+    def directions(self, flat: Tensor) -> Iterator[tuple[TensorSlot, Tensor]]:
         """Yields (slot, the orthogonalised matrix, transposed if it has more rows than columns) of each hidden matrix.
 
-        flat: [numel], has the matrices' values; not changed. Matrices of one shape, transposed or not, are
-        orthogonalised in batches of at most BATCH_ELEMENTS elements, or one larger matrix.
+        flat: [numel], the values to orthogonalise; not changed. Matrices of one shape, transposed or not, are
+        orthogonalised together, in batches of at most BATCH_ELEMENTS elements, a larger matrix alone.
         """
         for slots in self._batches:
             matrices = torch.stack([wide_view(flat, slot) for slot in slots])
             yield from zip(slots, orthogonalise(matrices, self._dtype), strict=True)
 
 
-def wide_view(flat: Tensor, slot: Slot) -> Tensor:
+def wide_view(flat: Tensor, slot: TensorSlot) -> Tensor:
     """Returns a view of the matrix at `slot` in `flat`, transposed if it has more rows than columns."""
     matrix = tensor_in(flat, slot)
     return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximates U V^T of each matrix U S V^T, float32 [n, rows, columns], by Newton-Schulz iterations in `dtype`.
+    """Returns about U V^T of each matrix U S V^T, float32 [n, rows, columns], by Newton-Schulz iterations in `dtype`.
 
-    matrices: float32 [n, rows, columns], rows <= columns. The singular values of the result lie in 0.68 to 1.2, except
-    that those below 1 % of the matrix's norm become smaller ones; a matrix of zeros stays zero.
+    matrices: float32 [n, rows, columns], rows <= columns; not changed. The singular values of the result lie in
+    0.68 to 1.2, except that those below 1 % of the matrix's norm become smaller ones; a matrix of zeros stays zero.
     """
     norms = torch.linalg.matrix_norm(matrices, keepdim=True)
     x: Tensor = (matrices / norms.clamp_min(SMALLEST_NORM)).to(dtype)
-    if dtype == torch.float32 and x.shape[1] >= MANY_ROWS and x.shape[2] > WIDE * x.shape[1]:
+    if dtype == torch.float32 and x.shape[1] >= MIN_SPLIT_ROWS and x.shape[2] > MIN_GRAM_RATIO * x.shape[1]:
         return _factor_from_gram(symmetric_product(x, x.mT)) @ x
     for _ in range(ITERATIONS):
         polynomial = _polynomial(symmetric_product(x, x.mT))
@@ -113,11 +117,12 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b [n, rows, rows] for matrices whose product is symmetric, which the caller guarantees.
 
-    One off-diagonal quarter is copied from the other, and the diagonal quarters are computed in the same way, down to
-    MANY_ROWS: about 5/8 of the work. In bf16 it is one product, since a GPU prefers a large one to several small ones.
+    For float32 with MIN_SPLIT_ROWS or more, one off-diagonal quarter is copied from the other, and the diagonal
+    quarters are computed in the same way: about 5/8 of the work. Otherwise, and in bf16, where a GPU prefers one large
+    product to several small ones, it is a plain product.
     """
     rows = a.shape[1]
-    if rows < MANY_ROWS or a.dtype != torch.float32:
+    if rows < MIN_SPLIT_ROWS or a.dtype != torch.float32:
         return a @ b
     half = rows // 2
     product = a.new_empty(a.shape[0], rows, rows)
@@ -130,15 +135,16 @@ def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _polynomial(gram: Tensor) -> Tensor:
-    """Returns CUBIC gram + QUINTIC gram^2 of the matrices `gram` [n, rows, rows]."""
+    """Returns CUBIC * gram + QUINTIC * gram @ gram of the symmetric matrices `gram` [n, rows, rows], as new ones."""
     return symmetric_product(gram, gram).mul_(QUINTIC).add_(gram, alpha=CUBIC)
 
 
 def _factor_from_gram(gram: Tensor) -> Tensor:
-    """Returns Q [n, rows, rows] such that Q x is the result of the iterations on x. gram: x x^T.
+    """Returns Q [n, rows, rows] such that Q x is what ITERATIONS iterations make of x. gram: x x^T.
 
-    Each iteration multiplies x by a polynomial of x x^T. All these are symmetric and commute, so they are multiplied
-    together first, and x, which has more columns, only once. In bf16 small singular values would be lost in x x^T.
+    Each iteration multiplies x by a polynomial of x x^T. All these polynomials are symmetric and commute, so they are
+    multiplied together first, and x, which has more columns, only once. In bf16 small singular values would be lost in
+    x x^T.
     """
     factor = polynomial = _with_linear_term(_polynomial(gram))
     for _ in range(ITERATIONS - 1):
@@ -149,6 +155,6 @@ def _factor_from_gram(gram: Tensor) -> Tensor:
 
 
 def _with_linear_term(polynomial: Tensor) -> Tensor:
-    """Adds LINEAR to the diagonal of each matrix of `polynomial`, in place, and returns it."""
+    """Adds LINEAR to the diagonal of each matrix in `polynomial`, in place, and returns the same tensor."""
     polynomial.diagonal(dim1=1, dim2=2).add_(LINEAR)
     return polynomial

@@ -1,7 +1,7 @@
 """The objectives: the loss of a microbatch, summed over it, and the microbatch's weight in its step.
 
 Knows: logits, targets, marks. Must not know: stages, wire tensors, peers, data. A step divides the summed gradients by
-the summed weights (count_tokens). Shapes: b rows, s positions, v token ids.
+the summed weights (Objective.loss_weight). Shapes: b rows, s positions, v token ids.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class TokenBatch:
     def from_wire(cls, tokens: Tensor, *, has_marks: bool) -> TokenBatch:
         """Splits ids [b, s + 1], or with marks [2, b, s + 1] (see "Marks" in SPEC.md), into inputs and targets.
 
-        Raises ProtocolError, if there are marks, for a negative id and for an unknown mark.
+        Without marks, all targets are supervised except negative ids, and each row is one segment. Marks say which
+        targets are supervised, and which ids begin a new segment; then a negative id or an unknown mark raises
+        ProtocolError.
         """
         if not has_marks:
             return cls(tokens[:, :-1], tokens[:, 1:])
@@ -52,14 +54,14 @@ class TokenBatch:
 
     @property
     def supervised_tokens(self) -> int:
-        """How many targets are supervised."""
+        """The number of supervised targets in the microbatch."""
         return int((self.targets >= 0).sum())
 
 
 class MicrobatchLoss(NamedTuple):
-    """The loss of a microbatch. loss_sum: a float32 scalar with its graph: the mean loss times Objective.count_tokens.
+    """The loss of a microbatch. loss_sum: mean loss * Objective.loss_weight, a float32 scalar with its graph.
 
-    metrics: sums, see agora.metrics.
+    metrics: sums over the microbatch; which ones, the objective says.
     """
 
     loss_sum: Tensor
@@ -67,26 +69,26 @@ class MicrobatchLoss(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """Base class: computes the loss of microbatches and their weight in a step."""
+    """Base class: what a run trains for. Computes the loss of a microbatch, and the microbatch's weight in a step."""
 
-    def count_tokens(self, batch: TokenBatch) -> int:
+    def loss_weight(self, batch: TokenBatch) -> int:
         """Returns the weight of a microbatch in its step: the number of its supervised tokens, unless overridden."""
         return batch.supervised_tokens
 
     @abc.abstractmethod
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the loss of logits [b, s, v], any float dtype.
+        """Returns the loss sum and metrics of a microbatch with logits [b, s, v] of any float dtype.
 
-        references: for each row the log-probability of its supervised tokens under the reference model, for objectives
-        that need one; others ignore it. Raises ProtocolError for another number of them.
+        references: each row's summed log-probability of its supervised tokens under the reference model. An objective
+        that needs them (dpo) raises ProtocolError unless there is one for each row; the others ignore them.
         """
 
 
 class LanguageModeling(Objective):
-    """Objective lm: the cross entropy of every target."""
+    """Objective lm: the cross entropy of every target that is not IGNORED. It has no metrics."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the targets' cross entropies."""
+        """Returns the sum of the targets' cross entropies; `references` are ignored."""
         return MicrobatchLoss(stage_loss(logits, batch.targets))
 
 
@@ -94,7 +96,10 @@ class SupervisedFineTuning(Objective):
     """Objective sft: the cross entropy of the supervised targets. Its metric: how many of them are predicted right."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the supervised targets' cross entropies, and how many of them have the highest logit."""
+        """Returns the sum of the supervised targets' cross entropies, and how many of them have the highest logit.
+
+        Ignores `references`.
+        """
         right = (logits.detach().argmax(dim=-1) == batch.targets).sum()
         return MicrobatchLoss(stage_loss(logits, batch.targets), (float(right),))
 
@@ -111,26 +116,27 @@ class DirectPreference(Objective):
     | ipo             | ((p_c - q_c) / n_c - (p_r - q_r) / n_r - 1 / (2 beta))^2        | arXiv 2310.12036, eq. 17     |
 
     with e = label_smoothing, n the number of an answer's supervised tokens, and the indices c for chosen, r for
-    rejected. Every pair has the same weight: the 2 * s places of its rows.
+    rejected. Every pair has the same weight: the 2 * s positions of its rows.
     """
 
     def __init__(self, section: ObjectiveSection) -> None:
         self._section = section
 
-    def count_tokens(self, batch: TokenBatch) -> int:
-        """Returns b * s, however many tokens are supervised: a step is a mean over pairs, not over tokens."""
+    def loss_weight(self, batch: TokenBatch) -> int:
+        """Returns the weight b * s, however many tokens are supervised: a step is a mean over pairs, not tokens."""
         return batch.inputs.numel()
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the pairs' losses times 2 * s, and the sums of dpo's metrics, see agora.metrics.
+        """Returns the sum of the pairs' losses times 2 * s, and the metrics as sums over the pairs.
 
-        Raises ProtocolError unless there is one reference for each row.
+        The metrics are the rewards of the chosen and of the rejected answers, how many chosen answers have the larger
+        reward, and the number of pairs. Raises ProtocolError unless there is one reference for each row.
         """
         rows = batch.inputs.shape[0]
         if len(references) != rows:
             raise ProtocolError("bad-message", f"{len(references)} references came for {rows} rows")
-        gains = row_log_probabilities(logits, batch.targets) - torch.tensor(references, device=logits.device)
-        chosen, rejected = gains[0::2], gains[1::2]
+        log_ratios = row_log_probabilities(logits, batch.targets) - torch.tensor(references, device=logits.device)
+        chosen, rejected = log_ratios[0::2], log_ratios[1::2]
         losses = self._pair_losses(chosen, rejected, (batch.targets >= 0).sum(dim=1).clamp(min=1))
         beta = self._section.beta
         accurate = (chosen.detach() > rejected.detach()).sum()
@@ -139,11 +145,16 @@ class DirectPreference(Objective):
         return MicrobatchLoss(losses.sum() * (2 * batch.inputs.shape[1]), metrics)
 
     def _pair_losses(self, chosen: Tensor, rejected: Tensor, lengths: Tensor) -> Tensor:
-        """Returns each pair's loss [b / 2] from the gains p - q of its answers. lengths: supervised tokens [b]."""
+        """Returns each pair's loss [b / 2], by the class's table.
+
+        chosen, rejected: p - q of each pair's answers [b / 2]. lengths: the number of each row's supervised tokens [b],
+        at least 1.
+        """
         section = self._section
         if section.preference_loss == "ipo":
             return (chosen / lengths[0::2] - rejected / lengths[1::2] - 1 / (2 * section.beta)).square()
-        margin, smoothing = section.beta * (chosen - rejected), section.label_smoothing
+        margin = section.beta * (chosen - rejected)
+        smoothing = section.label_smoothing
         return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
@@ -159,7 +170,7 @@ def row_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def objective_of(section: ObjectiveSection) -> Objective:
-    """Returns the objective that the manifest's [objective] names."""
+    """Returns the objective that the manifest's section [objective] names, with that section's settings."""
     match section.kind:
         case "lm":
             return LanguageModeling()

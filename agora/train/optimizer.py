@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
-from agora.state.layout import AVERAGE, VALUE_BYTES, Layout, MomentSpec, Slot
+from agora.state.layout import AVERAGE, Layout, MomentSpec, TensorSlot
 from agora.train.eight_bit import EightBitPart
 from agora.train.muon import MuonMatrices
+from agora.train.state_place import StatePlace
 
 MOMENTUM_DECAY = 4e-3
 """NAdam's momentum decay; torch's own default."""
@@ -46,16 +47,16 @@ def learning_rate(step: int, optimizer: OptimizerSection) -> float:
 
 
 def half_cosine(progress: float) -> float:
-    """Returns half a cosine wave: 1 at progress 0, falling to 0 at progress 1."""
+    """Returns half a cosine wave at `progress`: 1 at 0, 0.5 at 0.5, 0 at 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def average_decay(step: int, optimizer: OptimizerSection) -> float:
     """Returns the decay d of the weights' moving average at optimizer step number `step` (0 is the first).
 
-    The step makes it d * average + (1 - d) * weights. d = min(optimizer.average_decay, n / (n + 9)) for the n steps
-    since AVERAGE_FROM; until the limit is reached, the average covers about the last ninth of these. Before, d = 0: the
-    average equals the weights.
+    The step makes the average d * average + (1 - d) * weights. d = min(optimizer.average_decay, n / (n + 9)) for the n
+    steps since AVERAGE_FROM; until the limit is reached, the average covers about the last ninth of these steps.
+    Before, d = 0: the average equals the weights.
     """
     steps = max(step + 1 - AVERAGE_FROM, 0)
     return min(optimizer.average_decay, steps / (steps + 9))
@@ -63,14 +64,14 @@ def average_decay(step: int, optimizer: OptimizerSection) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The learning rate of a step that was taken, and the norm of its mean gradient before clipping, in this stage."""
+    """What a step used: its learning rate, and the norm of this stage's mean gradient before clipping."""
 
     learning_rate: float
     gradient_norm: float
 
 
 class StageOptimizer:
-    """Takes the optimizer steps of one stage. Owns the moments; the weights may be another tensor at every step.
+    """The optimizer of one stage, with its moments; the weights are given at each step, and may be another tensor.
 
     | optimizer.name | hidden matrices | all other tensors |
     |----------------|-----------------|-------------------|
@@ -80,56 +81,72 @@ class StageOptimizer:
     | adamw8bit      | AdamW           | AdamW             |
 
     layout: the places of tensors and moments. With adamw8bit the moments of all matrices are held in 8 bits. updates:
-    how many steps changed the moments here; steps that were only counted do not. The manifest's `clip` is meant for the
+    how many steps are in the moments; steps that were only counted are not. The manifest's `clip` is meant for the
     gradient norm of the whole model, which no peer sees; a stage clips at clip / sqrt(stages), or not at all if it is
     0. Weight decay applies to matrices only.
     """
 
-    def __init__(self, section: OptimizerSection, stage_count: int, layout: Layout, weights: Tensor) -> None:
+    def __init__(
+        self,
+        section: OptimizerSection,
+        stage_count: int,
+        layout: Layout,
+        weights: Tensor,
+        place: StatePlace | None = None,
+    ) -> None:
         """Starts with zero moments, and with a copy of `weights` [numel], the initial ones, as their average.
 
-        section: the manifest's [optimizer]. stage_count: how many stages the whole model has.
+        section: the manifest's [optimizer]. stage_count: the number of stages of the whole model. layout: of the
+        weights; the moments are added to it here. place: where the moments are kept; None: on the weights' device.
+        Raises TuningMissing for adamw8bit without bitsandbytes.
         """
         self.layout = with_moments(section, layout)
+        self._place = place = place or StatePlace(weights.device)
         ranges = eight_bit_ranges(section, layout)
-        self._eight_bit = [EightBitPart(section, part, section.weight_decay, weights.device) for part in ranges]
+        self._eight_bit = [EightBitPart(section, part, section.weight_decay, place) for part in ranges]
         self._specs = float32_moments(section, self.layout)
-        self._held = {spec.name: weights.new_zeros(spec.numel) for spec in self._specs}
+        self._held = {spec.name: place.zeros(spec.numel) for spec in self._specs}
         if AVERAGE in self._held:
             self._held[AVERAGE].copy_(weights)
         self.updates = 0
         self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
-        self._muon = MuonMatrices(section, layout, self._held[MEAN]) if section.name == "muon" else None
+        self._muon = MuonMatrices(section, layout, self._held[MEAN], place) if section.name == "muon" else None
         self._parts = []
-        for elements, decay in elementwise_ranges(section, layout):
-            mean, square = (self._held[m.name][m.places(elements)] for m in self._specs[:2])
-            self._parts.append(_WeightPart.create(section, elements, decay, mean, square))
+        for whole, decay in elementwise_ranges(section, layout):
+            for elements in place.pieces([whole]):
+                mean, square = (self._held[m.name][m.array_range(elements)] for m in self._specs[:2])
+                self._parts.append(_WeightPart.create(section, elements, decay, place, mean, square))
 
     @property
     def moments(self) -> dict[str, Tensor]:
         """The moments' values by name, float32 and flat: "mean", "square", and "average" if the run keeps one.
 
-        The mean has a value for every element, the square (a mean square) for those that Muon does not update, the
-        moving average of the weights for every element. Moments in 8 bits are decoded into new tensors; the others are
+        The mean and the moving average of the weights have a value for every element, the square (a mean square) for
+        every element that Muon does not update. Moments in 8 bits are decoded into new tensors; the others are
         the held tensors themselves, and change with the next step.
         """
         if not self._eight_bit:
             return self._held
-        found = {}
+        values_by_name = {}
         for whole, held in zip(self.layout.moments, self._specs, strict=True):
             if held.numel == whole.numel:
-                found[whole.name] = self._held[whole.name]
+                values_by_name[whole.name] = self._held[whole.name]
                 continue
-            values = found[whole.name] = self._held[whole.name].new_zeros(whole.numel)
+            values = values_by_name[whole.name] = self._held[whole.name].new_zeros(whole.numel)
             for elements in held.ranges:
-                values[elements] = self._held[whole.name][held.places(elements)]
+                values[elements] = self._held[whole.name][held.array_range(elements)]
             for part in self._eight_bit:
                 values[part.elements] = (part.mean if whole.name == MEAN else part.square).decode()
-        return found
+        return values_by_name
 
-    def step(self, weights: Tensor, gradient: Tensor, number: int, tokens: int = 1) -> StepResult | None:
-        """Takes step `number` (0 the first) along gradient / tokens, clipped; returns its rate and gradient norm.
+    @property
+    def average(self) -> Tensor | None:
+        """The moving average of the weights [numel], which changes with the next step; None if the run keeps none."""
+        return self._held.get(AVERAGE)
+
+    def step(self, weights: Tensor, gradient: Tensor, step: int, tokens: int = 1) -> StepResult | None:
+        """Takes step `step` (counted from 0) along gradient / tokens, clipped. Returns its learning rate and norm.
 
         Changes `weights` [numel] and the moments, the weights' average among them, in place, and overwrites `gradient`.
         gradient: a sum over `tokens`, or with the default of 1 a mean. The norm is that of gradient / tokens before
@@ -140,16 +157,16 @@ class StageOptimizer:
             return None
         scale = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
         gradient.mul_(scale / tokens)
-        return StepResult(self.update(weights, gradient, number), norm)
+        return StepResult(self.update(weights, gradient, step), norm)
 
     @torch.no_grad()
-    def update(self, weights: Tensor, gradient: Tensor, number: int) -> float:
-        """Takes step `number` along `gradient`, a mean that is already clipped and finite. Returns its learning rate.
+    def update(self, weights: Tensor, gradient: Tensor, step: int) -> float:
+        """Takes step `step` along `gradient`, a mean that is already clipped and finite. Returns its learning rate.
 
-        Changes and overwrites the same tensors as `step`. No control flow depends on a value, so that weights and
-        gradient may be on the meta device.
+        Changes `weights` and the moments in place, may overwrite `gradient`, and adds 1 to `updates`. No control flow
+        depends on a value, so that weights and gradient may be on the meta device.
         """
-        rate = learning_rate(number, self.section)
+        rate = learning_rate(step, self.section)
         for part in self._parts:
             UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
         for eight_bit in self._eight_bit:
@@ -158,7 +175,9 @@ class StageOptimizer:
         if self._muon:
             self._muon.step(weights, gradient, rate)
         if AVERAGE in self._held:
-            self._held[AVERAGE].lerp_(weights, 1.0 - average_decay(number, self.section))
+            for elements in self._place.pieces([slice(0, len(weights))]):
+                with self._place.on_device(self._held[AVERAGE][elements]) as (average,):
+                    average.lerp_(weights[elements], 1.0 - average_decay(step, self.section))
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
@@ -166,11 +185,15 @@ class StageOptimizer:
 
     @torch.no_grad()
     def load(self, updates: int, moments: Mapping[str, Tensor]) -> None:
-        """Replaces the moments by copies of these, by name, as if the `updates` steps behind them were taken here."""
+        """Replaces all moments by copies of `moments`, by name, float32 [their numel] each, and the count of updates.
+
+        Further steps are then as if the `updates` steps had been taken here. Moments in 8 bits are rounded.
+        """
         self.updates = updates
         for spec in self._specs:
             for elements in spec.ranges:
-                self._held[spec.name][spec.places(elements)] = moments[spec.name][self._places(spec.name, elements)]
+                values = moments[spec.name][self._array_range(spec.name, elements)]
+                self._held[spec.name][spec.array_range(elements)] = values
         for eight_bit in self._eight_bit:
             eight_bit.mean.encode(moments[MEAN][eight_bit.elements])
             eight_bit.square.encode(moments[SQUARE][eight_bit.elements])
@@ -178,15 +201,15 @@ class StageOptimizer:
             part.step.fill_(updates)
             part.momentum.fill_(momentum_product(self.section.beta1, updates))
 
-    def _places(self, name: str, elements: slice) -> slice:
-        """Returns where the values of these elements lie in the moment `name` as a state has it, all in float32."""
-        return next(moment for moment in self.layout.moments if moment.name == name).places(elements)
+    def _array_range(self, name: str, elements: slice) -> slice:
+        """Returns where the values for the weights `elements` lie in the exported float32 array of moment `name`."""
+        return next(moment for moment in self.layout.moments if moment.name == name).array_range(elements)
 
 
 def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
     """Returns the layout with the optimizer's arrays as moments, in place of any others.
 
-    They are the mean; the square, without Muon's matrices; and the weights' average, if the section keeps one.
+    The moments are the mean; the square, without Muon's matrices; and the weights' average, if the section keeps one.
     """
     everything = [slice(0, layout.numel)]
     square = MomentSpec(SQUARE, layout.ranges(lambda slot: not is_updated_by_muon(section, slot)), is_square=True)
@@ -194,33 +217,32 @@ def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
     return replace(layout, moments=(MomentSpec(MEAN, everything), square, *average))
 
 
-def is_updated_by_muon(section: OptimizerSection, slot: Slot) -> bool:
+def is_updated_by_muon(section: OptimizerSection, slot: TensorSlot) -> bool:
     """Returns whether Muon updates this tensor: whether the optimizer is muon and the tensor a hidden matrix."""
     return section.name == "muon" and slot.is_hidden_matrix
 
 
 def eight_bit_ranges(section: OptimizerSection, layout: Layout) -> list[slice]:
-    """Returns the ranges of elements whose mean and square are held in 8 bits: with adamw8bit all matrices."""
+    """Returns the ranges of elements whose mean and square are held in 8 bits: all matrices with adamw8bit, or none."""
     return layout.ranges(lambda slot: len(slot.shape) > 1) if section.name == "adamw8bit" else []
 
 
 def float32_moments(section: OptimizerSection, layout: Layout) -> list[MomentSpec]:
-    """Returns the layout's moments, each with only those elements whose values the optimizer holds in float32."""
+    """Returns the layout's moments, each reduced to the elements whose values the optimizer holds in float32.
+
+    With adamw8bit, mean and square are reduced to the vectors; all else is as in the layout.
+    """
     if section.name != "adamw8bit":
         return list(layout.moments)
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
     return [replace(moment, ranges=vectors) if moment.name in (MEAN, SQUARE) else moment for moment in layout.moments]
 
 
-def moment_bytes(section: OptimizerSection, layout: Layout) -> int:
-    """Returns how many bytes the layout's moments take in memory, without the scales of those in 8 bits."""
-    in_float32 = sum(moment.numel for moment in float32_moments(section, layout))
-    everything = sum(moment.numel for moment in layout.moments)
-    return VALUE_BYTES * in_float32 + everything - in_float32
-
-
 def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[slice, float]]:
-    """Returns the ranges that AdamW or NAdam updates in float32, each with its weight decay: 0 for vectors."""
+    """Returns the ranges that AdamW or NAdam updates in float32, each with its weight decay: 0 for vectors.
+
+    Left out are Muon's hidden matrices, and with adamw8bit all matrices.
+    """
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
     if section.name == "adamw8bit":
         return [(part, 0.0) for part in vectors]
@@ -245,11 +267,13 @@ def momentum_product(beta1: float, updates: int) -> float:
 class _WeightPart:
     """The optimizer's state for one part of the flat weights, with the arguments that torch's functions take.
 
-    `mean` and `square` are views of the moments; `momentum` is NAdam's running product. torch's optimizers are used
-    as functions: their classes import torch._dynamo, which nothing here needs and which doubles a daemon's start time.
+    `mean` and `square` are views of the moments; `step` counts updates, `momentum` is NAdam's running product. torch's
+    optimizers are used as functions: their classes import torch._dynamo, which nothing here needs and which doubles a
+    daemon's start time.
     """
 
     elements: slice
+    place: StatePlace
     mean: Tensor
     square: Tensor
     step: Tensor
@@ -257,25 +281,38 @@ class _WeightPart:
     options: dict[str, Any]
 
     @classmethod
-    def create(cls, section: OptimizerSection, part: slice, decay: float, mean: Tensor, square: Tensor) -> _WeightPart:
-        """Returns the state before the first step. decay: weight decay of this part."""
+    def create(
+        cls, section: OptimizerSection, part: slice, decay: float, place: StatePlace, mean: Tensor, square: Tensor
+    ) -> _WeightPart:
+        """Returns the state of `part` before its first step. decay: its weight decay.
+
+        mean, square: views of its moments, which are kept at `place`.
+        """
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel needs its step count on the device; nadam's scalars stay on the CPU, as in torch's class.
-        step = torch.zeros((), device="cpu" if section.name == "nadam" else mean.device)
-        return cls(part, mean, square, step, torch.ones(()), {**options, "maximize": False})
+        step = torch.zeros((), device="cpu" if section.name == "nadam" else place.device)
+        return cls(part, place, mean, square, step, torch.ones(()), {**options, "maximize": False})
 
 
 def _update_adamw(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
-    """Changes one part of the weights and its moments in place by one AdamW step."""
+    """Changes `weights`, which are those of `part` only, and the part's moments in place by one AdamW step.
+
+    gradient: of the same elements. rate: the learning rate.
+    """
     options: dict[str, Any] = {"fused": True, "amsgrad": False, "lr": rate, **part.options}
-    adamw([weights], [gradient], [part.mean], [part.square], [], [part.step], **options)
+    with part.place.on_device(part.mean, part.square) as (mean, square):
+        adamw([weights], [gradient], [mean], [square], [], [part.step], **options)
 
 
 def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
-    """Changes one part of the weights and its moments in place by one NAdam step with decoupled weight decay."""
+    """Changes `weights`, which are those of `part` only, and the part's moments in place by one NAdam step.
+
+    Weight decay is decoupled. gradient: of the same elements. rate: the learning rate.
+    """
     options: dict[str, Any] = {"foreach": True, "decoupled_weight_decay": True, "momentum_decay": MOMENTUM_DECAY}
     options |= {"lr": rate, **part.options}
-    nadam([weights], [gradient], [part.mean], [part.square], [part.momentum], [part.step], **options)
+    with part.place.on_device(part.mean, part.square) as (mean, square):
+        nadam([weights], [gradient], [mean], [square], [part.momentum], [part.step], **options)
 
 
 UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam, "muon": _update_adamw, "adamw8bit": _update_adamw}

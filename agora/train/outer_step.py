@@ -21,8 +21,9 @@ from typing import Final
 
 import torch
 from agora_protocol.errors import ProtocolError
-from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import AveragingSection
+from agora_protocol.parts import part_elements
 from torch import Tensor
 
 from agora.state.layout import Layout, MomentSpec
@@ -33,16 +34,21 @@ VELOCITY: Final = "velocity"
 
 
 def with_outer_moments(layout: Layout) -> Layout:
-    """Returns the layout with anchor and velocity, which have a value for every element of the weights."""
+    """Returns the layout with two more moments, anchor and velocity, with a value for every element of the weights."""
     everything = [slice(0, layout.numel)]
     return replace(layout, moments=(*layout.moments, MomentSpec(ANCHOR, everything), MomentSpec(VELOCITY, everything)))
 
 
 class OuterOptimizer:
-    """Holds and moves anchor and velocity of one stage: on the CPU, float32 [numel] each, in `moments` by name."""
+    """The outer optimizer of one stage. moments: its anchor and velocity by name, float32 [numel] each, on the CPU.
+
+    The anchor starts as a copy of the weights, the velocity as zeros. The weights themselves are never changed here.
+    """
 
     def __init__(self, section: AveragingSection, layout: Layout, weights: Tensor) -> None:
-        self._rate, self._momentum, self._layout = section.outer_rate, section.outer_momentum, layout
+        self._rate = section.outer_rate
+        self._momentum = section.outer_momentum
+        self._layout = layout
         self.moments: Mapping[str, Tensor] = {
             ANCHOR: weights.to("cpu", copy=True),
             VELOCITY: torch.zeros(len(weights)),
@@ -54,27 +60,30 @@ class OuterOptimizer:
         self.moments[VELOCITY].zero_()
 
     def difference(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
-        """Returns anchor - snapshot in the blocks with these numbers. Both are float32 [blocks * SLICE_BLOCK]."""
+        """Returns anchor - snapshot in the blocks with the numbers `blocks`, float32 [blocks * SLICE_BLOCK].
+
+        snapshot: weights of these blocks only, of the same shape.
+        """
         return self._blocks_of(ANCHOR)[blocks].flatten() - snapshot
 
     def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...]) -> Tensor:
-        """Moves anchor and velocity in `blocks` by a round's mean; returns what to add to the weights, new - s [n].
+        """Moves anchor and velocity in `blocks` by a round's mean, by the formula of this module.
 
-        snapshot, mean: float32 [n]. has_mean: for each part of PART_ELEMENTS, whether the round gave a mean; where it
-        did not, nothing changes and the result is 0. Raises ProtocolError, and changes nothing, for a mean of another
-        shape or dtype, and when the resulting change of the weights is not finite.
+        Returns what to add to the weights: new anchor - snapshot, float32 [n]. snapshot, mean: of these blocks, float32
+        [n]. has_mean: for each part of part_elements(n) elements, whether the round gave a mean; where it did not,
+        nothing changes and the result is 0. Padding is set to 0. Raises ProtocolError, and changes nothing, for a mean
+        of another shape or dtype, and when the resulting change of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError(
                 "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a slice of {len(blocks)} blocks"
             )
-        block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(PART_ELEMENTS // SLICE_BLOCK)
+        blocks_of_part = part_elements(len(mean)) // SLICE_BLOCK
+        block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(blocks_of_part)
         moves = block_has_mean[: len(blocks), None]
-        anchor, velocity, mean = (
-            self._blocks_of(ANCHOR)[blocks],
-            self._blocks_of(VELOCITY)[blocks],
-            mean.view(-1, SLICE_BLOCK),
-        )
+        anchor = self._blocks_of(ANCHOR)[blocks]
+        velocity = self._blocks_of(VELOCITY)[blocks]
+        mean = mean.view(-1, SLICE_BLOCK)
         new_velocity = self._momentum * velocity + mean
         new_anchor = anchor - self._rate * (mean + self._momentum * new_velocity)
         change = torch.where(moves, new_anchor - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
@@ -92,5 +101,5 @@ class OuterOptimizer:
         self._blocks_of(VELOCITY)[blocks] = 0.0
 
     def _blocks_of(self, moment: str) -> Tensor:
-        """Returns a view of the named moment, [all blocks, SLICE_BLOCK]."""
+        """Returns a view of "anchor" or "velocity", [all blocks, SLICE_BLOCK]."""
         return self.moments[moment].view(-1, SLICE_BLOCK)

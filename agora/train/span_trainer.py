@@ -28,7 +28,8 @@ from agora.train.device import has_native_bf16
 from agora.train.layer_graphs import GraphMeasure, repeat_in_backward
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 from agora.train.stage_replica import StageReplica
-from agora.train.weight_versions import LIMIT_PER_SEAT, StashedForward, StashedForwards, WeightVersion
+from agora.train.state_place import StatePlace
+from agora.train.weight_versions import LIMIT_FACTOR, StashedForward, StashedForwards, WeightVersion
 
 MEASURE_MEMORY_S = 1.0
 """Seconds for which a measurement of the available memory is used."""
@@ -50,7 +51,7 @@ class FinishedMicrobatch:
 
     loss_sum, tokens: the summed loss, and the microbatch's weight in a step. gradient: of loss_sum with respect to the
     boundary that entered [b, s, k]; None at stage 0 and when not trained. metrics: sums, see agora.metrics.
-    log_probabilities: of each row's supervised tokens, for the purpose "reference" only, whose loss is 0.
+    log_probabilities: the sum over each row's supervised tokens, for the purpose "reference" only, whose loss_sum is 0.
     """
 
     loss_sum: float
@@ -61,7 +62,9 @@ class FinishedMicrobatch:
 
 
 class SpanTrainer:
-    """Trains the stages of a span. A microbatch may enter at any of them.
+    """The stages of a span in training: runs forwards and backwards through them. A microbatch may enter at any stage.
+
+    stages: the stages by number. stashed: the forward passes that wait for their backward pass.
 
     Optimizer steps may be taken between a forward and its backward. The manifest's `schedule.activations` says which
     weights the backward then uses:
@@ -89,12 +92,14 @@ class SpanTrainer:
         in_flight: int,
         on_step: Callable[[StepEvent], None] = lambda event: None,
         base_model: Path | None = None,
+        state_in_host: bool = False,
     ) -> None:
-        """Builds the span's stages with their initial weights. Matrix products are in bf16 if the device has it.
+        """Builds the span's stages with their initial weights. Matrix products are in bf16 if has_native_bf16(device).
 
-        in_flight: the most microbatches that are usually between forward and backward; from LIMIT_PER_SEAT times that
-        many on, forwards are refused. on_step: called with each step event, on the device thread. base_model: the
-        folder of the base model. Raises what Family.build_stage raises.
+        in_flight: maximum number of microbatches that are usually between forward and backward; a forward beyond
+        LIMIT_FACTOR times as many is refused. on_step: called with each step event, on the device thread. base_model:
+        the folder of the base model, if the run has one. state_in_host: the optimizer's state is in host memory.
+        Raises what Family.build_stage raises.
         """
         self.span = span
         self.device = device
@@ -107,20 +112,21 @@ class SpanTrainer:
         self._available_bytes, self._measured_at = 0, -MEASURE_MEMORY_S
         self.activation_bytes: dict[int, int] = {}
         """Bytes of one microbatch's graph, by the stage that it entered, as measured on the first one ("auto" only)."""
-        self.stashed = StashedForwards(LIMIT_PER_SEAT * in_flight)
+        self.stashed = StashedForwards(LIMIT_FACTOR * in_flight)
         self.stages: dict[int, StageReplica] = {}
         for number in span.stages:
             module = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed, base_model)
-            self.stages[number] = StageReplica(number, module, device, manifest, self.stashed, report, on_step)
+            place = StatePlace(device, state_in_host)
+            self.stages[number] = StageReplica(number, module, place, manifest, self.stashed, report, on_step)
 
     def stage(self, number: int) -> StageReplica:
-        """Returns a stage of this span. Raises NotMyStage for another one."""
+        """Returns stage `number`. Raises NotMyStage if it is not in this span."""
         if number not in self.stages:
             raise NotMyStage(f"stage {number} is not held here; this peer holds {self.span}")
         return self.stages[number]
 
     def take_due_steps(self) -> None:
-        """Takes the optimizer step of every stage for which one is due, see TrainedStage.step_if_due."""
+        """Takes the step, or closes the share, of every stage for which that is due, see TrainedStage.step_if_due."""
         for stage in self.stages.values():
             stage.step_if_due()
 
@@ -129,11 +135,12 @@ class SpanTrainer:
     def forward(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch, purpose: str
     ) -> tuple[Tensor, StashedForward | None]:
-        """Runs stages `first` to the span's last. Returns the boundary [b, s, k] that leaves it, without a graph.
+        """Runs stages `first` to the span's last. Returns the boundary [b, s, k] that leaves the span, without a graph.
 
-        entry: float32 [b, s, k], or token ids [b, s] at stage 0. purpose: as in the message Process. With "train", it
-        stashes the forward for the backward and returns it, too; raises Busy when too many are stashed, and NonFinite
-        for a boundary that is not finite.
+        entry: float32 [b, s, k], k values for each token, or token ids [b, s] at stage 0. purpose: as in the message
+        Process; `_run` says which weights it uses. With "train", stashes the forward for the backward and returns it,
+        too (otherwise None); raises Busy when too many are stashed, and NonFinite for a boundary that is not finite,
+        whose microbatch is counted as refused.
         """
         if purpose != "train":
             with torch.no_grad():
@@ -143,7 +150,8 @@ class SpanTrainer:
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
         graph = output if versions else None
-        tokens, steps = self.objective.count_tokens(batch), self._steps_from(first)
+        tokens = self.objective.loss_weight(batch)
+        steps = self._steps_from(first)
         forward = StashedForward(first, entry, batch, tokens, steps, 0.0, graph, versions)
         self.stashed.add(microbatch, forward)
         return boundary, forward
@@ -159,11 +167,12 @@ class SpanTrainer:
     ) -> FinishedMicrobatch:
         """Runs stages `first` to the model's last, and the loss; with the purpose "train" also the backward.
 
-        The backward adds the microbatch's gradients to the sums. entry: as for `forward`. purpose, references: as in
-        the message Process. Raises NonFinite, and ProtocolError for references that the objective does not take; then
-        nothing was added.
+        The backward adds the microbatch's gradients to the sums, and counts the microbatch. With "reference" there is
+        no loss, but the log-probability of each row. entry: as for `forward`. purpose, references: as in the message
+        Process. Raises NonFinite, also for a loss above MAX_LOSS_SUM, and counts the microbatch as refused; raises
+        ProtocolError for references that the objective does not take. Then nothing was added.
         """
-        tokens = self.objective.count_tokens(batch)
+        tokens = self.objective.loss_weight(batch)
         run_layer = self._run_layer_for_gradients(microbatch, first, entry, batch) if purpose == "train" else keep_graph
         with torch.set_grad_enabled(purpose == "train"):
             logits = self._run(microbatch, first, entry, batch, purpose, run_layer)
@@ -175,24 +184,29 @@ class SpanTrainer:
         self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, first, microbatch, "the loss")
         if purpose != "train":
             return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
-        versions, steps = self._versions_from(first), self._steps_from(first)
+        versions = self._versions_from(first)
+        steps = self._steps_from(first)
         forward = StashedForward(first, entry, batch, tokens, steps, 0.0, loss, versions)
         gradient = self._add_gradients(microbatch, forward, loss, None, loss_sum)
         return FinishedMicrobatch(loss_sum, tokens, gradient, metrics)
 
     def _reference(self, microbatch: MicrobatchId, first: int, logits: Tensor, batch: TokenBatch) -> FinishedMicrobatch:
-        """Returns the log-probabilities of the rows' supervised tokens, from the reference's logits [b, s, v]."""
+        """Returns the result for the purpose "reference": the summed log-probability of each row's supervised tokens.
+
+        logits: of the reference model [b, s, v]. Raises NonFinite.
+        """
         rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
         self._require_finite(sum(rows), first, microbatch, "the reference's log-probability")
-        return FinishedMicrobatch(0.0, self.objective.count_tokens(batch), log_probabilities=rows)
+        return FinishedMicrobatch(0.0, self.objective.loss_weight(batch), log_probabilities=rows)
 
     def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
-        """Runs the backward of a stashed forward, and adds its gradients to the sums.
+        """Runs the backward of a stashed forward, adds its gradients to the sums, and counts the microbatch.
 
-        gradient: of the loss sum with respect to the boundary that `forward` returned, float32 [b, s, k], finite.
-        Returns the gradient with respect to the entry (None at stage 0), and the forward, which is stashed no longer.
-        Raises LocalError when no forward is stashed, NonFinite when a computed gradient is not finite; then nothing was
-        added.
+        If no graph was kept, runs the forward again first, on the current weights. gradient: of the loss sum with
+        respect to the boundary that `forward` returned, float32 [b, s, k], finite. Returns the gradient with respect to
+        the entry (None at stage 0), and the forward. Raises LocalError when no forward is stashed, NonFinite when a
+        computed gradient is not finite; then nothing was added. The forward is not stashed any more, even after an
+        error.
         """
         forward = self.stashed.take(microbatch, first)
         output = forward.output
@@ -208,11 +222,11 @@ class SpanTrainer:
         return [self.stages[number] for number in range(first, self.span.last + 1)]
 
     def _steps_from(self, first: int) -> tuple[int, ...]:
-        """Returns the steps that the stages from `first` on have taken."""
+        """Returns how many steps each of the span's stages from `first` on has taken."""
         return tuple(stage.step for stage in self._stages_from(first))
 
     def _versions_from(self, first: int) -> tuple[WeightVersion, ...]:
-        """Returns the current weights of the stages from `first` on."""
+        """Returns the current weights of each of the span's stages from `first` on."""
         return tuple(stage.weights.current for stage in self._stages_from(first))
 
     def _run(
@@ -224,13 +238,15 @@ class SpanTrainer:
         purpose: str,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Runs stages `first` to the span's last; returns their output, a boundary or the logits.
+        """Runs stages `first` to the span's last; returns their output: a boundary, or the logits.
 
         | purpose   | weights                                     |
         |-----------|---------------------------------------------|
         | train     | the current ones                            |
         | evaluate  | those of TrainedStage.evaluated             |
-        | reference | the same, with adapters switched off        |
+        | reference | as for evaluate, but adapters are off       |
+
+        With gradients enabled, an `entry` that is a boundary is set to require a gradient.
         """
         if first > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
@@ -246,7 +262,8 @@ class SpanTrainer:
     def _mode_for(self, module: Stage, purpose: str, microbatch: MicrobatchId, stage: int) -> Iterator[None]:
         """Context manager: sets `module` up for `purpose`: dropout only for "train", no adapters for "reference".
 
-        Dropout's random seed is a hash of microbatch and stage, so that a second forward drops the same values.
+        Dropout's random seed is a hash of microbatch and stage, so that a second forward drops the same values. At the
+        end torch's random state is what it was before, and adapters are on again; the training flag stays.
         """
         with ExitStack() as stack:
             if purpose == "reference":
@@ -261,7 +278,11 @@ class SpanTrainer:
     def _run_for_training(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
     ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        """Calls `_run` for a later backward; returns the output, and the weights of its graph, () without a graph."""
+        """Calls `_run` for a later backward; returns the output, and the weights of its graph, () without a graph.
+
+        Keeps the graph or not, as the class's table says. With "auto", the first forward that enters at `first`
+        measures the graph's bytes and keeps none.
+        """
         if self._activations == "auto" and first not in self.activation_bytes:
             return self._measure_graph(microbatch, first, entry, batch), ()
         versions = self._versions_from(first)
@@ -270,9 +291,9 @@ class SpanTrainer:
             return self._run(microbatch, first, entry, batch, "train"), versions if keeps_graph else ()
 
     def _measure_graph(self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch) -> Tensor:
-        """Calls `_run` with one layer's graph at a time, and records the bytes of all graphs in activation_bytes.
+        """Calls `_run` with one layer's graph at a time; returns the output without a graph.
 
-        Returns its output without a graph.
+        Records the bytes of all these graphs together in activation_bytes[first], without those of the weights.
         """
         versions = self._versions_from(first)
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
@@ -286,8 +307,10 @@ class SpanTrainer:
     def _run_layer_for_gradients(
         self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
     ) -> RunLayer:
-        """Returns the RunLayer for a forward whose backward follows at once: keep_graph if the graph fits into memory,
-        otherwise repeat_in_backward. With "auto", it measures the graph first if that was not done yet.
+        """Returns the RunLayer for a forward whose backward follows at once: keep_graph or repeat_in_backward.
+
+        That is keep_graph with "keep", and with "auto" if the graph fits into memory. With "auto", first runs the
+        forward once more to measure the graph, if none was measured for `first` yet.
         """
         if self._activations == "auto" and first not in self.activation_bytes:
             self._measure_graph(microbatch, first, entry, batch)
@@ -300,18 +323,20 @@ class SpanTrainer:
     def _must_keep_graph(self, first: int) -> bool:
         """Returns whether to keep the graph of a forward that enters at `first`, rather than recompute it.
 
-        With "keep" always; with "auto" if memory suffices for the graphs of all microbatches in flight.
+        With "keep" always, with "recompute" never; with "auto" if memory suffices for the graphs of all microbatches in
+        flight that are not kept yet, at least one, and for a second version of the weights of each stage that has none.
+        "auto" needs activation_bytes[first].
         """
         if self._activations != "auto":
             return self._activations == "keep"
-        graphs_to_come = max(self._in_flight - self.stashed.graph_count(), 1)
+        graphs_to_come = max(self._in_flight - self.stashed.count_graphs(), 1)
         weights = [stage.weights for stage in self.stages.values()]
         second_version = sum(w.current.flat.nbytes for w in weights if w.previous is None)
         available = self._available_memory()
         return memory.graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, available)
 
     def _available_memory(self) -> int:
-        """Returns the device's available bytes, as measured at most MEASURE_MEMORY_S ago."""
+        """Returns how many bytes the device has available, as measured at most MEASURE_MEMORY_S ago."""
         now = time.monotonic()
         if now - self._measured_at >= MEASURE_MEMORY_S:
             self._available_bytes, self._measured_at = memory.available_bytes(self.device), now
@@ -325,13 +350,16 @@ class SpanTrainer:
         gradient: Tensor | None,
         loss_sum: float = 0.0,
     ) -> Tensor | None:
-        """Computes a microbatch's gradients, adds them to the sums, counts the microbatch in its stages and reports it.
+        """Computes a microbatch's gradients, adds them to the sums, and counts the microbatch in each of its stages.
 
-        output: the output of the graph. gradient: of the loss sum with respect to `output`; None if `output` is the
-        loss sum. Returns the gradient with respect to the entry, None at stage 0. Raises NonFinite, and adds nothing
-        then.
+        Then reports MicrobatchCounted. forward: its entry, weights and steps are used. output: of the forward's graph.
+        gradient: of the loss sum with respect to `output`; None if `output` is the loss sum. loss_sum: for the counts.
+        Returns the gradient with respect to the entry, None at stage 0. Raises NonFinite if a gradient is not finite,
+        and then adds nothing and counts the microbatch as refused.
         """
-        first, stages, name = forward.first, self._stages_from(forward.first), microbatch.hex()
+        first = forward.first
+        stages = self._stages_from(forward.first)
+        name = microbatch.hex()
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
         inputs = [forward.entry, *parameters] if first > 0 else parameters
         computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))
@@ -340,15 +368,15 @@ class SpanTrainer:
         entry_gradient = computed.pop(0) if first > 0 else None
         torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
         for stage, step_at_forward in zip(stages, forward.steps, strict=True):
-            stage.count_microbatch(name, forward.tokens, loss_sum, step_at_forward)
+            stage.record_microbatch(name, forward.tokens, loss_sum, step_at_forward)
         self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.tokens))
         return entry_gradient
 
     def _require_finite(self, value: float, first: int, microbatch: MicrobatchId, what: str) -> None:
         """Raises NonFinite, and counts the microbatch as refused at stage `first`, when `value` is not finite.
 
-        what: names the value in the texts.
+        what: the value's name in the event and the error.
         """
         if not math.isfinite(value):
-            self.stages[first].count_refused(microbatch.hex(), f"{what} is not finite")
+            self.stages[first].record_refusal(microbatch.hex(), f"{what} is not finite")
             raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")

@@ -25,16 +25,16 @@ AveragedSlice = tuple[Tensor, tuple[bool, ...]]
 
 
 class StageReplica(TrainedStage):
-    """A trained stage that exchanges weights with its replicas. Used on the device thread, between two microbatches.
+    """A trained stage whose weights can be averaged with those of its replicas, exported and replaced.
 
-    Weights that live graphs need are copied before a change. Wrong shapes and values raise ProtocolError
-    ("bad-tensor").
+    Used on the device thread, between two microbatches. Weights that live graphs need are copied before a change. Wrong
+    shapes and values raise ProtocolError ("bad-tensor").
     """
 
     def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Returns anchor - weights in `blocks`, and these weights; both float32 [blocks * SLICE_BLOCK] on the CPU.
+        """Returns (anchor - weights, weights), both copied from the numbered `blocks` of the stage's flat weights.
 
-        Both are copies.
+        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. Raises LocalError in a run without local steps.
         """
         rows = self.weights.current.flat.view(-1, SLICE_BLOCK)
         snapshot = rows.index_select(0, self._block_numbers(blocks)).flatten().cpu()
@@ -44,7 +44,9 @@ class StageReplica(TrainedStage):
         """Applies the mean of step `step`'s round over `blocks` to anchor and weights, and records it in the lineage.
 
         Does nothing if a mean of this or a later step was applied before. snapshot: the weights that the round began
-        with. averaged: the round's result; None if there is no other replica: then the snapshot becomes the anchor.
+        with. averaged: the round's result; parts without a mean stay as they are. None if there is no other replica:
+        then the snapshot becomes the anchor, and the weights stay. Raises ProtocolError for a mean that does not fit or
+        gives weights that are not finite, LocalError in a run without local steps.
         """
         if step <= self.progress.agreed:
             return
@@ -64,13 +66,16 @@ class StageReplica(TrainedStage):
 
     @property
     def _required_outer(self) -> OuterOptimizer:
-        """The outer optimizer. Raises LocalError in a run without local steps, which has none."""
+        """The stage's outer optimizer. Raises LocalError in a run without local steps, which has none."""
         if self.outer is None:
             raise LocalError(f"stage {self.number} has no anchor: all steps of the run are exact")
         return self.outer
 
     def export_state(self) -> StageState:
-        """Returns a copy, on the CPU, of the stage's state after the last step. The gradient sum is not part of it."""
+        """Returns a copy, on the CPU, of the stage's weights, moments, step, tokens and lineage after the last step.
+
+        The gradient sum and closed shares are not part of this state.
+        """
         weights = self.weights.current.flat.cpu().numpy().copy()
         moments = {name: moment.cpu().numpy().copy() for name, moment in self.moments.items()}
         optimizer = self.optimizer
@@ -87,10 +92,10 @@ class StageReplica(TrainedStage):
         )
 
     def load_state(self, state: StageState) -> None:
-        """Replaces weights, moments, step and lineage by those of `state`, and drops the gradient sum.
+        """Replaces weights, moments, step and lineage with those of `state`; drops the gradient sum and closed shares.
 
-        Raises ProtocolError, and changes nothing, for an array that is missing, does not fit or is not finite, and for
-        a negative square.
+        Reports StepsSkipped if that loses tokens. Raises ProtocolError, and changes nothing, for an array that is
+        missing, does not fit or is not finite, and for a mean square with a negative value.
         """
         layout = self.layout
         weights = self._copy_checked("weights", state.weights, layout)
@@ -107,15 +112,15 @@ class StageReplica(TrainedStage):
         self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage)
 
     def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
-        """Returns a copy of a state's array on the device, with its padding set to zero.
+        """Returns a state's array as a new tensor on the CPU, with its padding set to zero.
 
-        name: for the error. Raises ProtocolError unless the array is there, fits `layout` and is finite.
+        name: for the error. Raises ProtocolError for None, and unless the array is float32 [layout.numel] and finite.
         """
         fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)
         if array is None or not fits or not np.isfinite(array).all():
             problem = "are missing, have another size than this run's, or are not finite"
             raise ProtocolError("bad-tensor", f"the {name} of stage {self.number} {problem}")
-        values = torch.tensor(array, device=self.sum.flat.device)
+        values = torch.tensor(array)
         layout.clear_padding(values)
         return values
 

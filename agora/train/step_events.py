@@ -13,11 +13,11 @@ from typing import Final
 
 from agora.stepping import StepEvent
 
-MAX_EVENTS: Final = 4096  # the most step events that wait for their reader; beyond that the oldest are dropped
+MAX_EVENTS: Final = 4096  # maximum number of step events that wait for their reader; the oldest are dropped
 
 
 class StepEvents:
-    """A bounded queue of step events: any thread may `put`; one reader iterates, on the event loop that made it."""
+    """A queue of at most MAX_EVENTS step events: any thread may `put`; one task iterates, on the loop that made it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -25,7 +25,7 @@ class StepEvents:
         self._arrived = asyncio.Event()
 
     def put(self, event: StepEvent) -> None:
-        """Appends an event and wakes the reader; when full, drops the oldest event. From any thread; never blocks."""
+        """Appends an event and wakes the reader; drops the oldest event if the queue is full. From any thread."""
         self._events.append(event)
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
             self._loop.call_soon_threadsafe(self._arrived.set)

@@ -13,7 +13,7 @@ from agora_protocol.records import StageAccount
 
 
 class _RecentStep(NamedTuple):
-    """An optimizer step. own: this peer's tokens in it. in_mean, staleness: see TokenAccounts.add_step."""
+    """The token counts of one of the last optimizer steps; for the fields see TokenAccounts.record_step."""
 
     own: int
     in_mean: int | None
@@ -23,7 +23,8 @@ class _RecentStep(NamedTuple):
 class TokenAccounts:
     """Counts what became of a stage's tokens here since the stage was loaded: totals, and sums over the last steps.
 
-    computed: tokens whose gradient was computed; the owner of this object adds to it.
+    computed: tokens whose gradient was computed; the owner of this object adds to it. Of steps, only the last
+    RECENT_STEPS are kept.
     """
 
     def __init__(self) -> None:
@@ -31,21 +32,25 @@ class TokenAccounts:
         self._counted = 0
         self._recent: deque[_RecentStep] = deque(maxlen=RECENT_STEPS)
 
-    def add_step(self, own: int, in_mean: int | None, staleness: float) -> None:
-        """Adds a step that was taken along a gradient. own: this peer's tokens that went into it.
+    def record_step(self, own: int, in_mean: int | None, staleness: float) -> None:
+        """Records an optimizer step that was taken along a gradient.
 
-        in_mean: tokens of all replicas in the mean gradient; None if the step was along this peer's own gradient.
-        staleness: mean age of this peer's gradients in steps.
+        own: this peer's tokens that went into the gradient. in_mean: tokens of all replicas in the mean gradient; None
+        if the step was along this peer's own gradient. staleness: mean age of this peer's gradients in steps.
         """
         self._counted += own
         self._recent.append(_RecentStep(own, in_mean, staleness))
 
     def forget_recent(self) -> None:
-        """Drops the recent steps, after the stage's state was replaced by one of other steps."""
+        """Drops the recent steps, but not the totals; to be called when a loaded state has replaced the stage's."""
         self._recent.clear()
 
     def account(self, waiting: int) -> StageAccount:
-        """Returns the account for the progress record. waiting: tokens that are in no step yet."""
+        """Returns the account for the progress record: totals, and sums and mean staleness over the recent steps.
+
+        waiting: tokens that are in no step yet. Each step's staleness is weighted by this peer's tokens in it; the mean
+        is 0 without tokens.
+        """
         along_own = [step.own for step in self._recent if step.in_mean is None]
         in_mean = [step.in_mean for step in self._recent if step.in_mean is not None]
         own = sum(step.own for step in self._recent)

@@ -11,9 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.manifest import ALL_STEPS, Manifest
 from agora_protocol.records import StageAccount
@@ -21,13 +19,15 @@ from torch import Tensor
 
 from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
-from agora.state.layout import AVERAGE, Layout, lay_out
+from agora.state.layout import Layout, lay_out
 from agora.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
+from agora.train.gradient_sum import ClosedShare, GradientShare, GradientSum, SumTotals
 from agora.train.lineage import INITIAL_LINEAGE, with_step
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.outer_step import OuterOptimizer, with_outer_moments
+from agora.train.state_place import StatePlace
 from agora.train.token_accounts import TokenAccounts
-from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion, tensor_in
+from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion
 
 MAX_CLOSED_SHARES = 2
 """Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows."""
@@ -37,25 +37,19 @@ STALENESS_BINS = 33
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """Immutable snapshot of the training progress of one of this peer's stages. step: optimizer steps taken.
-
-    open_step: number of the step whose share is open, step + closed shares that wait for their means. tokens_in_share:
-    counted for the open share. tokens_counted: counted since the stage was loaded. tokens_total: in all steps and
-    shares, those of a loaded state included. staleness[i]: microbatches whose gradient was i steps old; the last bin
-    has all older ones. refused_nonfinite: gradients and sums dropped because they were not finite. account: what became
-    of the tokens counted here. lineages: step -> lineage of the last agreed steps, see train.lineage.
-    """
+    """Snapshot of the training progress of one of this peer's stages."""
 
     stage: int
-    step: int
-    open_step: int
-    tokens_in_share: int
-    tokens_counted: int
-    tokens_total: int
+    step: int  # how many optimizer steps were taken
+    open_step: int  # number of the step whose share is open: `step` + closed shares that wait for their means
+    tokens_in_share: int  # counted here for the open share
+    tokens_counted: int  # counted here since the stage was loaded
+    tokens_total: int  # this replica's in all steps and shares, those of a loaded state included
     staleness: tuple[int, ...]
-    refused_nonfinite: int
-    account: StageAccount
-    lineages: Mapping[int, int]
+    """Number of microbatches by how many steps old their gradient was; the last bin has all older ones."""
+    refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
+    account: StageAccount  # what became of the tokens counted here
+    lineages: Mapping[int, int]  # of the last agreed steps, by step; see train.lineage
 
     @property
     def agreed(self) -> int:
@@ -64,80 +58,24 @@ class StageProgress:
 
     @property
     def lineage(self) -> int:
-        """The lineage of step `agreed`; 0 when it is not known."""
+        """The lineage of step `agreed`; 0 is stored for it where it is unknown, see train.lineage."""
         return self.lineages[self.agreed]
 
 
-@dataclass(frozen=True, slots=True)
-class GradientShare:
-    """A replica's share of step number `step` (0 the first): its own mean gradient, over its own `tokens`.
-
-    values: float32 [numel] on the CPU, finite, not to be changed; zeros if `tokens` is 0.
-    """
-
-    step: int
-    tokens: int
-    values: Tensor
-
-
-@dataclass(slots=True)
-class SumContents:
-    """The totals of a gradient sum: supervised tokens, the sum of their losses, the number of microbatches.
-
-    forward_steps: for each microbatch the step of the weights of its forward, summed.
-    """
-
-    tokens: int = 0
-    loss: float = 0.0
-    microbatches: int = 0
-    forward_steps: int = 0
-
-    def staleness(self, step: int) -> float:
-        """Returns the mean age, in steps, of the summed gradients when step number `step` uses them; 0 without any."""
-        return step - self.forward_steps / self.microbatches if self.microbatches else 0.0
-
-
-class ClosedShare(NamedTuple):
-    """This replica's closed share of a step, held until the mean of all replicas arrives.
-
-    gradient: its mean gradient. contents: the totals of the sum behind it.
-    """
-
-    gradient: GradientShare
-    contents: SumContents
-
-
-class GradientSum:
-    """The summed gradients of a stage's next step. flat: float32 [numel].
-
-    tensors: views of it, in the layout's order.
-    """
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        self.tensors = [tensor_in(self.flat, slot) for slot in layout.slots]
-        self.contents = SumContents()
-
-    def clear(self) -> SumContents:
-        """Sets the sum and its totals to zero, and returns the totals that it had."""
-        self.flat.zero_()
-        contents, self.contents = self.contents, SumContents()
-        return contents
-
-
 def stage_layout(manifest: Manifest, stage: int) -> Layout:
-    """Returns the layout of a stage's tensors and moments, computed from the manifest; no stage is built."""
-    family, layers = family_of(manifest.model), manifest.layers_of(stage)
+    """Returns the layout of a stage's tensors and moments, computed from the manifest without building the stage."""
+    family = family_of(manifest.model)
+    layers = manifest.layers_of(stage)
     layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
     layout = with_moments(manifest.optimizer, layout)
     return layout if manifest.exact_steps == ALL_STEPS else with_outer_moments(layout)
 
 
 class TrainedStage:
-    """Sums one stage's gradients and takes its optimizer steps: alone, or along the mean gradient of all replicas.
+    """One stage in training: sums its gradients, and steps along this sum or along the mean gradient of all replicas.
 
-    step: the optimizer steps that the stage has taken, here or by its replicas. sum: the gradients of the open share;
-    closed shares wait for the mean of the replicas. Used on the device thread only, except that any thread may read
+    step: how many optimizer steps the stage has taken, here or at its replicas. sum: the gradients of the open share;
+    closed shares wait for the mean over the replicas. Used on the device thread only, except that any thread may read
     `progress` and replace `policy`, which decides when the stage steps or closes a share by itself.
     """
 
@@ -145,26 +83,31 @@ class TrainedStage:
         self,
         number: int,
         module: Stage,
-        device: torch.device,
+        place: StatePlace,
         manifest: Manifest,
-        stashed: StashedForwards,
+        stashed: StashedForwards,  # their graphs may need the weights
         report: Report,
         on_step: Callable[[StepEvent], None],
     ) -> None:
-        """number: of the stage. on_step: called after each step and each closed share, on the device thread."""
+        """module: gives the initial weights. place: of the optimizer's state, with the weights' device.
+
+        on_step: called on the device thread after each step and closed share.
+        """
         self.number = number
-        self.weights = StageWeights(module, device, module.hidden_matrices())
-        self.optimizer = StageOptimizer(
-            manifest.optimizer, manifest.stage_count, self.weights.layout, self.weights.current.flat
-        )
-        self.layout, self.outer, flat = self.optimizer.layout, None, self.weights.current.flat
+        self.weights = StageWeights(module, place.device, module.hidden_matrices())
+        weights, flat = self.weights, self.weights.current.flat
+        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, weights.layout, flat, place)
+        self.layout = self.optimizer.layout
+        self.outer: OuterOptimizer | None = None
         self._exact_steps = manifest.exact_steps
         if self._exact_steps < ALL_STEPS:
             self.layout = with_outer_moments(self.layout)
             self.outer = OuterOptimizer(manifest.averaging, self.layout, flat)
-        average = self.optimizer.moments.get(AVERAGE)
-        self._average = None if average is None else WeightVersion(average, self.weights.layout, module)
-        self.sum = GradientSum(self.weights.layout, device)
+        average = self.optimizer.average
+        self._average: WeightVersion | None = None
+        if average is not None and not place.in_host:
+            self._average = WeightVersion(average, weights.layout, module)
+        self.sum = GradientSum(weights.layout, place.device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
         self._lineages = {0: INITIAL_LINEAGE}
@@ -183,9 +126,9 @@ class TrainedStage:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        """Replaces `progress`, which other threads read, by a new immutable copy of the stage's counts."""
-        summed = self.sum.contents.tokens
-        waiting = sum(share.contents.tokens for share in self._closed_shares) + summed
+        """Sets `progress`, which other threads read, to a new snapshot of the stage's counts."""
+        summed = self.sum.totals.tokens
+        waiting = sum(share.totals.tokens for share in self._closed_shares) + summed
         self.progress = StageProgress(
             stage=self.number,
             step=self.step,
@@ -199,27 +142,28 @@ class TrainedStage:
             lineages=self._lineages,
         )
 
-    def count_microbatch(self, microbatch: str, tokens: int, loss: float, step_at_forward: int) -> None:
-        """Counts a microbatch whose gradient was added to the sum.
+    def record_microbatch(self, microbatch: str, tokens: int, loss: float, step_at_forward: int) -> None:
+        """Adds a microbatch to the totals of the sum and of the stage; the caller has added its gradient to the sum.
 
-        microbatch: its name in events. loss: the sum over its `tokens`. Its staleness is max(0, open step -
-        step_at_forward): steps whose shares are closed count as taken. In a synchronous run, reports GradientLate if
-        the share of its step is closed already.
+        microbatch: its name in events. loss: the sum over the microbatch's `tokens`. step_at_forward: the stage's step
+        count at the forward. The microbatch's staleness is max(0, open step - step_at_forward): steps whose shares are
+        closed count as taken. In a synchronous run, reports GradientLate if a closed share waits: the microbatch then
+        counts for a later step.
         """
         staleness = max(self._open_step - step_at_forward, 0)
-        contents = self.sum.contents
-        contents.tokens += tokens
-        contents.loss += loss
-        contents.microbatches += 1
-        contents.forward_steps += self._open_step - staleness
+        totals = self.sum.totals
+        totals.tokens += tokens
+        totals.loss += loss
+        totals.microbatches += 1
+        totals.forward_steps += self._open_step - staleness
         self._accounts.computed += tokens
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
         if self._closed_shares and self._synchronous:
             self._report(GradientLate(self.number, self.step, microbatch, tokens))
 
-    def count_refused(self, microbatch: str, reason: str) -> None:
-        """Counts a gradient that is not finite and reports GradientRefused. microbatch: "" for a whole sum."""
+    def record_refusal(self, microbatch: str, reason: str) -> None:
+        """Counts a refused microbatch, or if its name is "" a refused sum; reports GradientRefused with `reason`."""
         self._refused += 1
         self._update_progress()
         self._report(GradientRefused(self.number, microbatch, reason))
@@ -238,155 +182,173 @@ class TrainedStage:
     def evaluated(self) -> WeightVersion:
         """The weights that evaluations and exports use: the moving average, or without one the current weights.
 
-        The average changes in place at every step, so no graph on it may be kept.
+        The average changes in place at every step, so no graph on it may be kept. If it is in host memory, each read
+        returns a copy on the device, which takes the place of the gradients that an evaluation does not compute.
         """
-        return self._average or self.weights.current
+        average = self.optimizer.average
+        if self._average or average is None:
+            return self._average or self.weights.current
+        on_device = average.to(self.sum.flat.device, copy=True)
+        return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
     def writable_weights(self) -> Tensor:
-        """Returns the flat weights [numel] to change in place; if live graphs need them, a copy becomes current first.
+        """Returns the flat current weights [numel], which may be changed in place, see StageWeights.make_writable.
 
-        See StageWeights.make_writable.
+        If a stashed graph needs them, first makes a copy of them the current weights.
         """
         return self.weights.make_writable(self._stashed)
 
     # --- steps
 
     def step_if_due(self) -> None:
-        """Steps along the sum, or closes the open share, as the policy says, if the sum has the tokens needed.
+        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, as `policy` says.
 
-        While closed shares wait for their means, it does not step along the sum. At most MAX_CLOSED_SHARES are closed.
+        Does neither until the sum has the tokens that the policy needs. Takes no step while a closed share waits for
+        its mean, and closes no share beyond MAX_CLOSED_SHARES.
         """
-        tokens, open_step = self.sum.contents.tokens, self._open_step
-        if not 0 < tokens >= self.policy.tokens_needed(open_step):
+        tokens = self.sum.totals.tokens
+        open_step = self._open_step
+        if tokens == 0 or tokens < self.policy.tokens_needed(open_step):
             return
-        if not self._closed_shares and not self.policy.is_along_mean(open_step):
-            self._step_along_sum()
+        if not self._closed_shares and not self.policy.uses_mean_gradient(open_step):
+            self._step_with_sum()
         elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.must_close(open_step):
             self._close_share()
 
     def catch_up(self, step: int) -> None:
-        """Sets the step count to `step`, that of the other replicas, if it is behind and no share is closed.
+        """Raises the step count to `step`, that of the other replicas. Does nothing while a share is closed.
 
-        If the stage is one step behind, or takes local steps, it first takes one step along its sum, if that has
-        tokens. For the steps that are still missing it only counts, and drops the sum, whose gradients are too old;
-        then StepsSkipped is reported if tokens or more than one step were lost.
+        Does nothing either if the stage is not behind. If the stage is one step behind, or takes local steps, it first
+        takes one step with its summed gradient, if that has tokens. If steps are then still missing, it drops the sum,
+        whose gradients are too old, and skips the steps: it reports one StepTaken for all of them, and StepsSkipped
+        before that if tokens or more than one step were lost.
         """
         if step <= self.step or self._closed_shares:
             return
         uses_sum = step == self.step + 1 or self.step >= self._exact_steps
-        if uses_sum and self.sum.contents.tokens > 0:
-            self._step_along_sum()
+        if uses_sum and self.sum.totals.tokens > 0:
+            self._step_with_sum()
         skipped = step - self.step
         if skipped > 0:
             dropped = self.sum.clear().tokens
             self.step = step - 1
             if skipped > 1 or dropped:
                 self._report(StepsSkipped(self.number, step, skipped, dropped))
-            self._count_step(SumContents(), None)
+            self._count_step(SumTotals(), None)
 
     def take_gradient_share(self) -> GradientShare:
-        """Returns this replica's share of the next step, and closes it if it is open.
+        """Returns this replica's share of the next step; first closes the share if it is open, whatever tokens it has.
 
-        Until the step is taken, it returns the same share. A share that is not finite becomes zeros over 0 tokens.
+        Until that step is taken, each call returns the same share. A share that is not finite becomes zeros over 0
+        tokens.
         """
         if not self._closed_shares:
             self._close_share()
         return self._closed_shares[0].gradient
 
     def _close_share(self) -> None:
-        """Moves the sum's mean into a closed share, clears the sum for the next step, and reports ShareClosed."""
-        number = self._open_step
-        mean = (self.sum.flat / max(self.sum.contents.tokens, 1)).cpu()
-        contents = self.sum.clear()
-        if not bool(mean.isfinite().all()):
-            self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
-            mean.zero_()
-            contents = SumContents()
-        self._closed_shares.append(ClosedShare(GradientShare(number, contents.tokens, mean), contents))
-        self._update_progress()
-        self._on_step(ShareClosed(self.number, number, contents.tokens))
+        """Moves the sum's mean to a new closed share on the CPU, clears the sum, and calls `on_step` with ShareClosed.
 
-    def step_with_gradient(self, number: int, mean: Tensor, tokens: int) -> None:
-        """Takes step `number`, the next one, along the `mean` gradient [numel] over all replicas' `tokens`.
-
-        Drops this replica's closed share of the step; an open one stays, for the step after. With 0 tokens the step is
-        only counted. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype and
-        for a norm that is not finite; the step can then be taken along another gradient.
+        A mean that is not finite is counted as refused, and becomes zeros over 0 tokens.
         """
-        if mean.shape != self.sum.flat.shape or mean.dtype != self.sum.flat.dtype:
-            raise ProtocolError("bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a gradient here")
-        if number != self.step:
-            raise LocalError(f"stage {self.number} takes step {self.step} next, not {number}; ask for its share")
-        result, checksum = None, 0
+        step = self._open_step
+        mean = (self.sum.flat / max(self.sum.totals.tokens, 1)).cpu()
+        totals = self.sum.clear()
+        if not bool(mean.isfinite().all()):
+            self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
+            mean.zero_()
+            totals = SumTotals()
+        self._closed_shares.append(ClosedShare(GradientShare(step, totals.tokens, mean), totals))
+        self._update_progress()
+        self._on_step(ShareClosed(self.number, step, totals.tokens))
+
+    def step_with_gradient(self, step: int, mean_gradient: Tensor, tokens: int) -> None:
+        """Takes step `step` along the mean gradient [numel] over all replicas' `tokens`, and reports StepTaken.
+
+        Drops this replica's closed share of the step; an open share stays, for the step after. With 0 tokens the step
+        is only counted. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype
+        and for a norm that is not finite; the step can then be taken along another gradient.
+        """
+        if mean_gradient.shape != self.sum.flat.shape or mean_gradient.dtype != self.sum.flat.dtype:
+            form = f"{mean_gradient.dtype} {tuple(mean_gradient.shape)}"
+            raise ProtocolError("bad-tensor", f"{form} is not a gradient here")
+        if step != self.step:
+            raise LocalError(f"stage {self.number} takes step {self.step} next, not {step}; ask for its share")
+        result = None
+        checksum = 0
         if tokens > 0:
-            checksum = zlib.crc32(mean.cpu().contiguous().numpy().data)
-            gradient = mean.to(self.sum.flat.device, copy=True)
+            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data)
+            gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
-            result = self.optimizer.step(self.writable_weights(), gradient, number)
+            result = self.optimizer.step(self.writable_weights(), gradient, step)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
-        contents = self._closed_shares.popleft().contents if self._closed_shares else SumContents()
-        self._count_step(contents, result, tokens or None, checksum)
+        totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
+        self._count_step(totals, result, tokens or None, checksum)
 
     def record_agreed(self, step: int, checksum: int) -> None:
-        """Records in the lineage that this replica has applied the mean of local step `step`'s slice.
-
-        checksum: the CRC of the mean.
-        """
+        """Adds the lineage of step `step`: the mean of its slice, whose CRC is `checksum`, was applied."""
         self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
         self._update_progress()
 
     def restart_at(self, step: int, tokens: int, agreed: int, lineage: int) -> None:
-        """Sets step, tokens and lineage to those of a loaded state; drops the gradient sum and the closed shares.
+        """Sets step, tokens and lineage to those of a loaded state; drops gradient sum, closed shares, recent accounts.
 
-        tokens: behind the state's steps. lineage: of step `agreed`. The caller has replaced weights and moments before.
-        Reports StepsSkipped if tokens are lost.
+        tokens: in the state's steps. lineage: of step `agreed`; the lineages of all other steps are dropped. The caller
+        has replaced weights and moments before. Reports StepsSkipped if tokens are lost.
         """
         self._lineages = {agreed: lineage}
-        lost = self.sum.clear().tokens + sum(share.contents.tokens for share in self._closed_shares)
+        lost = self.sum.clear().tokens + sum(share.totals.tokens for share in self._closed_shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))
         self._closed_shares.clear()
         self._accounts.forget_recent()
-        self.step, self.tokens_stepped = step, tokens
+        self.step = step
+        self.tokens_stepped = tokens
         self._stepped_at = time.monotonic()
         self._update_progress()
 
-    def _step_along_sum(self) -> None:
-        """Takes the optimizer step along the sum's mean and clears the sum; one that is not finite is only dropped."""
-        result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.contents.tokens)
-        contents = self.sum.clear()
+    def _step_with_sum(self) -> None:
+        """Takes and reports an optimizer step with the summed gradient divided by its tokens, and clears the sum.
+
+        A sum that is not finite is dropped and counted as refused; then no step is taken.
+        """
+        result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.totals.tokens)
+        totals = self.sum.clear()
         if result is None:
-            self.count_refused("", f"the sum over {contents.tokens} tokens is not finite")
+            self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
             self._stepped_at = time.monotonic()
         else:
-            checksum = zlib.crc32(struct.pack("<qd", contents.tokens, result.gradient_norm))
-            self._count_step(contents, result, checksum=checksum)
+            checksum = zlib.crc32(struct.pack("<qd", totals.tokens, result.gradient_norm))
+            self._count_step(totals, result, checksum=checksum)
 
     def _count_step(
-        self, contents: SumContents, result: StepResult | None, step_tokens: int | None = None, checksum: int = 0
+        self, totals: SumTotals, result: StepResult | None, step_tokens: int | None = None, checksum: int = 0
     ) -> None:
-        """Counts a step, reports StepTaken and calls `on_step`. result: None if the weights did not change here.
+        """Adds 1 to `step` and the step to the accounts, reports StepTaken and calls `on_step`.
 
-        contents: this replica's totals in it. step_tokens: of all replicas, in the step's mean gradient; None if it was
-        not taken along such a mean. checksum: of the gradient, for the lineage.
+        An exact step gets a lineage; the last exact step also restarts the outer optimizer, with the weights as anchor.
+        totals: this replica's totals in the step. result: None if the weights did not change here; then the accounts
+        leave the step out. step_tokens: tokens of all replicas in the mean gradient; None if the step was not taken
+        along such a mean. checksum: of the gradient, for the lineage.
         """
-        now, staleness = time.monotonic(), contents.staleness(self.step)
+        now = time.monotonic()
+        staleness = totals.staleness(self.step)
         self.step += 1
         if self.step <= self._exact_steps:
             self._lineages = with_step(self._lineages, self.step, checksum)
             if self.outer and self.step == self._exact_steps:
                 self.outer.restart(self.weights.current.flat)
-        self.tokens_stepped += contents.tokens
+        self.tokens_stepped += totals.tokens
         if result is not None:
-            self._accounts.add_step(contents.tokens, step_tokens, staleness)
+            self._accounts.record_step(totals.tokens, step_tokens, staleness)
         self._update_progress()
         self._report(
             StepTaken(
                 stage=self.number,
                 step=self.step,
-                tokens=contents.tokens,
-                loss=contents.loss / contents.tokens if self._knows_loss and contents.tokens else None,
+                tokens=totals.tokens,
+                loss=totals.loss / totals.tokens if self._knows_loss and totals.tokens else None,
                 seconds=now - self._stepped_at,
                 learning_rate=result.learning_rate if result else 0.0,
                 gradient_norm=result.gradient_norm if result else None,
@@ -395,4 +357,4 @@ class TrainedStage:
             )
         )
         self._stepped_at = now
-        self._on_step(StageStepped(self.number, self.step, contents.tokens))
+        self._on_step(StageStepped(self.number, self.step, totals.tokens))

@@ -19,20 +19,20 @@ from agora_protocol.ids import MicrobatchId
 from torch import Tensor, nn
 
 from agora.model import Stage
-from agora.state.layout import Layout, Slot, lay_out
+from agora.state.layout import Layout, TensorSlot, lay_out
 from agora.train.objectives import TokenBatch
 
-LIMIT_PER_SEAT = 4
-"""Stashed forwards and queued jobs are refused beyond this many times the microbatches in flight that are announced."""
+LIMIT_FACTOR = 4
+"""Stashed forwards and queued jobs are refused beyond this many times the usual number of microbatches in flight."""
 
 
-def tensor_in(flat: Tensor, slot: Slot) -> Tensor:
+def tensor_in(flat: Tensor, slot: TensorSlot) -> Tensor:
     """Returns a view of the tensor at `slot` inside `flat`."""
     return flat[slot.elements].view(slot.shape)
 
 
 class WeightVersion:
-    """One version of a stage's weights: `flat`, and a module whose trainable `parameters` are views of it.
+    """One version of a stage's weights: `flat` [numel], and a `module` whose trainable `parameters` are views of it.
 
     The views share flat's version counter: autograd raises if weights that a graph still needs were changed.
     """
@@ -54,9 +54,9 @@ class StageWeights:
     """
 
     def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
-        """Copies the trainable parameters of `module`, which moves to `device`, into the first version.
+        """Copies the trainable parameters of `module`, which moves to `device`, to the first version.
 
-        hidden_matrices: the names of those to mark in the layout.
+        hidden_matrices: full names of the parameters to mark as such in the layout.
         """
         module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -70,8 +70,8 @@ class StageWeights:
     def make_writable(self, stashed: StashedForwards) -> Tensor:
         """Returns the flat current weights [numel], which the caller may change in place: no live graph needs them.
 
-        If a graph needs the current version, a copy of it becomes current, in the memory of the previous version.
-        Graphs that need the previous version are dropped before; their backwards run the forward again.
+        If a stashed graph needs the current version, a copy of that version becomes current, in the memory of the
+        previous one. Graphs that need the previous version are dropped first; their backwards run the forward again.
         """
         if stashed.with_graph_on(self.current):
             for forward in stashed.with_graph_on(self.previous):
@@ -86,7 +86,7 @@ class StageWeights:
         self.current, self.previous = fresh, self.current
 
     def copy_tensors(self, version: WeightVersion | None = None) -> dict[str, Tensor]:
-        """Returns copies of the tensors by name, on the CPU: those of `version`, or with None the current ones."""
+        """Returns copies of the trainable tensors by name, on the CPU: of `version`, or with None of `current`."""
         flat = (version or self.current).flat
         return {slot.name: tensor_in(flat, slot).detach().cpu().clone() for slot in self.layout.slots}
 
@@ -113,8 +113,9 @@ class StashedForward:
 class StashedForwards:
     """Keeps the forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
 
-    A microbatch may enter a span at two stages, if its caller gave up and asked another peer. `forget` may be called
-    from any thread, the other methods on the device thread only.
+    The maximum number of forwards is checked by `require_room` only. A microbatch may enter a span at two stages, if
+    its caller gave up and asked another peer. `forget` may be called from any thread, the other methods on the device
+    thread only.
     """
 
     def __init__(self, limit: int) -> None:
@@ -132,7 +133,7 @@ class StashedForwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
     def add(self, microbatch: MicrobatchId, forward: StashedForward) -> None:
-        """Keeps a forward, in place of an earlier one of the same microbatch from the same stage."""
+        """Keeps a forward, in place of an earlier one of the same microbatch and first stage; ignores the limit."""
         with self._lock:
             self._forwards[microbatch, forward.first] = forward
 
@@ -145,18 +146,18 @@ class StashedForwards:
         return forward
 
     def forget(self, microbatch: MicrobatchId, first: int, only: StashedForward | None = None) -> None:
-        """Removes the forward of a microbatch that entered at `first`, if it is kept. From any thread.
+        """Removes the forward of a microbatch that entered at `first`; does nothing if none is kept. From any thread.
 
-        only: removes nothing if another forward than this one is kept.
+        only: if given, removes nothing but this very forward.
         """
         with self._lock:
             if only is None or self._forwards.get((microbatch, first)) is only:
                 self._forwards.pop((microbatch, first), None)
 
-    def graph_count(self) -> int:
+    def count_graphs(self) -> int:
         """Returns the number of stashed forwards whose graph is kept."""
         return sum(forward.output is not None for forward in list(self._forwards.values()))
 
     def with_graph_on(self, version: WeightVersion | None) -> list[StashedForward]:
-        """Returns the stashed forwards whose graph needs this version of a stage's weights; [] for None."""
+        """Returns the stashed forwards whose kept graph uses `version` of a stage's weights; [] for None."""
         return [forward for forward in list(self._forwards.values()) if version in forward.versions]

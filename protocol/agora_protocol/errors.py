@@ -83,7 +83,7 @@ class Busy(Refused):
 
     code: ClassVar[str] = "busy"
 
-    def __init__(self, text: str = "no seat free", retry_after_ms: int = 0) -> None:
+    def __init__(self, text: str = "no slot free", retry_after_ms: int = 0) -> None:
         """retry_after_ms: milliseconds to wait before asking the peer again."""
         super().__init__(text)
         self.retry_after_ms = retry_after_ms

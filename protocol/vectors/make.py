@@ -189,7 +189,7 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         (kind.PROGRESS, 5, messages.Advance(2, FIRST.peer, "finished", 65_536), []),
         (kind.ANSWER, 5, messages.Processed(16.25, 6, 1.5), [boundary]),
         (kind.ANSWER, 5, messages.Processed(16.25, 6, 0.0), []),
-        (kind.REFUSAL, 5, messages.Refusal("busy", "no seat free", 250), []),
+        (kind.REFUSAL, 5, messages.Refusal("busy", "no slot free", 250), []),
         (kind.REFUSAL, 5, messages.Refusal("unavailable", "12D3Koo: busy", 0, 3), []),
         (kind.CANCEL, 5, None, []),
         (kind.GOODBYE, 0, None, []),

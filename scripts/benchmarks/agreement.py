@@ -68,7 +68,7 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
 
 
 def ratios(found: Mapping[Setting, Sequence[Found]]) -> dict[str, Ratio]:
-    """Returns the ratios of the contract, from the answers of each of NEEDED."""
+    """Returns the ratios of the contract. found: by setting, the results of its seeds; all of NEEDED must be in it."""
     default = losses(found[FEWEST_BITS])
     same, adamw = (paired_ratio(default, losses(found[other])) for other in (FEWEST_BITS.baseline, SYNCHRONOUS_ADAMW))
     sent = statistics.fmean(answer["bytes"] for answer in found[FEWEST_BITS])

@@ -184,7 +184,7 @@ def exchange(
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
         part = Part(0, what, number, index)
         made = [
-            member.exchange.contribution(part, value[cut], weight)
+            member.exchange.build_contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
         came = [terms.decode_part(part, contribution.encoded, len(contribution.values)) for contribution in made]

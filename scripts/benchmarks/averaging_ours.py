@@ -84,7 +84,7 @@ class Member:
         """See ReducerView: nobody is."""
         return set()
 
-    def numel_of(self, part: Part) -> int:
+    def check_part(self, part: Part) -> int:
         """See ReducerView."""
         if part.part >= len(self._sizes):
             raise ProtocolError("bad-message", "no such part")

@@ -66,7 +66,7 @@ class PlainLoop:
         """Takes the next optimizer step, on samples that no step had before."""
         tokens = self.draw(self._stage.step * self.sequences, self.sequences)
         loss = self.add_gradients(tokens)
-        self._stage.count_microbatch("", tokens[:, 1:].numel(), loss, self._stage.step)
+        self._stage.record_microbatch("", tokens[:, 1:].numel(), loss, self._stage.step)
         self._stage.step_if_due()
 
     def add_gradients(self, tokens: Tensor) -> float:

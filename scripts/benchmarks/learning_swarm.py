@@ -84,7 +84,7 @@ class LearningSwarm:
             self._start_one()
             snapshots = list(self._until_trained())
             self._drain()
-            tokens, seconds = self._totals.trained_tokens()
+            tokens, seconds = self._totals.tokens_and_seconds()
             models = self._save_weights("end", of_all=True)
             if not models:
                 raise BenchFailed(f"{self._setting.name}: a stage has no daemon at the end that gives its weights")
@@ -156,7 +156,13 @@ class LearningSwarm:
         return True
 
     def _drain(self) -> None:
-        """Lets all origins at once open nothing more, waits for what is in flight, and for the last steps."""
+        """Lets all origins at once open nothing more, waits for what is in flight, and for the last steps.
+
+        Kills daemons that do not serve yet: once they did, they would open microbatches beyond the tokens to train on.
+        """
+        for index, daemon in self._living(serving=False):
+            daemon.kill_group()
+            self._totals.peer(index).is_killed = True
         serving = [daemon for _, daemon in self._living(serving=True)]
         with ThreadPoolExecutor(len(serving)) as pool:
             list(pool.map(lambda daemon: daemon.try_ask("drain", DRAIN_S), serving))

@@ -20,6 +20,7 @@ from agora.model import Stage, family_of
 from agora.train.memory import keep_freed_memory
 from agora.train.muon import MuonMatrices
 from agora.train.optimizer import StageOptimizer
+from agora.train.state_place import StatePlace
 from agora.train.weight_versions import StageWeights
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
@@ -92,7 +93,7 @@ def measure_stage(size: StageSize, repeats: int) -> dict[str, Cell]:
     weights = StageWeights(stage, cpu, stage.hidden_matrices())
     layout, flat = weights.layout, weights.current.flat
     adamw, muon = (StageOptimizer(size.manifest(name).optimizer, 3, layout, flat) for name in ("adamw", "muon"))
-    hidden = MuonMatrices(manifest.optimizer, layout, torch.zeros(layout.numel))
+    hidden = MuonMatrices(manifest.optimizer, layout, torch.zeros(layout.numel), StatePlace(torch.device("cpu")))
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
     work: dict[str, Callable[[], object]] = {
         "microbatch": lambda: train_microbatch(stage, manifest),

@@ -86,7 +86,10 @@ def heavy_churn(extent: Extent, rebalancing: bool, traffic: bool) -> Scenario:
 
 
 def large_fleet(peers: int, seconds: float, per_stage: int = PER_STAGE_IN_FLIGHT) -> Scenario:
-    """Returns 8 stages under the same churn. per_stage: microbatches in flight for each stage; 0 as measured."""
+    """Returns a scenario of 8 stages under the same churn.
+
+    per_stage: how many microbatches origins keep in flight for each stage; with 0, as many as they measure to be right.
+    """
     how = f"{per_stage} in flight per stage" if per_stage else "measured credit"
     return _scenario(f"{peers:,} peers, {how}", peers, stages=8, work=1.0, seconds=seconds, per_stage=per_stage)
 
@@ -122,10 +125,10 @@ def _run_churn(extent: Extent, report: Report) -> None:
     moving, unmoved = (_simulate(heavy_churn(extent, moves, False), report) for moves in (True, False))
     _simulate(heavy_churn(extent, True, True), report)
     report.ratios["rebalancing_of_optimal"] = Ratio(
-        moving.bound_of_best_placement,
+        moving.bound_fraction_of_best_placement,
         ">= 0.96",
         "flow of the spans held by that of the best placement at each moment; without moves "
-        f"{unmoved.bound_of_best_placement:.3f}",
+        f"{unmoved.bound_fraction_of_best_placement:.3f}",
     )
     report.notes += [churn_note(extent), ROWS_NOTE]
 
@@ -136,7 +139,7 @@ def _run_fleets(extent: Extent, report: Report) -> None:
     fleets = {peers: _simulate(large_fleet(peers, extent.large_s), report) for peers in (*extent.sizes, extent.large)}
     report.pictures = {FIGURE: _picture_of(fleets)}
     report.ratios["ten_thousand_of_bound"] = Ratio(
-        fleets[extent.large].of_bound,
+        fleets[extent.large].fraction_of_bound,
         ">= 0.95",
         f"throughput of {extent.large:,} peers by the flow bound of their spans",
     )
@@ -199,7 +202,7 @@ def _scenario(
     """Returns a scenario of equal machines, each of which holds one stage."""
     in_flight = per_stage * stages
     model = SimulatedModel(
-        (work,) * stages, 1e6, 1e6, (200e6,) * stages, seats=max(256, 2 * in_flight), max_in_flight=in_flight
+        (work,) * stages, 1e6, 1e6, (200e6,) * stages, slots=max(256, 2 * in_flight), max_in_flight=in_flight
     )
     machines = (MachineGroup("machine", peers, 1.0, LinkSpec.parse(HOME_LINK)),)
     warmup_s = min(0.5 * seconds, 2.0 * per_stage * stages * work + 100.0)  # until all in flight have come twice
@@ -217,9 +220,9 @@ def _simulate(scenario: Scenario, report: Report) -> SimulationReport:
         "what": scenario.name,
         "peers": scenario.peers,
         "microbatches_s": found.rate,
-        "of_bound": round(found.of_bound, 4),
-        "of_best_placement": round(found.of_best_placement, 4),
-        "placement_of_best": round(found.bound_of_best_placement, 4),
+        "of_bound": round(found.fraction_of_bound, 4),
+        "of_best_placement": round(found.fraction_of_best_placement, 4),
+        "placement_of_best": round(found.bound_fraction_of_best_placement, 4),
         "moves": measured.moves,
         "rerouted": measured.rerouted,
         "dropped": measured.dropped,
@@ -249,6 +252,6 @@ def _compare(folder: Path, seconds: float, report: Report) -> dict[str, float]:
         errors[name] = found.rate / seen.rate - 1.0
         row: dict[str, Cell] = dict.fromkeys(report.rows[0] if report.rows else ())
         row |= {"what": f"8 real daemons, {name}", "peers": len(case), "microbatches_s": found.rate}
-        row |= {"of_bound": round(found.of_bound, 4), "real": seen.rate, "error": round(errors[name], 4)}
+        row |= {"of_bound": round(found.fraction_of_bound, 4), "real": seen.rate, "error": round(errors[name], 4)}
         report.rows.append(row | {"took_s": round(time.process_time() - started, 1)})
     return errors

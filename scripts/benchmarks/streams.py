@@ -60,10 +60,10 @@ class AgoraCalls:
 
     async def flow(self, payload: memoryview, count: int) -> None:
         """See Carrier."""
-        seats = asyncio.Semaphore(IN_FLIGHT)
+        slots = asyncio.Semaphore(IN_FLIGHT)
 
         async def one() -> None:
-            async with seats:
+            async with slots:
                 await self._call(payload, "evaluate")
 
         async with asyncio.TaskGroup() as group:
@@ -99,17 +99,17 @@ class BareStreams:
     async def flow(self, payload: memoryview, count: int) -> None:
         """See Carrier."""
         reader, writer = await self._stream(SINK)
-        seats = asyncio.Semaphore(IN_FLIGHT)
+        slots = asyncio.Semaphore(IN_FLIGHT)
 
         async def acknowledged() -> None:
             for _ in range(count):
                 await receive(reader)
-                seats.release()
+                slots.release()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(acknowledged())
             for _ in range(count):
-                await seats.acquire()
+                await slots.acquire()
                 await send(writer, payload)
 
     async def _stream(self, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -13,7 +13,7 @@ from agora_protocol.ids import MicrobatchId, PeerId
 
 from agora.cli import main_node
 from agora.pipeline import router
-from agora.pipeline.peer_choice import Choice, PathHint, candidates_of
+from agora.pipeline.peer_choice import Choice, PathHint, list_candidates
 from agora.pipeline.routing import Attempt, RoutingTable
 
 
@@ -26,7 +26,7 @@ class EvenTable(RoutingTable):
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
         """Chooses the peer of `stage` that was asked least often; a peer of None until it is ready."""
-        candidates = candidates_of(now, self.costs(stage), payload_bytes)
+        candidates = list_candidates(now, self.callees(stage), payload_bytes)
         if not candidates:
             return super().choose(now, microbatch, stage, payload_bytes, hint)
         turn = min(candidates, key=lambda candidate: (self._asked[stage][candidate.peer], candidate.peer))

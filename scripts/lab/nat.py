@@ -23,12 +23,13 @@ from typing import Any, Final
 
 import uvloop
 from agora_protocol.identity import Identity
-from agora_protocol.ids import MicrobatchId, PeerId
-from agora_protocol.messages import Hello, Process, Processed
+from agora_protocol.ids import MicrobatchId, PeerId, RunId
+from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.net import relay
+from agora.net.gate import Gate
 from agora.net.hole_punching import HolePuncher
 from agora.net.host import Host
 from agora.net.incoming import IncomingCall
@@ -36,7 +37,7 @@ from agora.net.network import Network
 from agora.net.relay import RelayService
 from tests.process.nat_lab import RESTRICTED, SYMMETRIC, NatLab
 
-RUN: Final = b"\x07" * 32
+RUN: Final = RunId("00" * 32)
 PORT: Final = 4001
 ROUND_TRIPS: Final = 21
 CALL_BYTES: Final = 4 * 2**20
@@ -64,7 +65,7 @@ async def serve(line: str) -> None:
         Identity.create(key := Path(folder) / "key")
         host = await Host.create(identity_path=key, listen=[f"/ip4/0.0.0.0/tcp/{PORT}"], allow_private=False)
         stack.push_async_callback(host.close)
-        network = Network(host, lambda: Hello(1, RUN, "lab", ()), swallow)
+        network = Network(host, Gate(host.peer, RUN, "lab"), swallow)
         await network.start()
         stack.push_async_callback(network.close)
         holes = HolePuncher(host)

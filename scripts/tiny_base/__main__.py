@@ -57,12 +57,12 @@ def make(
     try:
         made = _make_base(place, steps, USUAL_S if seconds is None else seconds, seed)
     except KeyboardInterrupt:
-        console.print_line("stopped; nothing was written")
+        console.print_to_stderr("stopped; nothing was written")
         raise typer.Exit(console.FAILED) from None
     if as_json:
         console.print_json({"schema": 1, "folder": str(place), "seed": seed, **made.to_json()})
     for line in summary_lines(made, folder):
-        (console.print_line if as_json else print)(line)
+        (console.print_to_stderr if as_json else print)(line)
 
 
 def _make_base(place: Path, steps: int | None, seconds: float, seed: int) -> TinyBase:

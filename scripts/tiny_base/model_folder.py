@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from agora.cli.console import ProgressDisplay, print_line
+from agora.cli.console import ProgressDisplay, print_to_stderr
 from agora.data.text_sources import SourceFile
 from agora.state.files import fresh_folder
 from tiny_base.example_data import write_examples
@@ -54,7 +54,7 @@ def make_base(place: Path, files: Sequence[SourceFile], budget: Budget, seed: in
     cannot be written or a file not be read, TuningMissing without transformers.
     """
     sources = read_sources(files)
-    print_line(f"training a tokenizer on {len(sources)} files of {sum(len(s.text) for s in sources) / 1e6:.1f} MB")
+    print_to_stderr(f"training a tokenizer on {len(sources)} files of {sum(len(s.text) for s in sources) / 1e6:.1f} MB")
     tokenizer = train_tokenizer(source.text for source in sources)
     ids = _encode(tokenizer, list(documents(sources)))
     end_of_text, end_of_turn = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)

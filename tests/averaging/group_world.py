@@ -91,13 +91,13 @@ class FakeStage:
             self.counted += int(self.rate * TICK_S)
             self._take_due_step()
             if self.group is not None:
-                self.group.on_microbatch_left(0, in_hand=0)
+                self.group.on_microbatch_left(0, in_progress=0)
 
     def _take_due_step(self) -> None:
         """As train.TrainedStage.step_if_due."""
         if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
             return
-        if not self.policy.is_along_mean(self.step):
+        if not self.policy.uses_mean_gradient(self.step):
             self._step_alone()
         elif self.policy.must_close(self.step):
             self._close()
@@ -163,8 +163,8 @@ class FakeStage:
         assert self.share is not None
         return self.share
 
-    async def step_with_gradient(self, stage: int, number: int, mean_gradient: torch.Tensor, tokens: int) -> None:
-        assert self.step == number
+    async def step_with_gradient(self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int) -> None:
+        assert self.step == step
         self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 
@@ -207,11 +207,11 @@ class GroupPeer:
     def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
         return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
 
-    def uplink(self) -> float | None:
+    def uplink_bytes_per_s(self) -> float | None:
         return self.uplink_rate
 
-    def is_connected(self) -> bool:
-        return self.world.is_connected
+    def has_connections(self) -> bool:
+        return self.world.has_connections
 
     def steps_of_run(self) -> list[list[int]]:
         return self.world.run_steps
@@ -255,7 +255,7 @@ class GroupWorld:
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
-        self.is_connected = False
+        self.has_connections = False
         """Whether peers have connections to peers that are not in this world, of other stages."""
         self.peers: dict[PeerId, GroupPeer] = {}
         for number, (peer, rate) in enumerate(zip(identities(len(rates)), rates, strict=True)):

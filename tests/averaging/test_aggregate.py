@@ -214,7 +214,7 @@ def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() ->
 def test_a_mean_may_be_eight_times_as_large_as_the_usual_or_as_the_own() -> None:
     bound = MagnitudeBound().after_accepted_mean(0.01, 0.02)
     assert not bound.why_implausible(0.99 * MAX_RATIO * 0.01, 0.0)
-    assert "the mean is 0.0808 large" in bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.0)
+    assert "the mean has a root mean square of 0.0808" in bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.0)
     assert not bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.02)
 
 

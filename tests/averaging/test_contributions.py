@@ -116,10 +116,10 @@ def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> Non
 def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
     exchange = Exchange(config())
     assert [exchange.wire_of(part(number)) for number in (0, FIRST - 1, FIRST)] == ["int8", "int8", "normal2"]
-    made = exchange.contribution(part(FIRST - 1), gradient(1), 100.0)
+    made = exchange.build_contribution(part(FIRST - 1), gradient(1), 100.0)
     assert made.encoded.wire == "int8"
     exchange.contributions.record_outcome(part(FIRST - 1), made, counted=True)
-    assert torch.equal(exchange.contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
+    assert torch.equal(exchange.build_contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
 
 
 def test_slices_travel_in_few_bits_from_the_first_one_on() -> None:
@@ -128,62 +128,64 @@ def test_slices_travel_in_few_bits_from_the_first_one_on() -> None:
 
 def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_tokens() -> None:
     exchange = Exchange(config("float32"))
-    late = exchange.contribution(part(5), gradient(1), 300.0)
+    late = exchange.build_contribution(part(5), gradient(1), 300.0)
     assert exchange.contributions.record_outcome(part(5), late, counted=False) == 0.0
-    both = exchange.contribution(part(6), gradient(2), 100.0)
+    both = exchange.build_contribution(part(6), gradient(2), 100.0)
     torch.testing.assert_close(both.values, (300 * gradient(1) + 100 * gradient(2)) / 400)
     assert (both.weight, both.late_tokens) == (400.0, 300.0)
     assert exchange.contributions.record_outcome(part(6), both, counted=False) == 300.0, (
         "late twice: the first of the two is lost"
     )
-    again = exchange.contribution(part(7), gradient(3), 0.0)
+    again = exchange.build_contribution(part(7), gradient(3), 0.0)
     torch.testing.assert_close(again.values, gradient(2))
     assert again.weight == 100.0
     exchange.contributions.record_outcome(part(7), again, counted=None)
-    assert exchange.contribution(part(8), gradient(3), 50.0).weight == 50.0, "what may have counted is not sent again"
+    alone = exchange.build_contribution(part(8), gradient(3), 50.0)
+    assert alone.weight == 50.0, "what may have counted is not sent again"
 
 
 def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
     exchange = Exchange(config("float32"))
-    exchange.contributions.record_outcome(part(5), exchange.contribution(part(5), gradient(1), 300.0), counted=False)
-    assert exchange.contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
-    assert exchange.contribution(Part(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
-    assert exchange.contribution(part(6), gradient(2), 1.0).weight == 301.0
+    late = exchange.build_contribution(part(5), gradient(1), 300.0)
+    exchange.contributions.record_outcome(part(5), late, counted=False)
+    assert exchange.build_contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
+    assert exchange.build_contribution(Part(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
+    assert exchange.build_contribution(part(6), gradient(2), 1.0).weight == 301.0
 
 
 def test_two_slices_do_not_mix_what_they_have_lost() -> None:
     """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
     exchange = Exchange(config(slices=3))
-    made = exchange.contribution(slice_part(6), gradient(1), 100.0)
+    made = exchange.build_contribution(slice_part(6), gradient(1), 100.0)
     exchange.contributions.record_outcome(slice_part(6), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     assert bool(lost.any())
     for number in (7, 8):
-        assert torch.equal(exchange.contribution(slice_part(number), gradient(2), 100.0).values, gradient(2))
-    assert torch.equal(exchange.contribution(slice_part(9), gradient(2), 100.0).values, gradient(2) + lost)
-    gradient_of_the_same_number = exchange.contribution(Part(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
+        assert torch.equal(exchange.build_contribution(slice_part(number), gradient(2), 100.0).values, gradient(2))
+    assert torch.equal(exchange.build_contribution(slice_part(9), gradient(2), 100.0).values, gradient(2) + lost)
+    gradient_of_the_same_number = exchange.build_contribution(Part(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
     assert torch.equal(gradient_of_the_same_number.values, gradient(2)), "nor a gradient's"
 
 
 def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_anyway() -> None:
     exchange = Exchange(config(slices=3))
     for counted in (False, None):
-        made = exchange.contribution(slice_part(6), gradient(1), 300.0)
+        made = exchange.build_contribution(slice_part(6), gradient(1), 300.0)
         assert exchange.contributions.record_outcome(slice_part(6), made, counted) == 0.0
-        again = exchange.contribution(slice_part(9), gradient(2), 100.0)
+        again = exchange.build_contribution(slice_part(9), gradient(2), 100.0)
         assert torch.equal(again.values, gradient(2)) and (again.weight, again.late_tokens) == (100.0, 0.0)
 
 
 def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
     exchange = Exchange(config(slices=3))
-    made = exchange.contribution(slice_part(0), gradient(1), 1.0)
+    made = exchange.build_contribution(slice_part(0), gradient(1), 1.0)
     exchange.contributions.record_outcome(slice_part(0), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     for number, counted in ((3, False), (6, None)):
-        made = exchange.contribution(slice_part(number), gradient(2), 1.0)
+        made = exchange.build_contribution(slice_part(number), gradient(2), 1.0)
         assert torch.equal(made.values, gradient(2) + lost)
         exchange.contributions.record_outcome(slice_part(number), made, counted)
-    assert torch.equal(exchange.contribution(slice_part(9), gradient(3), 1.0).values, gradient(3) + lost)
+    assert torch.equal(exchange.build_contribution(slice_part(9), gradient(3), 1.0).values, gradient(3) + lost)
 
 
 def decoded(sent: EncodedPart) -> torch.Tensor:

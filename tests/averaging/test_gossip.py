@@ -61,8 +61,8 @@ class Replica:
     def replicas_in_view(self, stage: int) -> list[PeerId]:
         return self.sees if self.sees is not None else list(self.world.replicas)
 
-    def is_connected(self) -> bool:
-        return self.world.is_connected
+    def has_connections(self) -> bool:
+        return self.world.has_connections
 
     def start(self) -> None:
         self.tasks = [asyncio.create_task(self.gossip.run()), asyncio.create_task(self._count())]
@@ -139,7 +139,7 @@ class World:
 
     def __init__(self, rates: list[float], target: int = 1000, soon: bool = False) -> None:
         self.target, self.soon = target, soon
-        self.is_connected = False
+        self.has_connections = False
         self.network = MemoryNetwork(NetworkFaults(latency_s=(0.0025, 0.0025)))
         self.answers: dict[PeerId, Callable[[PeerId, GossipSteps], Any]] = {}
         self.calls: list[tuple[float, PeerId, PeerId]] = []

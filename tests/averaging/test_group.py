@@ -175,7 +175,7 @@ def test_the_last_replica_goes_on_two_seconds_after_the_other_ones_process_has_e
 
     async def main() -> None:
         async with GroupWorld([500.0, 500.0], **sections) as world:
-            world.is_connected = True
+            world.has_connections = True
             left, victim = world.all
             await asyncio.sleep(20.0)
             await world.kill(victim)

@@ -41,14 +41,14 @@ def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
 
 
 def others(
-    *progress: tuple[str, int, int], heard_at: float = NOW, listed: tuple[str, ...] | None = None
+    *progress: tuple[str, int, int], reported_at: float = NOW, listed: tuple[str, ...] | None = None
 ) -> OtherReplicas:
     """Replicas as each reported itself: its id, step and tokens."""
     known = {
         peer: ReplicaProgress(
             ReplicaCounts(step, step, tokens, tokens),
-            heard_at,
-            direct=DirectReport(step, step, tokens, heard_at, heard_at),
+            reported_at,
+            direct=DirectReport(step, step, tokens, reported_at, reported_at),
             listed=listed is None or peer in listed,
         )
         for peer, step, tokens in progress
@@ -58,7 +58,7 @@ def others(
 
 @CONFIGS
 def test_a_leaving_peer_does_nothing(config: ActionConfig) -> None:
-    own = OwnStage(at(5, 1000), leaving=True, slice_due=1)
+    own = OwnStage(at(5, 1000), is_leaving=True, slice_due=1)
     assert next_action(NOW, own, others((A, 9, 0)), config) == (Action("wait"), "this peer is leaving")
 
 
@@ -69,14 +69,14 @@ def test_a_slice_round_that_is_due_begins_unless_the_stage_is_busy_or_not_what_t
     own = OwnStage(at(5, 0), slice_due=1)
     for heard in (others((A, 5, 0)), others()):
         assert next_action(NOW, own, heard, config) == (Action("slice round", 1), "slice round 1 is due")
-    assert next_action(NOW, replace(own, busy=True), others((A, 5, 0)), config)[0] == Action("wait")
+    assert next_action(NOW, replace(own, is_busy=True), others((A, 5, 0)), config)[0] == Action("wait")
     diverged = replace(own, diverged_from=(A,))
     assert next_action(NOW, diverged, others((A, 5, 0)), config)[0] == Action("fetch", 5, 5, (A,))
 
 
 @CONFIGS
 def test_a_busy_stage_waits(config: ActionConfig) -> None:
-    assert next_action(NOW, OwnStage(at(5, 1000), busy=True), others((A, 99, 0)), config)[0] == Action("wait")
+    assert next_action(NOW, OwnStage(at(5, 1000), is_busy=True), others((A, 99, 0)), config)[0] == Action("wait")
 
 
 def test_a_stage_too_far_behind_fetches_a_state() -> None:
@@ -135,9 +135,9 @@ def test_a_share_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_
 
 
 def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_in_work() -> None:
-    own = OwnStage(at(5, 400), quota=400, in_hand=1)
+    own = OwnStage(at(5, 400), quota=400, in_progress=1)
     assert next_action(NOW, own, others((A, 5, 300)), EXACT)[0] == Action("wait")
-    assert next_action(NOW, replace(own, in_hand=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, replace(own, in_progress=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
     assert next_action(NOW, own, others((A, 5, 600)), EXACT)[0] == Action("step together", 5), "all tokens are counted"
     assert not step_policy(5, {A}, others((A, 5, 300)).known, 400, EXACT, by_device=False).closes_share
 
@@ -196,7 +196,7 @@ def test_a_complete_exact_step_is_taken_together(config: ActionConfig) -> None:
 
 @CONFIGS
 def test_a_replica_without_others_steps_alone(config: ActionConfig) -> None:
-    for alone in (others(), others((A, 5, 700), heard_at=NOW - SILENT_S - 0.1, listed=())):
+    for alone in (others(), others((A, 5, 700), reported_at=NOW - SILENT_S - 0.1, listed=())):
         assert next_action(NOW, OwnStage(at(5, 1000)), alone, config)[0] == Action("step")
 
 

@@ -15,7 +15,7 @@ from tests.averaging.group_world import GroupWorld
 
 
 def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
-    pace = OwnPace(step=100, since=50.0, at=100, step_s=10.0)
+    pace = OwnPace(own_step=100, own_step_at=50.0, present_step=100, step_s=10.0)
     at_once = 100 + LEAD + int(SLACK_S / 10.0 * MAX_SPEED_UP)
     assert pace.highest_plausible_step(50.0, 1000, LEAD) == at_once
     assert pace.highest_plausible_step(50.0 + 25.0, 1000, LEAD) == at_once + int(2.5 * MAX_SPEED_UP)
@@ -24,28 +24,28 @@ def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
     assert hour == at_once - LEAD + LOCAL_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
 
 
-def test_a_machine_that_stood_still_for_seconds_believes_those_who_went_on() -> None:
-    pace = OwnPace(step=30, since=0.0, at=30, step_s=0.16)
+def test_a_machine_that_stood_still_for_seconds_accepts_those_who_went_on() -> None:
+    pace = OwnPace(own_step=30, own_step_at=0.0, present_step=30, step_s=0.16)
     assert pace.highest_plausible_step(0.0, 1000, LEAD) >= 30 + SLACK_S / 0.16
 
 
 def test_before_a_step_was_measured_the_fastest_machines_are_the_bound() -> None:
-    pace = OwnPace(step=0, since=0.0, at=0)
+    pace = OwnPace(own_step=0, own_step_at=0.0, present_step=0)
     assert pace.highest_plausible_step(1.0, 65_536, LEAD) == LEAD + int((1.0 + SLACK_S) * FASTEST_TOKENS_PER_S / 65_536)
     assert pace.highest_plausible_step(60.0, 65_536, LEAD) < 10**4
 
 
 def test_the_time_counts_from_the_last_step_that_was_taken_level_with_the_others() -> None:
     pace = OwnPace(7, 10.0, 7, 1.0)
-    assert pace.at_step(7, 99.0, 2.0, furthest=7) == OwnPace(7, 10.0, 7, 2.0)
-    assert pace.at_step(8, 99.0, 2.0, furthest=9) == OwnPace(8, 99.0, 8, 2.0)
-    assert pace.at_step(8, 99.0, 2.0, furthest=40) == OwnPace(7, 10.0, 8, 2.0), "it still replays their steps"
+    assert pace.with_step(7, 99.0, 2.0, furthest_step=7) == OwnPace(7, 10.0, 7, 2.0)
+    assert pace.with_step(8, 99.0, 2.0, furthest_step=9) == OwnPace(8, 99.0, 8, 2.0)
+    assert pace.with_step(8, 99.0, 2.0, furthest_step=40) == OwnPace(7, 10.0, 8, 2.0), "it still replays their steps"
 
 
 def test_whoever_is_followed_cannot_lead_on_at_once() -> None:
     pace, now = OwnPace(100, 0.0, 100, 10.0), 1.0
     first = pace.highest_plausible_step(now, 1000, LEAD)
-    followed = pace.at_step(first, now, 10.0, furthest=first)
+    followed = pace.with_step(first, now, 10.0, furthest_step=first)
     assert followed.highest_plausible_step(now, 1000, LEAD) == first + 1
 
 

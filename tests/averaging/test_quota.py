@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from agora.averaging.quota import (
+    ASSUMED_STEP_S,
     MAX_CORRECTION,
-    PROBE_EVERY,
+    MAX_SKIPPED_WAITS,
     RATE_DECAY_S,
     StepMeter,
-    StepSize,
+    StepTokenPlan,
     TokenRate,
     own_quota,
 )
 from tests.averaging.world import identities
 
-ME = identities(1)[0]
+ME, OTHER = identities(2)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -65,18 +67,18 @@ def test_a_rate_follows_what_is_counted_and_is_unknown_at_first() -> None:
 
 
 def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
-    size = StepSize(1000)
+    plan = StepTokenPlan(1000)
     held = [1100, 950, 1000, 1300]
     for tokens in held:
-        size = size.after_step(tokens)
-    assert size.next_target == 1000 - (sum(held) - 4000)
-    assert StepSize(1000).after_step(9000).next_target == 1000 * (1 - MAX_CORRECTION), "never a step of nothing"
-    assert StepSize(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
+        plan = plan.after_step(tokens)
+    assert plan.next_target == 1000 - (sum(held) - 4000)
+    assert StepTokenPlan(1000).after_step(9000).next_target == 1000 * (1 - MAX_CORRECTION), "never a step of nothing"
+    assert StepTokenPlan(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
 
 
 def paced(mean_s: float) -> StepMeter:
     """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
-    meter = StepMeter(64, StepSize(4000))
+    meter = StepMeter(64, StepTokenPlan(4000))
     meter.rate = TokenRate(1000.0, 1.0)
     meter.update_quota(ME, {})
     for number in range(5):
@@ -85,21 +87,44 @@ def paced(mean_s: float) -> StepMeter:
     return meter
 
 
-def test_origins_wait_for_a_mean_that_usually_comes_within_half_a_step_and_for_half_a_step_at_most() -> None:
+def waits(meter: StepMeter, mean_s: float, steps: int) -> list[bool]:
+    """Whether origins waited for the mean of each of so many further steps, which came after `mean_s`."""
+    waited = []
+    for number in range(10, 10 + steps):
+        meter.on_share_closed(10.0 * number)
+        waited.append(meter.should_origins_wait(10.0 * number + 0.1))
+        meter.on_stepped(10.0 * number + mean_s)
+    return waited
+
+
+def test_origins_wait_for_a_mean_that_comes_within_half_a_step_and_for_half_a_step_at_most() -> None:
     meter = paced(mean_s=1.9)
-    assert meter.should_hold_origins(100.0)
+    assert meter.should_origins_wait(100.0)
     meter.on_share_closed(100.0)
     meter.on_share_closed(101.0)
-    assert meter.should_hold_origins(101.9) and not meter.should_hold_origins(102.0)
+    assert meter.should_origins_wait(101.9) and not meter.should_origins_wait(102.0)
     meter.on_stepped(101.9)
-    assert meter.should_hold_origins(102.6), "the next one"
+    assert meter.should_origins_wait(102.6), "the next one"
 
 
-def test_a_mean_that_takes_longer_is_not_waited_for_but_looked_at_now_and_then() -> None:
-    meter = paced(mean_s=2.5)
-    waited = []
-    for number in range(5, 3 * PROBE_EVERY):
-        meter.on_share_closed(10.0 * number)
-        waited.append(meter.should_hold_origins(10.0 * number + 0.1))
-        meter.on_stepped(10.0 * number + (2.5 if number < PROBE_EVERY else 1.0))
-    assert sum(waited) == 2 * PROBE_EVERY and waited.index(True) == PROBE_EVERY - 5, "from the first look on"
+def test_one_mean_that_comes_late_costs_one_wait() -> None:
+    meter = paced(mean_s=1.0)
+    waits(meter, mean_s=9.0, steps=1)
+    assert waits(meter, mean_s=1.0, steps=5) == [False, True, True, True, True]
+
+
+def test_means_that_always_come_late_are_waited_for_ever_more_seldom() -> None:
+    meter = paced(mean_s=1.0)
+    waited = waits(meter, mean_s=2.5, steps=300)
+    gaps = [later - earlier - 1 for earlier, later in pairwise(at for at, did in enumerate(waited) if did)]
+    assert gaps[:7] == [1, 2, 4, 8, 16, MAX_SKIPPED_WAITS, MAX_SKIPPED_WAITS]
+    waited = waits(meter, mean_s=1.0, steps=2 * MAX_SKIPPED_WAITS)
+    assert all(waited[MAX_SKIPPED_WAITS:]), "they come in time again"
+
+
+def test_while_a_rate_is_unknown_origins_wait_half_of_the_assumed_step() -> None:
+    meter = StepMeter(64, StepTokenPlan(4000))
+    meter.update_quota(ME, {OTHER: None})
+    assert meter.expected_s == 0.0 and meter.should_origins_wait(0.0)
+    meter.on_share_closed(0.0)
+    assert meter.should_origins_wait(0.49 * ASSUMED_STEP_S) and not meter.should_origins_wait(0.5 * ASSUMED_STEP_S)

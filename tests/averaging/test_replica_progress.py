@@ -36,7 +36,7 @@ ME, A, B, C = identities(4)
 
 
 def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
-    """As each said itself: its id, step, tokens, and the tokens of its part before."""
+    """As each said itself: its id, step, tokens, and the tokens of its share before."""
     return {
         peer: ReplicaProgress(
             ReplicaCounts(step, step, tokens, tokens), at, before, direct=DirectReport(step, step, tokens, at)
@@ -45,9 +45,12 @@ def known(*numbers: tuple[str, int, int, int], at: float = 0.0) -> dict:
     }
 
 
-def entry(peer: str, step: int, tokens: int, age_ms: int, counted: int | None = None, part: int | None = None) -> tuple:
-    """A gossiped entry of a replica that has counted nothing before, and whose part is that of its next step."""
-    return peer, step, step if part is None else part, tokens, tokens if counted is None else counted, 0, 0, 0, age_ms
+def entry(
+    peer: str, step: int, tokens: int, age_ms: int, counted: int | None = None, open_step: int | None = None
+) -> tuple:
+    """A gossiped entry of a replica that has counted nothing before, and whose share is that of its next step."""
+    open_step = step if open_step is None else open_step
+    return peer, step, open_step, tokens, tokens if counted is None else counted, 0, 0, 0, age_ms
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
@@ -59,19 +62,23 @@ def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
 
 def test_a_replica_that_has_stepped_took_its_tokens_with_it() -> None:
     table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 6, 10, 0, counted=310)], A, ME, 1.0)
-    assert count_tokens(table, 5) == 300 and count_tokens(table, 6) == 10
+    assert count_tokens(table, 5) == 300
+    assert count_tokens(table, 6) == 10
     table = merge_gossip(table, [entry(A, 9, 4, 0)], A, ME, 2.0)
     assert count_tokens(table, 8) == 0, "of a jump nothing is known"
     assert count_tokens(known((A, 9, 4, 300)), 5) == 0, "nor of an earlier step"
 
 
-def test_a_replica_that_has_closed_its_part_counts_with_what_it_held() -> None:
-    table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], A, ME, 1.0)
-    assert count_tokens(table, 5) == 340 and count_tokens(table, 6) == 40
-    assert first_closed_at(table, 5) == 1.0 == first_closed_at(table, 4) and first_closed_at(table, 6) is None
-    later = merge_gossip(table, [entry(A, 5, 90, 0, counted=430, part=6)], A, ME, 2.0)
+def test_a_replica_that_has_closed_its_share_counts_with_what_it_held() -> None:
+    table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, open_step=6)], A, ME, 1.0)
+    assert count_tokens(table, 5) == 340
+    assert count_tokens(table, 6) == 40
+    assert first_closed_at(table, 5) == 1.0
+    assert first_closed_at(table, 4) == 1.0, "of a step before, only the time of the present open step is known"
+    assert first_closed_at(table, 6) is None
+    later = merge_gossip(table, [entry(A, 5, 90, 0, counted=430, open_step=6)], A, ME, 2.0)
     assert first_closed_at(later, 5) == 1.0, "since it was first said"
-    told = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, part=6)], B, ME, 1.0)
+    told = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, open_step=6)], B, ME, 1.0)
     assert first_closed_at(told, 5) is None, "others' word is not enough"
 
 
@@ -90,9 +97,10 @@ def test_old_gossip_keeps_nobody_alive_and_changes_nothing() -> None:
     soon = merge_gossip(table, [entry(A, 5, 200, 0)], B, ME, 1.0)
     assert soon[A] == table[A], "a third peer's lower number"
     late = merge_gossip(table, [entry(A, 5, 300, 1500)], B, ME, SILENT_S)
-    assert late[A].heard_at == SILENT_S - 1.5, "as old as it was when it was told"
+    assert late[A].reported_at == SILENT_S - 1.5, "as old as it was when it was told"
     assert merge_gossip(table, [entry(A, 5, 300, 7000)], B, ME, SILENT_S) == table
-    assert live_replicas(table, [A, B], SILENT_S + 0.1) == {} and live_replicas(table, [B], 0.0) == {}
+    assert live_replicas(table, [A, B], SILENT_S + 0.1) == {}
+    assert live_replicas(table, [B], 0.0) == {}
 
 
 def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
@@ -109,7 +117,8 @@ def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
 
 def test_a_replica_that_did_not_answer_is_unreachable_until_it_reports_again() -> None:
     table = record_failure(known((A, 5, 300, 0)), A, 1.0)
-    assert unreachable_replicas(table, [A, B], 1.0) == {A} and live_replicas(table, [A], 1.0) == {}
+    assert unreachable_replicas(table, [A, B], 1.0) == {A}
+    assert live_replicas(table, [A], 1.0) == {}
     assert unreachable_replicas(merge_gossip(table, [entry(A, 5, 300, 500)], B, ME, 1.2), [A], 1.2) == {A}, (
         "it spoke before it was lost"
     )
@@ -137,7 +146,8 @@ def test_a_replica_is_a_newcomer_for_its_first_three_steps_and_before_it_has_rep
     table = known((A, 40, 0, 0), (B, 40, 0, 0))
     joined = (*entry(B, 41, 0, 0)[:-2], 38, 0)
     table = merge_gossip(table, [joined], B, ME, 0.0)
-    assert newcomers(table, [A, B, C], 40) == {B, C} and newcomers(table, [A, B, C], 41) == {C}
+    assert newcomers(table, [A, B, C], 40) == {B, C}
+    assert newcomers(table, [A, B, C], 41) == {C}
     assert newcomers(table, [A, B, C], 2) == set(), "at the beginning all are"
     assert newcomers(record_failure({}, A, 0.0), [A], 40) == {A}, "it has reported nothing"
     assert lagging_replicas(known((A, 38, 0, 0), (B, 39, 0, 0)), [A, B, C], 40) == {A}
@@ -148,7 +158,8 @@ def test_a_replica_that_does_not_answer_in_time_is_not_gone() -> None:
     for seconds in range(1, 6):
         table = record_failure(table, A, 10.0 + seconds)
         assert round_members(table, {A}, 10.0 + seconds) == suspected_replicas(table, {A}, 10.0 + seconds) == {A}
-    assert not round_members(table, {A}, 16.1) and not suspected_replicas(table, {A}, 16.1)
+    assert not round_members(table, {A}, 16.1)
+    assert not suspected_replicas(table, {A}, 16.1)
 
 
 def test_a_replica_that_started_again_says_so_itself() -> None:
@@ -196,7 +207,8 @@ def test_a_replica_whose_call_failed_belongs_to_an_exact_step_until_it_is_silent
     assert round_members(table, [A, B], SILENT_S) == {A, B}, "it may be alive; of the other nothing is known yet"
     assert round_members(table, [A, B], SILENT_S + 0.1) == {B}
     never_heard = record_failure({}, A, 1.0)
-    assert round_members(never_heard, [A], 1.0 + SILENT_S) == {A} and not round_members(never_heard, [A], 7.1)
+    assert round_members(never_heard, [A], 1.0 + SILENT_S) == {A}
+    assert not round_members(never_heard, [A], 7.1)
 
 
 def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_exact_step_and_one_that_has_left_does_not() -> None:
@@ -207,12 +219,14 @@ def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_exact_step_and_
     )
     assert round_members(table, [], SILENT_S + 0.1) == set()
     listed = record_view(table, [A], 1.0)
-    assert listed[A].listed and round_members(record_view(listed, [], 2.0), [], 2.0) == set()
+    assert listed[A].listed
+    assert round_members(record_view(listed, [], 2.0), [], 2.0) == set()
 
 
 def test_what_is_known_of_those_that_are_neither_listed_nor_live_is_forgotten() -> None:
     table = known((A, 5, 300, 0), (B, 5, 300, 0))
-    assert set(record_view(table, [A], SILENT_S)) == {A, B} and set(record_view(table, [A], SILENT_S + 0.1)) == {A}
+    assert set(record_view(table, [A], SILENT_S)) == {A, B}
+    assert set(record_view(table, [A], SILENT_S + 0.1)) == {A}
 
 
 def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
@@ -260,4 +274,5 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
 
 def test_the_furthest_stage_is_not_what_a_single_replica_claims() -> None:
     assert leading_step([[40, 40, 41], [20, 10**12], []]) == 40
-    assert leading_step([[3], [7]]) == 7 and leading_step([[], []]) == 0
+    assert leading_step([[3], [7]]) == 7
+    assert leading_step([[], []]) == 0

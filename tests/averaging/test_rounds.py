@@ -19,7 +19,7 @@ from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Part
 from agora.averaging.part_codec import EncodedPart, PartCodec
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER
-from agora.averaging.reducer import MIN_KEPT_ROUNDS
+from agora.averaging.reducer import MIN_KEPT_ROUNDS, RECALL_FRACTION
 from agora.averaging.rounds import RoundResult
 from agora.observe.events import PartFailed, RoundDone
 from agora.sim.virtual_time import run
@@ -175,6 +175,31 @@ def test_an_owner_that_is_dead_costs_its_parts_a_second_owner() -> None:
             assert results[index].failed_parts == 0
             assert torch.allclose(results[index].mean, mean_of(living, weights), atol=1e-6)
         assert results[members.index(victim)].failed_parts == 4
+        await world.close()
+
+    run(main())
+
+
+def test_a_second_owner_whose_recall_has_ended_waits_no_longer_than_for_the_last_member() -> None:
+    """The first owner is dead; the last member contributes nothing and turns out not to answer after the recall."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(3))
+        first, second = owner_of(world, 0)
+        (last,) = (member for member in members if member not in (first, second))
+        world.network.dead.add(first.peer)
+        part, loop, values = Part(0, "slice", 0, 0), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
+        began = loop.time()
+        sent = PartCodec("float32").encode(values)
+        own = second.reducer.contribute_own(asking(0, second=True), sent, began + world.round_s)
+        waiting = asyncio.create_task(own)
+        await asyncio.sleep(RECALL_FRACTION * world.round_s)
+        assert not waiting.done(), "the last member is waited for"
+        second.reducer.mark_unresponsive(last.peer, part)
+        mean = await waiting
+        assert loop.time() - began < 1.5 * RECALL_FRACTION * world.round_s
+        assert torch.equal(mean.values, values)
         await world.close()
 
     run(main())
@@ -421,7 +446,7 @@ def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, what: 
             done = [event for event in members[0].events if isinstance(event, RoundDone)]
             assert done[-1].failed_parts == number == results[0].failed_parts
         assert torch.equal(results[0].mean, chosen[0])
-        assert "the mean is" in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
+        assert "the mean has" in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
         await world.close()
 
     run(main())

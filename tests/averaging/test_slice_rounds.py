@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from agora_protocol.errors import ProtocolError
-from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.messages import Averaged
 
+from agora.averaging.aggregate import PartMean
+from agora.averaging.exchange import Part
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices
 from agora.averaging.replica_progress import SILENT_S
 from agora.averaging.rounds import RoundResult
-from agora.averaging.slice_rounds import SliceRounds
+from agora.averaging.slice_rounds import RECALL_FIRST, SliceRounds
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped
 from agora.sim.virtual_time import run
 from agora.train.outer_step import ANCHOR, VELOCITY
@@ -246,6 +249,52 @@ def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by
         await asyncio.sleep(0.2)
         assert [step for step, _ in stages.applied] == [1, 2, 3, 4]
         assert rounds.next_due(99, agreed=4) == 5, "later ones wait for their turn, none is left out"
+
+    run(main())
+
+
+class PartKept:
+    """A reducer whose only other replica keeps the mean of part 0: threes, where this replica has ones."""
+
+    def __init__(self) -> None:
+        self.exchange = self
+
+    def check_magnitude(self, part: Part, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Everything is plausible."""
+
+    async def recall_from(self, peer: str, part: Part, numel: int, deadline: float) -> PartMean | None:
+        mean = PartMean(torch.full((numel,), 3.0), Averaged(2, 2, 2.0, counted=True, wire="float32"))
+        return mean if part.part == 0 else None
+
+
+def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was_given() -> None:
+    """Part 0 is kept by the other replica; the round fails in part 0, and averages part 1."""
+
+    async def main() -> None:
+        size, sent = PART_ELEMENTS + SLICE_BLOCK, list[torch.Tensor]()
+
+        class Group(SlowRounds):
+            def live_others(self, stage: int) -> list[str]:
+                return ["other"]
+
+            async def run_round(self, stage: int, what: str, number: int, values: Any, weight: float) -> RoundResult:
+                sent.append(values.clone())
+                return RoundResult(values * 2, [False, True])
+
+        class LargeStages(Stages):
+            async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+                return torch.ones(size), torch.zeros(size)
+
+        stages = LargeStages()
+        slices = Slices(4 * size, 0.25, 0)
+        rounds = SliceRounds(0, slices, 1, stages, PartKept(), Group({}), lambda event: None)  # type: ignore[arg-type]
+        rounds.begin(1, 1 + RECALL_FIRST)
+        await asyncio.sleep(1.0)
+        assert torch.equal(sent[0], torch.ones(size)), "its own values, not the mean that it was given"
+        (_, (mean, averaged)) = stages.applied[0]
+        assert averaged == (True, True)
+        assert torch.equal(mean[:PART_ELEMENTS], torch.full((PART_ELEMENTS,), 3.0)), "as the other replica took it in"
+        assert torch.equal(mean[PART_ELEMENTS:], torch.full((SLICE_BLOCK,), 2.0))
 
     run(main())
 

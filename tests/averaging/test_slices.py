@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.limits import MAX_PART_ELEMENTS, PART_ELEMENTS, SLICE_BLOCK
 
 from agora.averaging.partition import (
     ROUNDS_PER_OWNER,
@@ -61,6 +62,22 @@ def test_slices_beyond_the_number_of_blocks_are_empty() -> None:
 def test_parts_are_of_one_size_but_the_last() -> None:
     cuts = cut_into_parts(2 * PART_ELEMENTS + 5)
     assert [cut.stop - cut.start for cut in cuts] == [PART_ELEMENTS, PART_ELEMENTS, 5]
+
+
+@pytest.mark.parametrize(
+    ("elements", "of_part", "parts"),
+    [
+        (64 * PART_ELEMENTS, PART_ELEMENTS, 64),
+        (64 * PART_ELEMENTS + 1, 2 * PART_ELEMENTS, 33),
+        (128 * PART_ELEMENTS + 1, MAX_PART_ELEMENTS, 33),
+        (10**9, MAX_PART_ELEMENTS, 1908),
+    ],
+)
+def test_a_large_vector_has_larger_parts_up_to_a_limit(elements: int, of_part: int, parts: int) -> None:
+    cuts = cut_into_parts(elements)
+    assert len(cuts) == parts and cuts[-1].stop == elements
+    assert {cut.stop - cut.start for cut in cuts[:-1]} == {of_part}
+    assert all(before.stop == after.start for before, after in pairwise(cuts))
 
 
 def test_a_peer_wins_parts_as_its_bandwidth_is() -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK, SLICE_BLOCK
+from agora_protocol.limits import QUANTISER_BLOCK, SLICE_BLOCK
 
 from tests.protocol.conftest import script
 
@@ -100,7 +100,8 @@ def test_slices_are_those_of_the_text() -> None:
 
 def test_parts_are_those_of_the_text() -> None:
     for vector in VECTORS["parts"]:
-        ends = [*range(0, vector["elements"], PART_ELEMENTS), vector["elements"]]
+        size = next(size for size in (131_072, 262_144, 524_288) if vector["elements"] <= 64 * size or size == 524_288)
+        ends = [*range(0, vector["elements"], size), vector["elements"]]
         assert vector["parts"] == [list(pair) for pair in zip(ends, ends[1:], strict=False)]
 
 

@@ -104,7 +104,7 @@ class Member:
     def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         return self.suspects & set(peers)
 
-    def numel_of(self, part: Part) -> int:
+    def check_part(self, part: Part) -> int:
         cuts = cut_into_parts(self.world.size)
         if part.part >= len(cuts):
             raise ProtocolError("bad-message", "no such part")

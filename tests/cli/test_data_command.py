@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from agora.cli import console, data_command
-from agora.cli.data_command import DataQuestion
+from agora.cli.data_command import DataOptions
 from agora.data.data_survey import DataSurvey
 from agora.data.sample_rows import open_sample_rows
 from tests.data.chat_folders import CHATML, write_folder
@@ -30,7 +30,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     def command(rows: Sequence[Mapping[str, Any]], as_json: bool = False, **flags: Any) -> str:
         (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
         asked = {"base_model": None, "columns": None, "objective": None, "context": None} | flags
-        assert data_command.run(DataQuestion(tmp_path / "x.jsonl", **asked), as_json=as_json) == console.DONE
+        assert data_command.run(DataOptions(tmp_path / "x.jsonl", **asked), as_json=as_json) == console.DONE
         return capsys.readouterr().out
 
     return command

@@ -75,6 +75,9 @@ class ScriptedDaemon(LocalDaemon):
             self.clock.sleep(2 * demo.STALL_S)
         return {"invite": INVITE, "loss": 2.0}
 
+    def answers_peers(self) -> bool:
+        return True
+
     def kill_group(self) -> None:
         self.end_is_intended = True
 

@@ -63,7 +63,7 @@ def test_what_a_killed_origin_had_started_is_told_apart_from_what_was_dropped() 
 
 
 def lost_and_abandoned(totals: DemoTotals) -> tuple[int, int]:
-    found = totals.microbatches()
+    found = totals.microbatch_counts()
     return found["dropped"], found["abandoned_by_killed_origin"]
 
 
@@ -72,7 +72,7 @@ def test_counted_twice_is_seen_across_peers_and_only_per_stage() -> None:
     add(totals, 0, events.MicrobatchCounted("a", (0, 1), 8), events.MicrobatchCounted("b", (0,), 8))
     add(totals, 1, events.MicrobatchCounted("b", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
     add(totals, 2, events.MicrobatchCounted("c", (1,), 8), events.MicrobatchCounted("c", (1,), 8))
-    assert totals.microbatches()["counted_twice"] == 1
+    assert totals.microbatch_counts()["counted_twice"] == 1
 
 
 def test_evaluations_are_not_training() -> None:

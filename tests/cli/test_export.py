@@ -74,7 +74,7 @@ def disturbed(built: list[Stage]) -> list[Stage]:
 @pytest.fixture
 def checkpoints(home: paths.Home, signed: SignedManifest, stages: list[Stage]) -> paths.Home:
     """A data directory that holds a checkpoint of every stage."""
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     for stage in range(3):
         checkpoint(home, signed, stages, stage, STEPS[stage])
     return home
@@ -87,7 +87,7 @@ def named(stage: Stage) -> dict[str, np.ndarray]:
 def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], stage: int, step: int) -> Path:
     """Writes a checkpoint whose averaged weights are those of `stages`, and whose weights are twice as large."""
     layout = with_moments(signed.manifest.optimizer, StageWeights(stages[stage], torch.device("cpu")).layout)
-    average = layout.flat(named(stages[stage]))
+    average = layout.flatten(named(stages[stage]))
     moments = {moment.name: average if moment.name == "average" else 0 * average for moment in layout.moments}
     state = StageState(stage, step, step, 0, layout, 2 * average, moments)
     return write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=3).path
@@ -161,7 +161,7 @@ def test_a_run_that_keeps_no_average_exports_its_weights_unasked(
     home: paths.Home, stages: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signed = SignedManifest.sign(MANIFEST.with_values(optimizer={"average_decay": 0.0}), Identity.generate())
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     for stage in range(3):
         checkpoint(home, signed, stages, stage, 7)
     run("poems", tmp_path / "out")
@@ -178,7 +178,7 @@ def test_a_narrow_subspace_becomes_a_plain_llama_with_the_same_logits(
 ) -> None:
     narrow = MANIFEST.with_values(name="narrow", model={"subspace": subspace, "embedding": embedding})
     founded = SignedManifest.sign(narrow, Identity.generate())
-    runs.remember(home, founded)
+    runs.remember_manifest(home, founded)
     built = disturbed([family_of(narrow.model).build_stage(narrow.layers_of(k), narrow.seed) for k in range(3)])
     for stage in range(3):
         checkpoint(home, founded, built, stage, STEPS[stage])
@@ -242,7 +242,7 @@ def test_the_card_of_a_run_with_sparse_boundaries_says_what_the_export_has_that_
     founded = SignedManifest.sign(
         MANIFEST.with_values(name="sparse", boundary={"codec": "top12:int8"}), Identity.generate()
     )
-    runs.remember(home, founded)
+    runs.remember_manifest(home, founded)
     for stage in range(3):
         checkpoint(home, founded, stages, stage, STEPS[stage])
     assert run("sparse", tmp_path / "out") == console.DONE
@@ -277,7 +277,7 @@ def test_a_missing_stage_is_named_with_exit_code_4(
     checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path
 ) -> None:
     shutil.rmtree(checkpoints.checkpoints(signed.run_id) / "stage-1")
-    with pytest.raises(Failure, match=r"stage 1 is missing: no daemon .* in .*home; export while") as failed:
+    with pytest.raises(Failure, match=r"stage 1 is missing: no daemon .* in .*home; run this command while") as failed:
         run("poems", tmp_path / "out")
     assert failed.value.code == console.STALLED and not (tmp_path / "out").exists()
 
@@ -405,7 +405,7 @@ def test_mistakes_end_before_anything_is_asked(checkpoints: paths.Home, tmp_path
             run("poems", tmp_path / "out", size=size)
     with pytest.raises(Failure, match="float32 or bf16"):
         run("poems", tmp_path / "out", dtype="int4")
-    with pytest.raises(InputError, match="no earlier export"):
+    with pytest.raises(InputError, match="not an earlier export"):
         run("poems", checkpoints.root)
     with pytest.raises(InputError, match="'poms' is not a file.*'poems'"):
         run("poms", tmp_path / "out")

@@ -83,12 +83,12 @@ def train(base: Path, model: dict[str, Any] = LORA, **sections: dict[str, Any]) 
     sections = {**sections, "objective": objective, "data": {**data, **sections.get("data", {})}}
     signed = SignedManifest.sign(manifest_of(base, 2, model=model, **sections), Identity.generate())
     home, stages = paths.home_at(), stages_of(signed.manifest, base)
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     for number, stage in enumerate(stages):
         random, layout = np.random.default_rng(number), stage_layout(signed.manifest, number)
         for _, parameter in stage.trained_parameters():
             parameter.data = torch.from_numpy(random.normal(0, 0.2, tuple(parameter.shape)).astype("f4"))
-        flat = layout.flat({name: p.detach().numpy() for name, p in stage.trained_parameters()})
+        flat = layout.flatten({name: p.detach().numpy() for name, p in stage.trained_parameters()})
         moments = {moment.name: flat if moment.name == "average" else 0 * flat for moment in layout.moments}
         state = StageState(number, STEPS[number], 5, 0, layout, 2 * flat, moments)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)

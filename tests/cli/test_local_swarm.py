@@ -99,8 +99,35 @@ def test_events_are_read_once_by_whoever_counts_and_kept_for_whoever_searches(ma
     daemon = swarm.start("first")
     journal = Journal(daemon.root)
     journal.take(events.StateChanged("serving", ""), 1.0)
-    assert daemon.is_serving and not daemon.events("StateChanged", state="left") and daemon.new_events() == []
+    assert (
+        daemon.events("StateChanged", state="serving")
+        and not daemon.events("StateChanged", state="left")
+        and daemon.new_events() == []
+    )
     journal.take(events.Traffic(1, 2, 3), 2.0)
     assert [event["event"] for event in daemon.new_events()] == ["Traffic"] and not daemon.events("Traffic")
     assert daemon.try_ask("status") is None, "nobody answers on its socket"
+    swarm.kill_all()
+
+
+def test_a_daemon_answers_peers_once_this_start_of_it_is_in_the_directory(make: Make) -> None:
+    swarm = make("pass")
+    daemon = swarm.start("first")
+    journal = Journal(daemon.root)
+    for name in ("identity", "host", "directory", "serve", "identity", "host"):
+        journal.take(events.StartStep(name, 0.1, ""), 1.0)
+    assert not daemon.answers_peers(), "an earlier start of it was in the directory"
+    journal.take(events.StartStep("directory", 0.1, ""), 2.0)
+    assert daemon.answers_peers()
+    swarm.kill_all()
+
+
+def test_a_daemon_serves_once_its_own_process_has_said_so(make: Make) -> None:
+    swarm = make("import time; time.sleep(60)")
+    daemon = swarm.start("first")
+    journal = Journal(daemon.root)
+    journal.take(events.PeerStarted("P", "R", 0, 0, 1, daemon.process.pid + 1, ()), 1.0)
+    assert not daemon.is_serving and daemon.peer == "P", "that was an earlier process of the same peer"
+    journal.take(events.PeerStarted("P", "R", 0, 0, 2, daemon.process.pid, ()), 2.0)
+    assert daemon.is_serving
     swarm.kill_all()

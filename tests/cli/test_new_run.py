@@ -11,7 +11,7 @@ from agora_protocol.manifest import HfSection, Manifest, preset
 
 from agora.cli import new_run
 from agora.cli.console import USAGE, Failure
-from agora.data.tokenizer import byte_tokenizer, open_tokenizer
+from agora.data.tokenizer import byte_tokenizer_json, open_tokenizer
 from tests.model.tiny_models import hashes, make_model, save, stages_of
 
 
@@ -19,7 +19,7 @@ from tests.model.tiny_models import hashes, make_model, save, stages_of
 def base(tmp_path: Path) -> Path:
     """A tied Llama in several shards, with a tokenizer."""
     folder = save(make_model("llama", tie_word_embeddings=True), tmp_path / "base", "30KB")
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer_json()))
     return folder
 
 
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_trained_is_one_sentence_and_no_file(
 
 
 def test_two_beginnings_and_a_name_that_is_taken_are_refused_before_any_work(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(Failure, match="two beginnings") as raised:
+    with pytest.raises(Failure, match="exclude each other") as raised:
         new_run.run(tmp_path / "run.toml", "tiny", base, None)
     assert raised.value.code == USAGE
     (tmp_path / "run.toml").write_text("mine")

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from agora_protocol.errors import InputError, OutOfMemory
-from agora_protocol.manifest import preset
+from agora_protocol.ids import Span
+from agora_protocol.manifest import ALL_STEPS, preset
 
 from agora.cli import console, plan_command
-from agora.cli.plan_command import PlanOptions
+from agora.cli.plan_command import PlanOptions, plan_run
 from agora.node import paths
+from agora.plan.cost_of_run import run_cost
+from agora.plan.peers_file import read_peers
 
 PEERS = """
 [[machine]]
@@ -69,6 +72,40 @@ def test_machines_get_one_json_object(run: str, tmp_path: Path, capsys: pytest.C
     assert [gain["kind"] for gain in found["one_more"]] == ["t4"] and found["one_more"][0]["factor"] >= 1
 
 
+@pytest.mark.parametrize(
+    ("upload", "exact_steps", "attic_sends", "sentence"),
+    [
+        (100_000, ALL_STEPS, "int8", "gradients of every step of {} s: 4 in int8."),
+        (2_000, ALL_STEPS, "normal4", "2 in int8, 2 in normal4."),
+        (20, ALL_STEPS, "normal2", "2 upload too slowly, so that steps last longer; attic-1 normal2: "),
+        (20, 0, "normal2", "local steps, and slices of the weights are averaged."),
+        (100_000, 0, "int8", "every upload carries gradients: averaging.exact_steps = 1000000000 learns more."),
+    ],
+)
+def test_a_plan_says_which_way_to_agree_the_uploads_carry(
+    upload: int, exact_steps: int, attic_sends: str, sentence: str
+) -> None:
+    """The rule of the daemon decides for each machine, with the duration of a step that the plan expects."""
+    manifest = preset("small")
+    averaging = manifest.averaging.model_copy(update={"exact_steps": exact_steps})
+    machine = '[[machine]]\nname = "{}"\ncount = 2\nflops_tflops = 10\nmemory_gb = 8\nupload_mbps = {}\n'
+    peers = read_peers(machine.format("box", 100_000) + machine.format("attic", upload), "peers.toml")
+    planned = plan_run(manifest.model_copy(update={"averaging": averaging}), peers)
+    step_s = manifest.optimizer.target_tokens / (planned.plan.rate * planned.cost.tokens)
+    assert planned.agreement.step_s == pytest.approx(step_s)
+    assert sentence.format(f"{step_s:,.3g}") in planned.agreement.sentence
+    assert [wire.name for wire in planned.agreement.wires.values()] == ["int8", "int8", attic_sends, attic_sends]
+    fields = plan_command.plan_fields(planned)
+    assert [machine["gradient_wire"] for machine in fields["machines"]] == ["int8", "int8", attic_sends, attic_sends]
+    assert fields["agreement"] == {"step_seconds": planned.agreement.step_s, "why": planned.agreement.sentence}
+
+
+def test_a_machine_alone_with_its_stages_averages_nothing() -> None:
+    peers = read_peers('[[machine]]\nname = "box"\nflops_tflops = 10\nmemory_gb = 8\nupload_mbps = 1\n', "peers.toml")
+    found = plan_run(preset("small"), peers).agreement
+    assert not found.wires and "nothing is averaged" in found.sentence
+
+
 def test_the_same_file_gives_the_same_plan(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_command.run(question(run, tmp_path), as_json=True)
     first = capsys.readouterr().out
@@ -115,3 +152,23 @@ def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_
 def test_an_unknown_run_is_a_sentence(tmp_path: Path, run: str) -> None:
     with pytest.raises(InputError, match="or a run that this machine has joined"):
         plan_command.run(question("nobody-knows", tmp_path), as_json=False)
+
+
+def test_host_memory_beside_a_gpu_lets_it_hold_more(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two machines that cannot hold the model on their devices can with the optimizer's state in host memory."""
+    text = '[[machine]]\nname = "gpu"\ncount = 2\nflops_tflops = 10\nmemory_gb = {}\nupload_mbps = 500\n{}'
+
+    def in_host(gigabytes: float, more: str) -> list[bool]:
+        """Returns whether each machine keeps its optimizer state in host memory."""
+        assert plan_command.run(question(run, tmp_path, text.format(gigabytes, more)), as_json=True) == console.DONE
+        return [machine["optimizer_in_host"] for machine in json.loads(capsys.readouterr().out)["machines"]]
+
+    cost = run_cost(preset("small"), in_bf16=False)
+    halves = (Span(0, 1), Span(2, 3))
+    least = max(cost.memory(half, in_host=True).device for half in halves) / 0.9e9 + 1e-3
+    with pytest.raises(OutOfMemory):
+        in_host(least, "")
+    assert in_host(least, "host_memory_gb = 32\n") == [True, True]
+    assert in_host(64, "host_memory_gb = 32\n") == [False, False]

@@ -32,8 +32,8 @@ def is_harmless(text: str) -> bool:
 def test_no_command_for_a_terminal_passes_whatever_a_peer_wrote(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console.print_line(f"error: {command}")
-    console.print_text(f"exported  {command}")
+    console.print_to_stderr(f"error: {command}")
+    console.print_to_stdout(f"exported  {command}")
     with console.ProgressDisplay(f"waits for {command}") as display:
         display.note(f"[red]{command}")
     sample_command._show(command)
@@ -47,7 +47,9 @@ def test_no_command_for_a_terminal_passes_whatever_a_peer_wrote(
     EventLog(log).take(events.TaskFailed("fetch", command), 1000.0)
     written = capsys.readouterr()
     assert is_harmless(written.out + written.err + log.getvalue())
-    assert "?" in written.out and "?" in written.err and "?" in log.getvalue()
+    assert "?" in written.out
+    assert "?" in written.err
+    assert "?" in log.getvalue()
 
 
 def test_text_in_any_language_stays_as_it_is() -> None:
@@ -63,4 +65,5 @@ def test_a_progress_bar_shows_markup_as_text(monkeypatch: pytest.MonkeyPatch) ->
     with console.ProgressDisplay("[link=https://example.org]run[/link]", total=1.0) as display:
         display.show(1.0, "[blink]step[/blink]")
         display.note("[bold]note")
-    assert "[blink]step[/blink]" in terminal.getvalue() and "[bold]note" in terminal.getvalue()
+    assert "[blink]step[/blink]" in terminal.getvalue()
+    assert "[bold]note" in terminal.getvalue()

@@ -83,12 +83,12 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = save(make_model("qwen2"), tmp_path / "base")
     manifest = manifest_of(folder, 2, model={"trained": "lora", "frozen_as": "nf4", "lora_dropout": 0.5})
     signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.Home(tmp_path / "peer")
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     for number, stage in enumerate(stages_of(manifest, folder)):
         layout = stage_layout(manifest, number)
         random = np.random.default_rng(number)
         named = {n: random.normal(0, 0.5, p.shape).astype("f4") for n, p in stage.trained_parameters()}
-        flat = layout.flat(named)
+        flat = layout.flatten(named)
         arrays = {moment.name: np.abs(flat) if moment.is_square else flat for moment in layout.moments}
         state = StageState(number, 5, 5, 0, layout, flat, arrays)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agora_protocol.admission_messages import TookRevocations
 from agora_protocol.errors import InputError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
@@ -14,9 +18,11 @@ from agora_protocol.invite import Invite
 from agora_protocol.manifest import SignedManifest, preset
 from agora_protocol.tickets import InviteTicket, open_proof, open_revocation
 
+import agora.net
 from agora.cli import main_node, signing_command
 from agora.cli.console import Failure
 from agora.cli.signing_command import InviteRequest
+from agora.cli.stage_sources import FoundRun
 from agora.node import admission_files, runs
 from agora.node.paths import Home
 
@@ -30,7 +36,7 @@ class Machine:
         self.home = Home(folder)
         self.identity = Identity.load_or_create(self.home.identity)
         self.signed = signed or SignedManifest.sign(preset("tiny", admission=admission), self.identity)
-        runs.remember(self.home, self.signed)
+        runs.remember_manifest(self.home, self.signed)
         runs.remember_addresses(self.home, self.run, [f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"])
 
     @property
@@ -141,3 +147,20 @@ def test_the_owners_bans_and_the_runs_are_read_again_as_they_were_written(tmp_pa
     home.ticket("ab").write_text("not hex")
     with pytest.raises(Exception, match="damaged"):
         admission_files.read_proof(home, "ab")
+
+
+def test_a_data_directory_without_the_run_costs_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    founder, asked = Machine(tmp_path / "with", mode="open"), []
+
+    def share(addresses: Sequence[str], *others: object) -> TookRevocations:
+        asked.append(addresses)
+        return TookRevocations(1, 0)
+
+    # A fake module: the real one's packages cannot be imported beside those of other tests.
+    light = SimpleNamespace(share_revocations=share, Credentials=lambda identity, proof: None)
+    monkeypatch.setitem(sys.modules, "agora.net.light", light)
+    monkeypatch.setattr(agora.net, "light", light, raising=False)
+    found = FoundRun(founder.signed, (founder.home, Home(tmp_path / "without")), (), tmp_path)
+    signer = signing_command._find_signer(found)
+    assert signing_command.tell_peer(founder.run, found, b"sealed", signer) == ["a peer of the run"]
+    assert asked == [(f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}",)]

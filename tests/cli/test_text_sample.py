@@ -39,11 +39,11 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     family = family_of(MANIFEST.model)
     for stage in range(2):
         home = paths.Home(folder / f"peer-{stage}")
-        runs.remember(home, signed)
+        runs.remember_manifest(home, signed)
         layout = stage_layout(MANIFEST, stage)
         module = family.build_stage(MANIFEST.layers_of(stage), 5)
         named = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
-        average = layout.flat(named)
+        average = layout.flatten(named)
         moments = {moment.name: average if moment.name == "average" else 0 * average for moment in layout.moments}
         state = StageState(stage, 9, 9, 0, layout, 0 * average, moments)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
@@ -55,7 +55,9 @@ def test_the_lines_are_few_printable_and_the_seeds_own(demo: Path) -> None:
     lines = [try_sample(demo / "run.toml", seed) for seed in (1, 1, 2)]
     assert lines[0] == lines[1] != lines[2]
     for line in lines[0]:
-        assert line.strip() and line.isprintable() and len(line) <= LINE_CHARACTERS
+        assert line.strip()
+        assert line.isprintable()
+        assert len(line) <= LINE_CHARACTERS
     assert 1 <= len(lines[0]) <= LINES
 
 
@@ -67,7 +69,7 @@ def test_no_daemon_is_asked_for_what_lies_in_the_folder(demo: Path, capsys: pyte
         silent.bind(str(place))
         silent.listen()
         paths.register(paths.DaemonEntry(run, "poems", "", "", os.getpid(), str(demo / "peer-0"), str(place)))
-        assert any(entry.run == run for entry in paths.daemons())
+        assert any(entry.run == run for entry in paths.find_running_daemons())
         assert try_sample(demo / "run.toml", 0)
     assert not capsys.readouterr().err
 
@@ -79,6 +81,11 @@ def test_what_is_shown_is_what_a_terminal_may_be_given() -> None:
         (20 * "long ")[:LINE_CHARACTERS].rstrip(),
         "last",
     ]
+
+
+@pytest.mark.parametrize("hidden", [" ", "\x00", "\t"])
+def test_a_line_of_which_the_cut_leaves_nothing_to_read_is_skipped(hidden: str) -> None:
+    assert list(printable_lines(LINE_CHARACTERS * hidden + "x")) == []
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "not finite", "no manifest"])
@@ -101,7 +108,8 @@ def test_a_model_that_cannot_be_sampled_costs_one_line_and_no_failure(
         write_checkpoint(paths.Home(demo / "peer-1").checkpoints(run), run, state, keep=1)
     assert try_sample(demo / "run.toml", 0) == []
     said = capsys.readouterr()
-    assert "the model's text cannot be shown: " in said.err and not said.out
+    assert "the model's text cannot be shown: " in said.err
+    assert not said.out
 
 
 @pytest.mark.parametrize("program", ["/opt/agora/bin/swarm", "/opt/agora/agora/cli/main_swarm.py"])
@@ -110,11 +118,13 @@ def test_the_command_names_this_program_and_the_kept_run(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
     heading, first, second, kept = lines_of_model(["one", "two"], 40, Path("demo"))
-    assert "after 40 steps" in heading and [first.split(" | ")[1], second.split(" | ")[1]] == ["one", "two"]
+    assert "after 40 steps" in heading
+    assert [first.split(" | ")[1], second.split(" | ")[1]] == ["one", "two"]
     words = shlex.split(kept.removeprefix("export"))
     begins = [program] if program.endswith("swarm") else [sys.executable, "-m", "agora.cli.main_swarm"]
     assert words == [*begins, "export", str(demo / "run.toml"), "--out", "model"]
-    assert export.run(words[-3], Path(words[-1])) == console.DONE and Path("model/config.json").is_file()
+    assert export.run(words[-3], Path(words[-1])) == console.DONE
+    assert Path("model/config.json").is_file()
     assert "model" in capsys.readouterr().out
     (gone,) = lines_of_model([], 40, None)
     assert shlex.split(gone.removeprefix("export"), comments=True)[-3:] == ["demo/run.toml", "--out", "model"]

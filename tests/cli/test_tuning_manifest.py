@@ -23,7 +23,7 @@ from agora.cli.tuning_manifest import (
     manifest_of_base_model,
     step_values,
 )
-from agora.data.tokenizer import byte_tokenizer
+from agora.data.tokenizer import byte_tokenizer_json
 from tests.model.tiny_models import make_model, save
 
 CONTEXT = 64
@@ -33,7 +33,7 @@ CONTEXT = 64
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 64 positions with a tokenizer of bytes and without a chat template."""
     folder = save(make_model("llama"), tmp_path_factory.mktemp("base"))
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer_json()))
     return folder
 
 
@@ -225,4 +225,4 @@ def test_the_command_prints_what_it_found_and_a_choice_needs_a_base_model(
 def test_training_data_is_counted_with_rows_of_one_token_more_than_the_context(base: Path, tmp_path: Path) -> None:
     exact = {"prompt": "p" * 32, "completion": "c" * 32}  # and its end of turn: 65 tokens
     data: TrainingData = read_training_data(write(tmp_path / "f.jsonl", [exact] * 7), base, None, None, CONTEXT)
-    assert (data.rows, data.found.truncated_samples, data.trainable) == (7, 0, 7)
+    assert (data.rows, data.found.truncated_samples, data.trainable_samples) == (7, 0, 7)

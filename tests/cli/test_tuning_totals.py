@@ -13,7 +13,7 @@ from agora.cli.console import USAGE, Failure
 from agora.cli.demo import DemoPlan, tuning_totals
 from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
 from agora.cli.tuning_totals import TuningTotals
-from agora.data.tokenizer import byte_tokenizer
+from agora.data.tokenizer import byte_tokenizer_json
 from tests.model.tiny_models import make_model, save
 
 MEASURED = DemoMeasurements("ab" * 32, 0.5, 9.0, (24, 4.0), 0.5)
@@ -22,7 +22,7 @@ MEASURED = DemoMeasurements("ab" * 32, 0.5, 9.0, (24, 4.0), 0.5)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save(make_model("llama"), tmp_path_factory.mktemp("base"))
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer_json()))
     return folder
 
 
@@ -105,7 +105,7 @@ def test_the_manifest_of_a_tuning_demo_is_that_of_swarm_new_with_the_plans_stage
 
 def test_flags_of_a_tuning_demo_that_do_not_fit_are_bad_arguments(base: Path) -> None:
     for plan, says in (
-        (DemoPlan(base_model=base, preset="tiny"), "two beginnings"),
+        (DemoPlan(base_model=base, preset="tiny"), "exclude each other"),
         (DemoPlan(base_model=base, data=("stdlib", "a.jsonl")), "one file"),
         (DemoPlan(base_model=base, objective="sft"), "give them with --data FILE"),
         (DemoPlan(objective="sft"), "give one with --base-model DIR"),

@@ -160,7 +160,7 @@ def test_a_tiny_block_beside_a_large_one_keeps_its_values() -> None:
 def test_what_is_not_finite_is_refused_by_the_receiver(name: str, bad: float) -> None:
     tensor = normal((1, 2, 70))
     tensor[0, 1, 3] = bad
-    with pytest.raises(ProtocolError, match="scale") as refusal:
+    with pytest.raises(ProtocolError, match="Scales range") as refusal:
         there_and_back(BoundaryCodec(name), tensor)
     assert refusal.value.code == "bad-tensor"
 

@@ -187,7 +187,7 @@ def test_what_the_spec_forbids_is_refused_with_its_typed_error(node: tuple[Swarm
     assert got == REFUSALS
 
 
-def test_a_peer_with_too_many_offences_is_shut_out(node: tuple[Swarm, Daemon]) -> None:
+def test_a_peer_with_too_many_offences_is_suspended(node: tuple[Swarm, Daemon]) -> None:
     _, _, wire = microbatch()
     before = len(node[1].events("OffenceRecorded"))
     results = outsider(node, *([{"do": "violate", "name": "bad_magic", "tensors": wire}] * 8))

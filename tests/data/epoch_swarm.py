@@ -139,7 +139,7 @@ class EpochSwarm:
     def _gossip(self, origin: SimulatedOrigin) -> None:
         if not origin.is_alive:
             return
-        told, heard = origin.shares.state(), origin.heard
+        told, heard = origin.shares.next_state(), origin.heard
         self.longest_state = max(self.longest_state, len(told))
         for other in self.alive():
             if other is not origin and self.rng.random() >= self.loss:
@@ -163,7 +163,7 @@ class EpochSwarm:
             assert counts.repeated == sum(known.values()) - len(known)
             assert counts.samples == sum(known.values())
             assert not any(epoch.in_flight for epoch in counts.epochs)
-            assert counts.missed == sum(epoch.missing for epoch in counts.epochs[:-1])
+            assert counts.missed == sum(epoch.not_started for epoch in counts.epochs[:-1])
             first = counts.epochs[0].epoch if counts.epochs else counts.seen // self.count
             assert all(number in known for number in range(first * self.count))
         repeated = len(self.log) - len(set(self.log))

@@ -112,8 +112,8 @@ def test_two_origins_share_an_epoch_and_know_what_both_have_done(tmp_path: Path)
     one, other = batches_of(rows, ME, 1, (ME, OTHER)), batches_of(rows, OTHER, MAX_INT, (ME, OTHER))
     found: Counter[Any] = Counter()
     for _ in range(4 * one.shares.count):
-        one.shares.merge(OTHER, other.shares.state())
-        other.shares.merge(ME, one.shares.state())
+        one.shares.merge(OTHER, other.shares.next_state())
+        other.shares.merge(ME, one.shares.next_state())
         for batches in (one, other):
             if (microbatch := batches.draw()) is not None and microbatch.number < one.shares.count:
                 found.update(samples_in(microbatch))
@@ -122,8 +122,8 @@ def test_two_origins_share_an_epoch_and_know_what_both_have_done(tmp_path: Path)
         if one.counts().epoch:
             break
     assert found.keys() == set(map(sequence_of, completions(300)))
-    one.shares.merge(OTHER, other.shares.state())
-    other.shares.merge(ME, one.shares.state())
+    one.shares.merge(OTHER, other.shares.next_state())
+    other.shares.merge(ME, one.shares.next_state())
     assert one.counts() == other.counts() and one.counts().missed == 0
     assert one.counts().epoch == 1 and 300 <= one.counts().seen < 400
 
@@ -160,13 +160,13 @@ def test_what_others_have_not_finished_of_an_older_epoch_is_missed_until_it_is_d
 
 def test_an_evaluation_gets_the_same_held_out_microbatches_every_time(tmp_path: Path) -> None:
     batches = batches_of(rows_of(tmp_path, 200, heldout=0.3))
-    first = [bytes(tokens.data) for tokens in batches.heldout(3)]
-    assert len(first) == 3 and first == [bytes(tokens.data) for tokens in batches.heldout(3)]
-    assert next(iter(batches.heldout(1))).shape == (2, 4, 32)
+    first = [bytes(tokens.data) for tokens in batches.heldout_microbatches(3)]
+    assert len(first) == 3 and first == [bytes(tokens.data) for tokens in batches.heldout_microbatches(3)]
+    assert next(iter(batches.heldout_microbatches(1))).shape == (2, 4, 32)
 
 
 def test_origins_with_other_rows_notice(tmp_path: Path) -> None:
     one = batches_of(rows_of(tmp_path, 60))
     other = batches_of(rows_of(tmp_path, 61), OTHER, 2)
     with pytest.raises(DataError, match=f"{OTHER} trains on other rows"):
-        one.shares.merge(OTHER, other.shares.state())
+        one.shares.merge(OTHER, other.shares.next_state())

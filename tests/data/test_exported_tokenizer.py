@@ -42,7 +42,8 @@ def test_a_folders_files_are_taken_as_they_are(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == expected
     assert all((tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes() for name in expected)
     original = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.model_max_length == 77 and tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.model_max_length == 77
+    assert tokenizer.eos_token == "<|im_end|>"
     rendered = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
     assert rendered == original.apply_chat_template(CHAT, add_generation_prompt=True)
     assert tokenizer("2 + 2")["input_ids"] == original("2 + 2")["input_ids"]
@@ -54,7 +55,8 @@ def test_a_folder_is_named_as_well_as_its_tokenizer_file(tmp_path: Path) -> None
         pretrained_tokenizer_files(f"base{end}", 400, 64, tmp_path, learns_samples=True)
         for end in ("", "/tokenizer.json")
     ]
-    assert named[0] == named[1] and "chat_template.jinja" in named[0]
+    assert named[0] == named[1]
+    assert "chat_template.jinja" in named[0]
     assert (
         open_tokenizer("base", 400, base=tmp_path).fingerprint
         == open_tokenizer("base/tokenizer.json", 400, base=tmp_path).fingerprint
@@ -83,7 +85,8 @@ def test_without_a_template_the_one_that_training_renders_by_comes_along(source:
     expected = trained.template.render(Conversation(messages), "a test")
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == expected
     asked = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    assert asked == f"{expected}\nAssistant: " and trained.end_of_turn in expected
+    assert asked == f"{expected}\nAssistant: "
+    assert trained.end_of_turn in expected
 
 
 def test_a_run_on_text_gets_no_template_that_it_did_not_have(tmp_path: Path) -> None:
@@ -98,11 +101,12 @@ def test_a_template_in_the_settings_is_enough(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 
-def test_a_file_of_another_name_gets_settings_made_anew(tmp_path: Path) -> None:
+def test_a_file_of_another_name_gets_new_settings(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "base", CHATML)
     (folder / "tokenizer.json").rename(folder / "run.json")
     tokenizer = exported("base/run.json", tmp_path / "out", tmp_path, learns_samples=False)
-    assert tokenizer.model_max_length == 64 and tokenizer.chat_template is None
+    assert tokenizer.model_max_length == 64
+    assert tokenizer.chat_template is None
 
 
 @pytest.mark.parametrize(

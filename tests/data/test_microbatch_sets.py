@@ -1,4 +1,4 @@
-"""Sets as masks of blocks are what Python's own sets are, and their runs are as long as they can be."""
+"""Sets as masks of blocks are what Python's own sets are, and their ranges are as long as they can be."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_a_set_holds_what_was_added(case: tuple[BlockLayout, set[int]]) -> None:
     made = set_of(layout, numbers)
     assert len(made) == len(numbers) and all(number in made for number in numbers)
     assert made.is_complete() == (len(numbers) == layout.count)
-    runs = list(made.runs(full_blocks=True))
-    assert {first + place for first, length in runs for place in range(length)} == numbers
-    assert all(first + length < later for (first, length), (later, _) in zip(runs, runs[1:], strict=False))
+    ranges = list(made.ranges(full_blocks=True))
+    assert {first + place for first, length in ranges for place in range(length)} == numbers
+    assert all(first + length < later for (first, length), (later, _) in zip(ranges, ranges[1:], strict=False))
     rebuilt = MicrobatchSet(layout)
-    for run in runs:
-        rebuilt.add_run(run)
+    for piece in ranges:
+        rebuilt.add_range(piece)
     assert rebuilt.masks == made.masks
     for number in numbers:
         made.discard(number)
@@ -55,8 +55,8 @@ def test_a_set_holds_what_was_added(case: tuple[BlockLayout, set[int]]) -> None:
 def test_runs_without_full_blocks_and_those_blocks_are_the_set(case: tuple[BlockLayout, set[int]]) -> None:
     layout, numbers = case
     made, rebuilt = set_of(layout, numbers), MicrobatchSet(layout)
-    for run in made.runs(full_blocks=False):
-        rebuilt.add_run(run)
+    for piece in made.ranges(full_blocks=False):
+        rebuilt.add_range(piece)
     assert not any(rebuilt.is_full(block) for block in rebuilt.masks)
     for block in made.masks:
         if made.is_full(block):
@@ -81,7 +81,7 @@ def test_the_bits_of_a_mask_are_numbered_from_the_lowest(mask: int) -> None:
         bit_number(mask, len(bits))
 
 
-@pytest.mark.parametrize("run", [(-1, 2), (0, 0), (39, 2), (40, 1)])
-def test_a_run_outside_of_the_epoch_is_refused(run: tuple[int, int]) -> None:
+@pytest.mark.parametrize("numbers", [(-1, 2), (0, 0), (39, 2), (40, 1)])
+def test_a_range_outside_of_the_epoch_is_refused(numbers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="is not within 40 microbatches"):
-        MicrobatchSet(BlockLayout(40)).add_run(run)
+        MicrobatchSet(BlockLayout(40)).add_range(numbers)

@@ -111,11 +111,11 @@ def test_one_malformed_line_among_many_is_named(tmp_path: Path) -> None:
     [
         ('[{"a": 1},\n{"a": }]', [":2 is not JSON", "Expecting value"]),
         ('[{"a": 1},\n{"a":\n\n"b]', [":4 is not JSON", "begins at line 2", "Unterminated"]),
-        ('[{"a": 1}\n{"a": 1}]', [":2 has '{' where ',' must stand"]),
-        ('[{"a": 1}', [":1 has the end of the file where ',' must stand"]),
+        ('[{"a": 1}\n{"a": 1}]', [":2 has '{' where ',' is expected"]),
+        ('[{"a": 1}', [":1 has the end of the file where ',' is expected"]),
         ('[{"a": 1}] x', ["after the list's end"]),
-        ("[\n[1]]", [":2 has something else than an object"]),
-        ('{"data": [{"a": 1}], "more": 1}', ["has ',' where '}' must stand"]),
+        ("[\n[1]]", [":2 has something other than an object"]),
+        ('{"data": [{"a": 1}], "more": 1}', ["has ',' where '}' is expected"]),
         ('{"rows": [\n{"a": 1}]}', [":1 is not JSON", "a list of objects in a .json file"]),
         ("5", [":1 is not a JSON object"]),
         ('[{"a": ' + "[" * 100_000, [":1 is not JSON"]),
@@ -198,9 +198,17 @@ def test_the_scanner_takes_what_json_wrote_whatever_the_size_of_its_reads(
 
     scanner = JsonScanner(ShortReads(json.dumps(rows, indent=indent)), Path("x.json"))
     taken = []
-    scanner.skip("[")
+    scanner.expect("[")
     while scanner.next_character() != "]":
         taken.append(scanner.take_value())
         if scanner.next_character() == ",":
-            scanner.skip(",")
+            scanner.expect(",")
     assert taken == rows
+
+
+def test_a_value_longer_than_the_limit_is_refused_also_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    scanner = JsonScanner(io.StringIO(json.dumps([{"text": "x" * (1 << 20)}])), Path("x.json"))
+    scanner.expect("[")
+    with pytest.raises(DataError, match="x.json:1 is longer than 1 MiB; split"):
+        scanner.take_value()

@@ -209,11 +209,11 @@ def turns(*roles: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("roles", "says"),
     [
-        (["assistant"], ["message 1, has role 'assistant' at the beginning, where 'system' or 'user' must stand"]),
-        (["user", "user"], ["message 2, has role 'user' after 'user', where 'assistant' must stand"]),
-        (["user", "assistant", "assistant"], ["message 3", "'user' or 'tool' must stand"]),
+        (["assistant"], ["message 1, has role 'assistant' at the beginning, where 'system' or 'user' is expected"]),
+        (["user", "user"], ["message 2, has role 'user' after 'user', where 'assistant' is expected"]),
+        (["user", "assistant", "assistant"], ["message 3", "'user' or 'tool' is expected"]),
         (["user", "system", "assistant"], ["message 2", "a system message may come first"]),
-        (["system", "assistant"], ["message 2", "where 'user' must stand"]),
+        (["system", "assistant"], ["message 2", "where 'user' is expected"]),
         (["user"], ["ends with role 'user'", "the last must be the assistant's"]),
         (["user", "assistant", "user"], ["ends with role 'user'"]),
         ([], ["has no message"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 
 from agora.data.hashing import mix
-from agora.data.sampling import Sampler, sample_id
+from agora.data.sampling import OriginBatches, Sampler, sample_id
 from agora.data.tokenizer import Ids
+from agora.observe.events import TaskFailed
 
 CONTEXT = 8
 
@@ -152,3 +154,18 @@ def test_large_corpora_are_split_without_looking_at_every_window(monkeypatch: py
     held = drawn.heldout_windows()
     assert 50 < len(held) < 150 and drawn.is_held_out(held).all() and (held % 6 == 0).all()
     assert not drawn.is_held_out(window_of(drawn.batch(np.arange(5000)))).any()
+
+
+def batches(folder: Path, reported: list[object]) -> OriginBatches:
+    """An origin's microbatches, of which numbers are reserved in `folder`."""
+    return OriginBatches(sampler(), PeerId("QmOrigin"), 2, folder / "drawn", reported.append)
+
+
+def test_numbers_go_on_after_a_restart_and_a_file_that_is_spoilt_is_reported(tmp_path: Path) -> None:
+    reported: list[object] = []
+    first = batches(tmp_path, reported).draw().number
+    second = batches(tmp_path, reported).draw().number
+    assert first == 0 and second > first and not reported, "a first start has no file"
+    (tmp_path / "drawn").write_text("many")
+    assert batches(tmp_path, reported).draw().number == 0
+    assert [type(event) for event in reported] == [TaskFailed]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from agora.data.chat_template import supervised_parts
+from agora.data.chat_template import split_supervised
 from agora.data.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Role, Sample
 from agora.data.model_tokenizer import ModelTokenizer, open_model_tokenizer
 from agora.data.sample_file import PlacedSample
@@ -45,15 +45,17 @@ TWO_TURNS = Conversation(
 
 
 def tokens_of(
-    sample: Sample, tokenizer: ModelTokenizer, context: int | None = None, learn_all: bool = False
+    sample: Sample, tokenizer: ModelTokenizer, context: int | None = None, supervise_all: bool = False
 ) -> TokenSample:
-    return next(tokenise([PlacedSample(sample, "x.jsonl:7")], tokenizer, context=context, learn_all=learn_all))
+    return next(tokenise([PlacedSample(sample, "x.jsonl:7")], tokenizer, context=context, supervise_all=supervise_all))
 
 
 def marked(sample: Sample, tokenizer: ModelTokenizer, **more: Any) -> str:
     """The text of a sample of one sequence, with what its supervised tokens stand for in brackets."""
     (sequence,) = tokens_of(sample, tokenizer, **more)
-    return "".join(f"[{part}]" if kind else part for part, kind in supervised_parts(sequence.text, sequence.spans()))
+    return "".join(
+        f"[{part}]" if kind else part for part, kind in split_supervised(sequence.text, sequence.supervised_ranges())
+    )
 
 
 def with_template(tmp_path: Path, template: str) -> ModelTokenizer:
@@ -70,9 +72,10 @@ EXPECTED = (
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_BLOCKS])
 def test_answers_and_their_ends_of_turn_are_learnt_with_blocks_and_without(tmp_path: Path, template: str) -> None:
     tokenizer = with_template(tmp_path, template)
-    assert tokenizer.template.has_spans == (template == CHATML_WITH_BLOCKS)
+    has_blocks = tokenizer.template.has_generation_blocks
+    assert has_blocks == (template == CHATML_WITH_BLOCKS)
     # without blocks, the newline that the template writes after an answer is the answer's too, as in TRL
-    expected = EXPECTED if tokenizer.template.has_spans else EXPECTED.replace("<|im_end|>]\n", "<|im_end|>\n]")
+    expected = EXPECTED if has_blocks else EXPECTED.replace("<|im_end|>]\n", "<|im_end|>\n]")
     assert marked(TWO_TURNS, tokenizer) == expected
     (sequence,) = tokens_of(TWO_TURNS, tokenizer)
     end = tokenizer.tokenizer.encode(["<|im_end|>"])[0][0]
@@ -124,7 +127,8 @@ def test_only_answers_after_the_prompt_are_learnt(tmp_path: Path) -> None:
     late = Conversation(TWO_TURNS.messages, prompt_messages=4)
     for template in (CHATML, CHATML_WITH_BLOCKS):
         text = marked(late, with_template(tmp_path, template))
-        assert text.count("[") == 1 and "\n[Yes.<|im_end|>" in text
+        assert text.count("[") == 1
+        assert "\n[Yes.<|im_end|>" in text
 
 
 def test_an_excluded_answer_is_not_learnt(tmp_path: Path) -> None:
@@ -161,7 +165,9 @@ def test_a_completion_is_literal_and_learnt_with_its_end(tmp_path: Path) -> None
     assert marked(sample, BYTES) == "2 + 2 = [four\0]"
     (sequence,) = tokens_of(sample, tokenizer)
     ids = AutoTokenizer.from_pretrained(tmp_path)("2 + 2 = four<|im_end|>")["input_ids"]
-    assert sequence.ids.tolist() == ids and ids[0] == 0 and not sequence.supervised[0]
+    assert sequence.ids.tolist() == ids
+    assert ids[0] == 0
+    assert not sequence.supervised[0]
 
 
 def test_a_token_that_the_file_adds_at_the_end_is_not_doubled(tmp_path: Path) -> None:
@@ -172,7 +178,9 @@ def test_a_token_that_the_file_adds_at_the_end_is_not_doubled(tmp_path: Path) ->
     processor["special_tokens"]["<|im_end|>"] = {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
     (sequence,) = tokens_of(Completion("a", "b"), open_model_tokenizer(tmp_path, NOW))
-    assert sequence.ids.tolist().count(2) == 1 and sequence.ids[-1] == 2 and sequence.supervised[-1]
+    assert sequence.ids.tolist().count(2) == 1
+    assert sequence.ids[-1] == 2
+    assert sequence.supervised[-1]
 
 
 def test_plain_text_is_learnt_but_for_its_first_token(tmp_path: Path) -> None:
@@ -183,18 +191,21 @@ def test_plain_text_is_learnt_but_for_its_first_token(tmp_path: Path) -> None:
 
 def test_the_objective_lm_learns_all_and_adds_no_beginning(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, DROPS_EARLIER_THOUGHTS)
-    (chat,) = tokens_of(TWO_TURNS, tokenizer, learn_all=True)
+    (chat,) = tokens_of(TWO_TURNS, tokenizer, supervise_all=True)
     assert chat.supervised[1:].all()
-    (document,) = tokens_of(PlainText("roses"), tokenizer, learn_all=True)
-    assert document.ids[0] != 0 and document.supervised[1:].all() and document.ids[-1] == 2
+    (document,) = tokens_of(PlainText("roses"), tokenizer, supervise_all=True)
+    assert document.ids[0] != 0
+    assert document.supervised[1:].all()
+    assert document.ids[-1] == 2
 
 
 def test_both_sides_of_a_preference_share_the_prompt(tmp_path: Path) -> None:
     sides = [Conversation((message("user", "2 + 2?"), message("assistant", text)), 1) for text in ("four", "five")]
     chosen, rejected = tokens_of(Preference(*sides), with_template(tmp_path, CHATML))
     prompt = int(np.argmax(chosen.supervised))
-    assert chosen.ids[:prompt].tolist() == rejected.ids[:prompt].tolist() and prompt == np.argmax(rejected.supervised)
-    assert [side.text[slice(*side.spans()[0])] for side in (chosen, rejected)] == [
+    assert chosen.ids[:prompt].tolist() == rejected.ids[:prompt].tolist()
+    assert prompt == np.argmax(rejected.supervised)
+    assert [side.text[slice(*side.supervised_ranges()[0])] for side in (chosen, rejected)] == [
         "four<|im_end|>\n",
         "five<|im_end|>\n",
     ]
@@ -205,14 +216,15 @@ def test_what_is_longer_than_the_context_loses_its_end_and_says_how_much() -> No
     assert (len(sequence.ids), sequence.truncated) == (8, 3)
     assert sequence.ids[sequence.supervised].tobytes().replace(b"\0", b"") == b"678"
     (sequence,) = tokens_of(Completion("12345", "67890"), BYTES, context=5)
-    assert not sequence.supervised.any() and sequence.truncated == 6
+    assert not sequence.supervised.any()
+    assert sequence.truncated == 6
 
 
 def test_many_samples_are_tokenised_in_order_whatever_their_kinds(tmp_path: Path) -> None:
     kinds: list[Sample] = [PlainText("roses"), TWO_TURNS, Completion("a", "b")]
     tokenizer = with_template(tmp_path, CHATML)
     samples = [PlacedSample(kinds[number % 3], "") for number in range(3000)]
-    lengths = [len(sample[0].ids) for sample in tokenise(samples, tokenizer, context=None, learn_all=False)]
+    lengths = [len(sample[0].ids) for sample in tokenise(samples, tokenizer, context=None, supervise_all=False)]
     assert lengths == [len(tokens_of(kinds[number % 3], tokenizer)[0].ids) for number in range(3)] * 1000
 
 
@@ -250,7 +262,8 @@ def test_templates_find_the_functions_that_hugging_face_gives_them(tmp_path: Pat
 def test_a_template_that_fails_or_reaches_out_is_one_sentence(tmp_path: Path, template: str) -> None:
     with pytest.raises(DataError) as caught:
         rendered(tmp_path, template)
-    assert "x.jsonl:7: the chat template of" in str(caught.value) and "refuses it" in str(caught.value)
+    assert "x.jsonl:7: the chat template of" in str(caught.value)
+    assert "refuses it" in str(caught.value)
     assert "\x1b" not in str(caught.value)
 
 
@@ -308,6 +321,7 @@ except LocalError as error:
 @given(st.text(max_size=30))
 def test_the_bytes_of_a_character_all_stand_for_it(text: str) -> None:
     (encoded,) = ByteTokenizer().encode_with_offsets([text], add_special=True)
-    assert bytes(encoded.ids.tolist()) == text.encode() and (np.diff(encoded.offsets, axis=1) == 1).all()
+    assert bytes(encoded.ids.tolist()) == text.encode()
+    assert (np.diff(encoded.offsets, axis=1) == 1).all()
     for place, character in enumerate(text):
         assert bytes(encoded.ids[encoded.offsets[:, 0] == place].tolist()) == character.encode()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from agora.data.tokenizer import JsonTokenizer, byte_tokenizer, tokenizer_files
+from agora.data.tokenizer import JsonTokenizer, byte_tokenizer_json, tokenizer_files
 
 HARD = "h\u00e9llo \u0100 \x00 <s> </s> don't  .  , \u6f22\u5b57\U0001f389\r\n\t \u2019 <|endoftext|>"
-BYTEWISE = Tokenizer.from_str(json.dumps(byte_tokenizer()))
+BYTEWISE = Tokenizer.from_str(json.dumps(byte_tokenizer_json()))
 
 
 def loaded(files: dict[str, bytes], folder: Path) -> Any:

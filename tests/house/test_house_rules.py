@@ -1,4 +1,4 @@
-"""The house rules, checked: linters, types, who may know whom, how long a thing may grow, what nobody calls."""
+"""The house rules, checked: linters, types, who may know whom, how long a thing may grow."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ BROAD_EXCEPTS = {
     "agora/net/light.py": 1,  # py-libp2p raises many kinds; each only means that this peer is no help
     "agora/threads.py": 1,  # a piece of work beside the loop ends: whoever waits hears why
     "agora/train/device.py": 1,  # a job of the device thread ends: whoever waits hears why
+}
+
+
+CALLED_BY_OTHERS = {
+    "connection_made",  # asyncio
+    "add_protobuf_handler",  # hivemind
+    "call_protobuf_handler",  # hivemind
+    "open_timers",  # tests, of the simulator's clock, which has no other way to be looked into
 }
 
 
@@ -213,3 +221,21 @@ def test_no_test_replaces_a_private_attribute() -> None:
         if replaced_private(node)
     ]
     assert not found, "\n".join(found)
+
+
+def test_no_function_or_class_is_used_by_tests_alone() -> None:
+    """By name: one that stands nowhere but in its own definition is dead. Commands and fields' checks are decorated."""
+    used: set[str] = set()
+    defined: list[tuple[str, str]] = []
+    for path, tree in parsed():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(id=name) | ast.Attribute(attr=name):
+                    used.add(name)
+                case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
+                    used.add(name)
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    if not node.decorator_list and not node.name.startswith("__") and path.parts[0] == "agora":
+                        defined.append((node.name, f"{path}:{node.lineno} {node.name}"))
+    dead = [place for name, place in defined if name not in used | CALLED_BY_OTHERS]
+    assert not dead, "\n".join(dead)

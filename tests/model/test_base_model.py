@@ -18,7 +18,7 @@ from agora.model import base_model, family_of, tuning_packages
 from agora.model.base_model import BaseModelError, WantedTensor, read_config, tensor_list_hash, weight_files
 from agora.model.base_needs import needed_tensors
 from agora.model.tuning_packages import TuningMissing
-from agora.state.stored_tensors import list_tensors, read_tensor_places
+from agora.state.stored_tensors import list_tensors, read_tensor_locations
 from agora.state.tensor_store import TensorStore
 from tests.model.tiny_models import (
     CONFIGS,
@@ -165,7 +165,7 @@ def store(single: Path, tmp_path: Path) -> TensorStore:
     tensors = list_tensors([single / "model.safetensors"])
     made = TensorStore(tmp_path / tensors.digest)
     made.keep_list(tensors)
-    places = read_tensor_places(single / "model.safetensors")
+    places = read_tensor_locations(single / "model.safetensors")
     for number, listed in list(enumerate(tensors.tensors))[::2]:
         made.begin(number, listed)
         data = places[listed.name].read_piece(listed, 0)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from agora.model import Stage, base_model, family_of, hf_family, stage_loss, tuning_packages
+from agora.model import Stage, base_model, family_of, hf_family, nf4_linear, stage_loss, tuning_packages
 from agora.model.base_model import BaseModelError, WantedTensor, read_tensors
 from agora.model.frozen_layers import Bf16Linear
 from agora.model.nf4_linear import Nf4Linear
 from agora.model.tuning_packages import TuningMissing
-from agora.plan.cost_of_run import run_cost
+from agora.plan.cost_of_run import NF4_BLOCK, run_cost
 from tests.model.test_base_model import RecordingReader
 from tests.model.test_lora_layers import LORA, relative_error, set_matrices, with_peft
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of
@@ -84,7 +84,8 @@ def test_bf16_weights_compute_in_float32_where_autocast_is_off(name: str, tmp_pa
     stages = stages_of(manifest, folder)
     adapted = with_peft(whole, manifest.model, set_matrices(stages))
     logits, expected = logits_of(stages, tokens), adapted(tokens).logits
-    assert logits.dtype == torch.float32 and relative_error(logits, expected) < 1e-5
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, expected) < 1e-5
     stage_loss(logits, targets).backward()
     stage_loss(expected, targets).backward()
     theirs = dict(adapted.named_parameters())
@@ -105,7 +106,8 @@ def test_autocast_decides_the_products_and_leaves_the_residual_stream_float32(
     with torch.autocast("cpu", dtype=torch.bfloat16):
         boundary = stages[0](tokens, tokens)
         logits = stages[1](boundary, tokens)
-    assert boundary.dtype == torch.float32 and logits.dtype == torch.bfloat16
+    assert boundary.dtype == torch.float32
+    assert logits.dtype == torch.bfloat16
     assert 1e-5 < relative_error(logits.float(), expected) < 0.05
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for s in stages for _, p in s.trained_parameters())
@@ -126,7 +128,8 @@ def test_a_repeated_forward_gives_the_same_values_also_without_gradients_and_of_
     set_matrices([stage])
     expected = stage(tokens)
     with torch.no_grad():
-        assert torch.equal(stage(tokens), expected) and torch.equal(stage.eval()(tokens), expected)
+        assert torch.equal(stage(tokens), expected)
+        assert torch.equal(stage.eval()(tokens), expected)
         one = stage(tokens[:1, :1])
     torch.testing.assert_close(one, expected[:1, :1], rtol=0, atol=1e-5)
     assert torch.equal(stage.train()(tokens), expected)
@@ -143,7 +146,8 @@ def test_no_graph_keeps_a_float32_copy_of_a_frozen_matrix(tmp_path: Path) -> Non
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
             stage(tokens)
-        assert saved and not [t for t in saved if tuple(t.shape) in shapes or tuple(t.shape[::-1]) in shapes]
+        assert saved
+        assert not [t for t in saved if tuple(t.shape) in shapes or tuple(t.shape[::-1]) in shapes]
 
 
 # --- how they are read
@@ -158,11 +162,13 @@ def test_layers_become_what_the_table_says(name: str, frozen_as: str, tmp_path: 
     for tensor, parameter in stage.named_parameters():
         module = stage.get_submodule(tensor.rpartition(".")[0])
         if parameter.requires_grad:
-            assert parameter.dtype == torch.float32 and type(module) is nn.Linear
+            assert parameter.dtype == torch.float32
+            assert type(module) is nn.Linear
         elif tensor.endswith(".base_layer.weight"):
             assert type(module) is wanted
         elif parameter.ndim == 2:
-            assert parameter.dtype == torch.bfloat16 and type(module) in (nn.Embedding, Bf16Linear)
+            assert parameter.dtype == torch.bfloat16
+            assert type(module) in (nn.Embedding, Bf16Linear)
         else:
             assert parameter.dtype == torch.float32
             assert torch.equal(parameter, parameter.to(torch.bfloat16).float())
@@ -285,3 +291,7 @@ def test_an_old_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     family = family_of(manifest_of(save(make_model("llama"), tmp_path / "base"), model=LORA).model)
     with pytest.raises(TuningMissing, match=r"peft, 0\.18 or newer \(version 0\.9\.0 is installed\)"):
         family.parameter_shapes(range(1))
+
+
+def test_the_planner_counts_the_scales_of_blocks_as_long_as_the_layers() -> None:
+    assert nf4_linear.BLOCK == NF4_BLOCK

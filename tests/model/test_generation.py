@@ -74,3 +74,6 @@ def test_a_whole_model_loaded_from_the_stages_tensors_has_their_logits() -> None
     torch.testing.assert_close(whole(ids, ids), hidden)
     with pytest.raises(KeyError, match=r"head\.weight"):
         family.load_stage(range(3), manifest.seed, {name: weights[name] for name in weights if name != "head.weight"})
+    wide = {**weights, "head.weight": weights["head.weight"][:1]}
+    with pytest.raises(RuntimeError, match=r"head\.weight has the shape"):
+        family.load_stage(range(3), manifest.seed, wide)

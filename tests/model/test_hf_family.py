@@ -21,6 +21,7 @@ from agora.cli import export
 from agora.model import family_of, stage_loss
 from agora.model.hf_architecture import ARCHITECTURES
 from agora.node import doctor, paths, runs
+from agora.node.memory_offer import MemoryOffer
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.train.optimizer import learning_rate, with_moments
@@ -136,7 +137,7 @@ def test_shapes_are_known_without_files_and_hidden_matrices_are_those_inside_lay
 def test_a_machine_without_the_memory_of_a_span_is_told(tmp_path: Path) -> None:
     manifest = manifest_of(save(make_model("llama"), tmp_path / "base"))
     with pytest.raises(OutOfMemory, match="hold fewer stages"):
-        doctor.check_memory(manifest, Span(0, 1), 2**20, 0.0)
+        doctor.check_memory(manifest, Span(0, 1), MemoryOffer(2**20))
 
 
 def test_a_config_that_transformers_refuses_is_one_sentence(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_the_export_is_a_folder_that_transformers_loads_and_that_another_run_may
     base = save(make_model(name, tie_word_embeddings=is_tied), tmp_path / "base")
     manifest = manifest_of(base)
     signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.home_at()
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     stages = stages_of(manifest, base)
     for number, stage in enumerate(stages):
         with torch.no_grad():
@@ -207,8 +208,8 @@ def test_the_export_is_a_folder_that_transformers_loads_and_that_another_run_may
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
                 parameter.add_(noise, alpha=0.01)
         layout = with_moments(manifest.optimizer, StageWeights(stage, torch.device("cpu")).layout)
-        flat = layout.flat({n: p.detach().numpy() for n, p in stage.named_parameters()})
-        arrays = {moment.name: layout.flat(layout.views(flat)) for moment in layout.moments}
+        flat = layout.flatten({n: p.detach().numpy() for n, p in stage.named_parameters()})
+        arrays = {moment.name: layout.flatten(layout.views(flat)) for moment in layout.moments}
         state = StageState(number, 5, 5, 0, layout, flat, arrays)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
     out, tokens = tmp_path / "out", some_tokens()

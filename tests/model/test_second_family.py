@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from agora.cli import export
 from agora.model import FAMILIES, Family, RunLayer, Stage, family_of, keep_graph
 from agora.node import doctor, paths, runs
+from agora.node.memory_offer import MemoryOffer
+from agora.plan.cost import MemoryNeed
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportedTensor
@@ -108,8 +110,8 @@ class LinearFamily(Family):
     def make_stage(self, layers: range) -> Stage:
         return LinearStage(self._model, layers)
 
-    def memory_bytes(self, manifest: Manifest, span: Span) -> float:
-        return 2.0**30 * len(manifest.layers_in(span))
+    def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
+        return MemoryNeed(2.0**30 * len(manifest.layers_in(span)))
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
         return [
@@ -176,8 +178,8 @@ def test_its_boundaries_cross_and_its_stages_learn(manifest: Manifest) -> None:
 
 def test_its_memory_decides_whether_a_span_fits(manifest: Manifest) -> None:
     with pytest.raises(OutOfMemory, match=r"Stages 0-1 need 3,328 MiB of memory and 3,072 MiB may be used"):
-        doctor.check_memory(manifest, Span(0, 1), 3 * 2**30, 0.0)
-    note = doctor.check_memory(manifest, Span(1, 1), 3 * 2**30, 0.0)
+        doctor.check_memory(manifest, Span(0, 1), MemoryOffer(3 * 2**30))
+    note = doctor.check_memory(manifest, Span(1, 1), MemoryOffer(3 * 2**30))
     assert note == "2,304 MiB of 3,072 MiB memory needed"
 
 
@@ -187,15 +189,15 @@ def test_its_export_has_its_own_tensors_config_and_card(
     monkeypatch.setenv(paths.HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "sockets"))
     signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.home_at()
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     exact: dict[str, Tensor] = {}
     for stage in range(2):
         module = family_of(manifest.model).build_stage(manifest.layers_of(stage), manifest.seed)
         exact |= {f"linear.{name}": p.detach().clone() for name, p in module.named_parameters()}
         layout = with_moments(manifest.optimizer, StageWeights(module, torch.device("cpu")).layout)
         named = {name: p.detach().numpy() for name, p in module.named_parameters()}
-        arrays = {moment.name: layout.flat(named) for moment in layout.moments}
-        state = StageState(stage, 5, 5, 0, layout, 2 * layout.flat(named), arrays)
+        arrays = {moment.name: layout.flatten(named) for moment in layout.moments}
+        state = StageState(stage, 5, 5, 0, layout, 2 * layout.flatten(named), arrays)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
     out = tmp_path / "out"
     export.run("second", out, as_json=True)

@@ -65,7 +65,7 @@ class Introducing(OpenGuard):
     def __init__(self, host: Host, addresses: dict[PeerId, tuple[str, ...]]) -> None:
         self._host, self._addresses = host, addresses
 
-    async def greet(self, peer: PeerId, *, anew: bool = False, named_by: PeerId | None = None) -> bool:
+    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
         """As a daemon does that asks whoever has named the node where it can be dialled."""
         with contextlib.suppress(ConnectionBroken):
             await self._host.reach(peer, self._addresses[peer], 2.0)

@@ -95,7 +95,7 @@ async def make_peer(
     rates: RateLimits = UNLIMITED,
     allow_private: bool = True,
 ) -> Peer:
-    """offences: judges who is shut out; without one nobody is. gate: further arguments of the Gate. rates: the owner's
+    """offences: judges who is suspended; without one nobody is. gate: further arguments of the Gate. rates: the owner's
     limits on the line.
     """
     host, identity = await make_host(folder, name, link=link, limits=rates, allow_private=allow_private)
@@ -115,7 +115,7 @@ async def make_peer(
             handler,
             limits,
             report_violation=report_violation,
-            shut_out_s=offences.shut_out_s if offences is not None else lambda _: 0.0,
+            suspended_s=offences.suspended_s if offences is not None else lambda _: 0.0,
             report_failure=lambda _, error: failures.append(error),
         )
         await network.start()

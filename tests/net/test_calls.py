@@ -22,7 +22,7 @@ from agora_protocol.tickets import READER
 
 from agora.calls import Reply
 from agora.net.incoming import IncomingCall, NetLimits
-from agora.net.network_errors import ConnectionBroken, DeadlinePassed, DialsCrossed
+from agora.net.network_errors import ConnectionBroken, DeadlinePassed, SimultaneousOpen
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, introduce, make_peer, peers, process, run, until
 
 
@@ -122,11 +122,11 @@ class Crossing:
         self.dials += 1
         self.left -= 1
         if self.left >= 0:
-            raise DialsCrossed("noise: message is too short")
+            raise SimultaneousOpen("noise: message is too short")
         await self._reach(*args)
 
 
-def test_after_dials_that_crossed_the_lower_peer_dials_again_and_the_other_takes_its_connection(
+def test_after_a_simultaneous_open_the_lower_peer_dials_again_and_the_other_takes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
@@ -141,14 +141,14 @@ def test_after_dials_that_crossed_the_lower_peer_dials_again_and_the_other_takes
             ]
             await asyncio.gather(*asked)
             assert [crossing.dials for crossing in dials] == [2, 1]
-            assert not any(peer.network._dialler._awaited for peer in made)
+            assert not any(peer.network._dialler._awaited_peers for peer in made)
             await higher.network.call(lower.id, GetStatus(), deadline=after(10))
             assert [len(peer.network._connections) for peer in made] == [1, 1]
 
     run(main)
 
 
-def test_dials_that_cross_for_ever_end_with_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_simultaneous_opens_end_with_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
 
     async def main() -> None:
@@ -210,19 +210,21 @@ def test_a_cancelled_call_and_one_past_its_deadline_stop_the_handler() -> None:
             assert 0.95 < time.monotonic() - started
             await until(lambda: gate.cancelled == 2)
             await until(lambda: b.network.budget.used == 0)  # once the task has ended, a turn of the loop later
-            assert not a.violations and not b.violations
+            assert not a.violations
+            assert not b.violations
 
     run(main)
 
 
 RAISED = [
-    errors.Busy("no seat", retry_after_ms=120),
+    errors.Busy("no slot", retry_after_ms=120),
     errors.NotMyStage("not mine"),
     errors.NotAdmitted("not listed"),
     errors.Unavailable(3, ["a: dead", "b: busy"]),
     errors.ProtocolError("bad-tensor", "wrong shape"),
     errors.DiskError("/secret/path is full"),
     ZeroDivisionError("a bug"),
+    TimeoutError("of something inside the handler, not of the call"),
 ]
 
 
@@ -239,19 +241,22 @@ def test_what_a_handler_raises_arrives_typed_and_bugs_are_reported_where_they_ar
                 with pytest.raises(errors.AgoraError) as error:
                     await a.network.call(b.id, request, boundary(64), deadline=after(10))
                 caught.append(error.value)
-            kinds = [type(error) for error in RAISED[:5]] + [errors.PeerFailed, errors.PeerFailed]
+            kinds = [*map(type, RAISED[:5]), *3 * [errors.PeerFailed]]
             assert [type(error) for error in caught] == kinds
             assert [error.code for error in caught[:2]] == ["busy", "not-my-stage"]
-            assert caught[0].retry_after_ms == 120 and caught[3].stage == 3 and caught[4].code == "bad-tensor"
+            assert caught[0].retry_after_ms == 120
+            assert caught[3].stage == 3
+            assert caught[4].code == "bad-tensor"
             assert not any("secret" in str(error) for error in caught)
-            assert len(b.failures) == 1 and not b.violations, (
+            assert "an error inside" in str(caught[-1]), "its deadline has not passed"
+            assert len(b.failures) == 2 and not b.violations, (
                 "what a handler refuses is not a violation of the protocol"
             )
 
     run(main)
 
 
-def test_an_observer_may_ask_and_nothing_else() -> None:
+def test_a_reader_may_ask_and_nothing_else() -> None:
     async def main() -> None:
         async with peers(echo, echo) as (a, b):
             a.network.gate.role = READER
@@ -280,7 +285,9 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
                     with pytest.raises(errors.ProtocolError) as caught:
                         await caller.network.call(callee.id, GetStatus(), deadline=after(10))
                     assert caught.value.code == "wrong-version"
-                assert not a.violations and not stranger.violations and not future.violations
+                assert not a.violations
+                assert not stranger.violations
+                assert not future.violations
                 assert not a.network.paths
             finally:
                 await stranger.close()
@@ -311,7 +318,8 @@ def test_payloads_in_hand_stay_within_the_bound_and_what_does_not_fit_is_busy() 
             # small payloads still get through, answers too, and what is let go is used again
             gate.open.set()
             results = await asyncio.gather(*calls)
-            assert results.count(Processed) == 4 and results.count(errors.Busy) == 16
+            assert results.count(Processed) == 4
+            assert results.count(errors.Busy) == 16
             assert b.network.budget.used == 0
             assert await one() is Processed
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import pytest
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
@@ -15,10 +16,11 @@ from agora_protocol.messages import Advance, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.net.answer_share import AnswerShare
+from agora.net.answer_share import AnswerBudget
 from agora.net.connection import Connection
 from agora.net.gate import Gate
 from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
+from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import DROPPABLE_BYTES
 from agora.net.streams import HEAD_BYTES, FrameStream
 from agora.sim.virtual_time import VirtualLoop, run
@@ -36,7 +38,7 @@ class Owner:
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.budget = PayloadBudget(LIMITS.max_held_bytes)
-        self.answers = AnswerShare(LIMITS.max_answer_bytes)
+        self.answers = AnswerBudget(LIMITS.max_answer_bytes)
         self.limits = LIMITS
         self.takes_s = takes_s
         self.handled: list[IncomingCall] = []
@@ -63,7 +65,7 @@ class Owner:
     def count_sent(self, request: Message, tensors: Sequence[WireTensor]) -> None:
         pass
 
-    def shut_out_s(self, peer: PeerId) -> float:
+    def suspended_s(self, peer: PeerId) -> float:
         return 0.0
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
@@ -153,12 +155,27 @@ def test_a_wait_that_ended_leaves_no_timer_behind_however_it_ended() -> None:
         for line in lines:
             line.say(request(1, LARGE))
         assert all(line.waits for line in lines)
-        lines[0].connection.break_off("the test says so")
+        lines[0].connection.abort("the test says so")
         owner.budget.release(LARGE)
         assert [line.waits for line in lines[1:]] == [False, True], "first come, first served"
         assert isinstance(loop, VirtualLoop) and loop.open_timers() == 1, "that of the third"
         await asyncio.sleep(2.0)
         assert lines[2].heard()[1:] == [(FrameType.REFUSAL, 1)]
+
+    run(work())
+
+
+def test_a_dial_that_gets_no_hello_ends_with_that_reason() -> None:
+    async def work() -> None:
+        stream = FrameStream(FrameLimits(max_payload_bytes=LIMITS.max_payload_bytes))
+        transport = FakeTransport(stream)
+        stream.connection_made(transport)
+        transport.feed(PREAMBLE)
+        connection = Connection(Owner(), stream, PEER, is_initiator=True, path="direct")
+        reason = f"no HELLO came within {LIMITS.hello_s:g} s"
+        with pytest.raises(ConnectionBroken, match=reason):
+            await connection.start()
+        assert str(connection.broken) == reason
 
     run(work())
 
@@ -178,7 +195,8 @@ async def held_up(owner: Owner, count: int) -> list[Line]:
     assert len(last + answer) < HEAD_BYTES
     for line in lines:
         line.say(last, answer)
-    assert all(line.waits and not line.unread for line in lines) and not any(task.done() for task in asked)
+    assert all(line.waits and not line.unread for line in lines)
+    assert not any(task.done() for task in asked)
     return lines
 
 
@@ -194,7 +212,8 @@ def test_a_connection_that_frees_memory_on_resume_keeps_the_queue_order() -> Non
         for line in lines:
             line.say()
         await asyncio.sleep(10.0)
-        assert len(owner.handled) == 4 and not owner.errors
+        assert len(owner.handled) == 4
+        assert not owner.errors
         assert not any(kind is FrameType.REFUSAL for line in lines for kind, _ in line.heard())
 
     run(work())
@@ -208,7 +227,9 @@ def test_any_number_of_held_up_connections_gets_through_at_once() -> None:
             owner.budget.release(owner.budget.used - owner.budget.limit + count * (SMALL + 1))
             assert not any(line.waits for line in lines)
             await asyncio.sleep(10.0)
-            assert len(owner.handled) == 2 * count and not owner.errors and owner.budget.used == owner.budget.limit
+            assert len(owner.handled) == 2 * count
+            assert not owner.errors
+            assert owner.budget.used == owner.budget.limit
 
     run(work())
 
@@ -236,7 +257,8 @@ def test_news_that_nobody_reads_is_dropped_and_cuts_nobody_off() -> None:
         line.transport.full = False
         line.connection.stream.resume_writing()
         news = [message.queue for _, message in line.frames() if isinstance(message, Advance)]
-        assert news == list(range(len(news))) and 300 < len(news) < 1_000
+        assert news == list(range(len(news)))
+        assert 300 < len(news) < 1_000
         assert line.heard()[-1] == (FrameType.ANSWER, 1)
 
     run(work())
@@ -248,7 +270,8 @@ def test_a_peer_that_says_goodbye_is_asked_nothing_more_and_the_connection_ends_
         line = await Line(owner).greeted()
         line.say(request(1, 100), frame(FrameType.GOODBYE, 0, None))
         await asyncio.sleep(0.5)
-        assert not line.connection.is_usable and line.connection.broken is None
+        assert not line.connection.is_usable
+        assert line.connection.broken is None
         await asyncio.sleep(1.0)
         assert line.heard()[-1] == (FrameType.ANSWER, 1) and line.connection.broken is not None
         assert line.transport.aborted and not owner.errors

@@ -295,7 +295,7 @@ def test_256_answers_of_4_mb_that_nobody_reads_cost_a_bounded_amount() -> None:
                 raw.send(encode_frame(FrameType.REQUEST, 2 * number + 1, GetChunk(bytes(32), number)))
             await asyncio.sleep(0.5)
             yield
-            assert sum(victim.network.answers.places.held.values()) <= 33_554_432
+            assert sum(victim.network.answers.capacity.held.values()) <= 33_554_432
 
     assert run(lambda: beside(attack, "256 unread answers of 4 MB"), timeout_s=60) >= MIN_THROUGHPUT
 

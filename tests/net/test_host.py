@@ -13,7 +13,7 @@ from agora_protocol.identity import Identity
 
 from agora.net.hive import p2pd_pb2
 from agora.net.host import Host, _failure
-from agora.net.network_errors import ConnectionBroken, DialsCrossed
+from agora.net.network_errors import ConnectionBroken, SimultaneousOpen
 from tests.net.helpers import make_host, run
 
 
@@ -42,7 +42,8 @@ def test_a_port_that_another_p2pd_holds_is_taken_too_and_free_again_once_that_is
         try:
             assert first.peer == identity.peer
             (address,) = await first.addresses()
-            assert address.endswith(f"/p2p/{first.peer}") and "/tcp/" in address
+            assert address.endswith(f"/p2p/{first.peer}")
+            assert "/tcp/" in address
             listen = address.rpartition("/p2p/")[0]
             with pytest.raises(LocalError, match="is taken"):
                 await make_host(tmp_path, "second", listen=[listen])
@@ -78,7 +79,8 @@ def test_connecting_counts_who_answers_and_passes_over_who_does_not(tmp_path: Pa
                     await b.connect(["/ip4/127.0.0.1/tcp/1"])
             finally:
                 sockets = b._sockets.path
-                assert sockets.is_dir() and sockets.stat().st_mode & 0o077 == 0
+                assert sockets.is_dir()
+                assert sockets.stat().st_mode & 0o077 == 0
                 await b.close()
                 assert not sockets.exists()
         finally:
@@ -87,12 +89,12 @@ def test_connecting_counts_who_answers_and_passes_over_who_does_not(tmp_path: Pa
     run(main)
 
 
-def test_dials_that_crossed_are_told_by_what_p2pd_says_of_them() -> None:
+def test_a_simultaneous_open_is_recognised_by_the_error_of_p2pd() -> None:
     said = "failed to dial X: all dials failed * [/ip4/127.0.0.1/tcp/1] "
-    crossed = (
+    simultaneous = (
         said + "failed to negotiate security protocol: error reading handshake message: noise: message is too short"
     )
-    assert isinstance(_failure(said + crossed), DialsCrossed)
+    assert isinstance(_failure(said + simultaneous), SimultaneousOpen)
     for other in ("failed to negotiate security protocol: peer id mismatch", "dial backoff", "connection refused"):
         assert type(_failure(said + other)) is ConnectionBroken
 
@@ -113,7 +115,8 @@ def test_an_answer_to_a_call_that_was_cancelled_in_the_same_moment_does_not_end_
                 reader.feed_data(bytes([len(message)]) + message)
             reader.feed_eof()
             await control._read_from_persistent_conn(reader)
-            assert reader.at_eof() and not host.died.is_set()
+            assert reader.at_eof()
+            assert not host.died.is_set()
         finally:
             await host.close()
 

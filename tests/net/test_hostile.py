@@ -217,8 +217,9 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
 
 
 def test_three_violations_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
-    shut_out_s, events = 4.0, list[Any]()
-    offences = OffenceLog(events.append, Conduct(dict.fromkeys(Offence, Penalty(shut_out_s=shut_out_s))))
+    suspension_s = 4.0
+    events = list[Any]()
+    offences = OffenceLog(events.append, Conduct(dict.fromkeys(Offence, Penalty(suspension_s=suspension_s))))
 
     async def main() -> None:
         async with peers(echo, echo, echo, offences=offences) as (victim, attacker, honest):
@@ -227,16 +228,16 @@ def test_three_violations_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
                 async with raw_stream(attacker, victim) as raw, asyncio.timeout(5):
                     raw.send(bytes(64))
                     await raw.until_goodbye()
-            assert [event.shut_out_s > 0 for event in events] == [False, False, True]
-            with pytest.raises(NotAdmitted, match="shut out"):
+            assert [event.suspended_s > 0 for event in events] == [False, False, True]
+            with pytest.raises(NotAdmitted, match="suspended"):
                 await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
-            with pytest.raises(NotAdmitted, match="shut out"):
+            with pytest.raises(NotAdmitted, match="suspended"):
                 await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
             await honest.network.call(victim.id, GetStatus(), deadline=after(5))
-            await asyncio.sleep(shut_out_s)
+            await asyncio.sleep(suspension_s)
             await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
             offences.report_offence(attacker.id, Offence.USELESS_GRADIENT, "an offence that another room has found")
-            with pytest.raises(NotAdmitted, match="shut out"):
+            with pytest.raises(NotAdmitted, match="suspended"):
                 await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
             with pytest.raises((NotAdmitted, ConnectionBroken)):
                 await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
@@ -249,7 +250,7 @@ def test_a_banned_peer_is_neither_called_nor_met_nor_connected_to() -> None:
     banned = set[PeerId]()
 
     async def main() -> None:
-        async with peers(echo, echo, gate={"why_not": lambda peer: "banned" * (peer in banned)}) as (a, b):
+        async with peers(echo, echo, gate={"refusal_reason": lambda peer: "banned" * (peer in banned)}) as (a, b):
             banned.add(b.id)
             dials = (
                 a.network.connect(b.id),
@@ -290,6 +291,8 @@ def test_a_request_withdrawn_in_the_same_breath_leaves_nothing_held() -> None:
                 await until(lambda: b.network.budget.used == 0)
                 assert not b.violations
                 connection = b.network.connection_to(a.id)
-                assert connection is not None and not len(connection.incoming) and connection.incoming.share.held == 0
+                assert (
+                    connection is not None and not len(connection.incoming) and connection.incoming.payloads.held == 0
+                )
 
     run(main)

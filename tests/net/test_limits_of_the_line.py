@@ -67,7 +67,7 @@ def test_where_nobody_can_count_streams_get_nine_tenths() -> None:
     assert StreamBrake(math.inf).update(1.0, None, 5) == math.inf
 
 
-def test_a_limit_holds_beside_an_imitated_link_and_through_a_change_of_its_rate() -> None:
+def test_a_limit_holds_beside_an_emulated_link_and_through_a_change_of_its_rate() -> None:
     link = AccessLink(LinkSpec.parse("80Mbit,10ms"), random.Random(0), lambda: 0.0)
     link.brake(1e6, math.inf)
     assert (link.up.rate, link.down.rate) == (1e6, 1e7)
@@ -114,7 +114,7 @@ def test_two_peers_that_send_as_fast_as_they_may_keep_to_their_limit() -> None:
     size, limit = 1_000_000, 1e6
 
     async def scenario() -> None:
-        async with peers(echo, echo, rates=RateLimits(up=limit)) as (a, b):
+        async with peers(echo, echo, rates=RateLimits(upload=limit)) as (a, b):
             await a.network.call(b.id, process(a.id), boundary(1000), deadline=after(10))
             began, counters = loop_time(), [SocketCounter(peer.host.p2p._child.pid) for peer in (a, b)]
             first = [counter.read() for counter in counters]
@@ -134,7 +134,7 @@ def test_a_peer_reads_no_faster_than_its_owner_allows() -> None:
     size, limit = 1_000_000, 1e6
 
     async def scenario() -> None:
-        async with peers(echo, echo, rates=RateLimits(down=limit)) as (a, b):
+        async with peers(echo, echo, rates=RateLimits(download=limit)) as (a, b):
             began = loop_time()
             await a.network.call(b.id, process(a.id), boundary(size), deadline=after(20))
             assert 2 * size / limit * 0.85 < loop_time() - began
@@ -151,7 +151,7 @@ def test_what_a_relay_carries_for_others_keeps_to_its_owners_limit(tmp_path: Pat
             one, other = [await make_peer(tmp_path, name, allow_private=False) for name in ("one", "other")]
             stack.push_async_callback(one.close)
             stack.push_async_callback(other.close)
-            middle, _ = await make_host(tmp_path, "middle", limits=RateLimits(up=limit))
+            middle, _ = await make_host(tmp_path, "middle", limits=RateLimits(upload=limit))
             stack.push_async_callback(middle.close)
             service = relay.RelayService(middle, 1, lambda peer: True)
             await service.start()
@@ -164,7 +164,8 @@ def test_what_a_relay_carries_for_others_keeps_to_its_owners_limit(tmp_path: Pat
             former = counter.read()
             await one.network.call(other.id, process(one.id), boundary(size), deadline=after(20))
             seconds, latest = loop_time() - began, counter.read()
-            assert one.network.paths == {other.id: "relayed"} and service.carried_bytes > 2 * size
+            assert one.network.paths == {other.id: "relayed"}
+            assert service.carried_bytes > 2 * size
             assert 2 * size / limit * 0.9 < seconds
             if former is not None:
                 assert latest is not None and 1.9 * size < latest.sent - former.sent < 1.15 * limit * seconds

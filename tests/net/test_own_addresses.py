@@ -51,10 +51,10 @@ def test_only_direct_tcp_addresses_have_a_host_and_a_port() -> None:
 
 def test_a_held_port_is_free_for_one_who_shares_it_and_for_nobody_else() -> None:
     ports = HeldPorts()
-    address = ports.fix("/ip4/127.0.0.1/tcp/0")
+    address = ports.hold_free_port("/ip4/127.0.0.1/tcp/0")
     parts = host_and_port(address)
     assert parts is not None and parts[2] != 0
-    assert ports.fix("/ip4/127.0.0.1/tcp/4001") == "/ip4/127.0.0.1/tcp/4001"
+    assert ports.hold_free_port("/ip4/127.0.0.1/tcp/4001") == "/ip4/127.0.0.1/tcp/4001"
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("127.0.0.1", parts[2]))
     with socket.socket() as sharing:

@@ -13,13 +13,13 @@ from agora.net.liveness import LivenessCheck, Verdict
 def judged(
     pulse: LivenessCheck, now: float, *, owed: bool = True, heard: float = 0.0, flushed: int = 0, backlog: int = 0
 ) -> str:
-    return pulse.judge(now, owed=owed, heard_at=heard, flushed=flushed, backlog=backlog).name
+    return pulse.decide(now, owed=owed, heard_at=heard, flushed=flushed, backlog=backlog).name
 
 
 def test_a_silent_peer_is_pinged_and_then_given_up() -> None:
     pulse = LivenessCheck(10.0, 5.0, 0.0)
     assert [judged(pulse, now) for now in (5.0, 10.0, 10.5, 11.0, 15.5, 15.6)] == [
-        "FINE", "FINE", "PING", "FINE", "FINE", "GONE",
+        "ALIVE", "ALIVE", "PING", "ALIVE", "ALIVE", "GONE",
     ]  # fmt: skip
     assert pulse.alive_at == 0.0
 
@@ -27,23 +27,23 @@ def test_a_silent_peer_is_pinged_and_then_given_up() -> None:
 def test_an_answer_in_the_very_moment_of_the_ping_counts() -> None:
     pulse = LivenessCheck(10.0, 5.0, 0.0)
     assert judged(pulse, 10.5) == "PING"
-    assert judged(pulse, 16.0, heard=10.5) == "FINE"
+    assert judged(pulse, 16.0, heard=10.5) == "ALIVE"
     assert judged(pulse, 20.6, heard=10.5) == "PING"
 
 
 def test_a_peer_that_owes_nothing_may_be_silent_and_its_silence_counts_from_the_next_call() -> None:
     pulse = LivenessCheck(10.0, 5.0, 0.0)
-    assert judged(pulse, 100.0, owed=False) == "FINE"
-    assert judged(pulse, 109.0) == "FINE"
+    assert judged(pulse, 100.0, owed=False) == "ALIVE"
+    assert judged(pulse, 109.0) == "ALIVE"
     assert judged(pulse, 110.5) == "PING"
-    assert judged(pulse, 111.0, owed=False) == "FINE"
-    assert judged(pulse, 117.0) == "FINE"
+    assert judged(pulse, 111.0, owed=False) == "ALIVE"
+    assert judged(pulse, 117.0) == "ALIVE"
 
 
 def test_bytes_that_leave_a_backlog_are_a_sign_of_life_and_those_that_meet_none_are_not() -> None:
     slow, dead = LivenessCheck(10.0, 5.0, 0.0), LivenessCheck(10.0, 5.0, 0.0)
     for now in range(0, 40, 2):
-        assert judged(slow, now, flushed=1000 * now, backlog=10**6) == "FINE"
+        assert judged(slow, now, flushed=1000 * now, backlog=10**6) == "ALIVE"
     verdicts = [judged(dead, now, flushed=20 * now) for now in range(0, 40, 2)]  # its kernel takes our pings
     assert verdicts.index(Verdict.PING.name) < verdicts.index(Verdict.GONE.name)
     stuck = LivenessCheck(10.0, 5.0, 0.0)

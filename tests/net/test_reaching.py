@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -61,13 +64,16 @@ def test_when_a_relay_dies_peers_call_each_other_through_another(tmp_path: Path)
                 circuits += [f"{address}/p2p-circuit/p2p/{other.id}" for address in addresses]
             one.network.learn(other.id, circuits)
             await call(one, other)
-            assert one.network.paths == {other.id: "relayed"} and other.network.paths == {one.id: "relayed"}
+            assert one.network.paths == {other.id: "relayed"}
+            assert other.network.paths == {one.id: "relayed"}
             (dies, carrying), (_, spare) = sorted(relays, key=lambda pair: -pair[1].carried_bytes)
-            assert carrying.carried_bytes > 2 * MEGABYTE and spare.carried_bytes == 0
+            assert carrying.carried_bytes > 2 * MEGABYTE
+            assert spare.carried_bytes == 0
             await dies.close()
             await until(lambda: not one.network.paths)
             await call(one, other)
-            assert one.network.paths == {other.id: "relayed"} and spare.carried_bytes > 2 * MEGABYTE
+            assert one.network.paths == {other.id: "relayed"}
+            assert spare.carried_bytes > 2 * MEGABYTE
 
     run(main, timeout_s=60.0)
 
@@ -110,16 +116,36 @@ def test_a_call_goes_through_a_hole_where_there_is_one_and_both_ends_know(tmp_pa
                 asked.append((peer, relay_peer))
                 await holes.connect(peer, other.addresses[0].partition("/p2p/")[0])
 
-            one.network.reach_by(WaysToReach(punch_hole=punch_hole))
+            one.network.set_ways_to_reach(WaysToReach(punch_hole=punch_hole))
             circuit = f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{other.id}"
             one.network.learn(other.id, [circuit])
             try:
                 await one.network.connect(other.id)
                 assert one.network.paths == {other.id: "punched"}
-                assert asked == [(other.id, one.id)] and set(relays_of([circuit])) == {one.id}
+                assert asked == [(other.id, one.id)]
+                assert set(relays_of([circuit])) == {one.id}
             finally:
                 await holes.close()
             await until(lambda: not one.network.paths)
+
+    run(main)
+
+
+def test_a_hole_whose_other_end_cannot_be_had_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def main() -> None:
+        async with peers(*2 * [_unused]) as (one, other):
+            holes = HolePuncher(one.host)
+            sockets = len(os.listdir("/proc/self/fd"))
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "start_server", refuse)
+                with pytest.raises(ConnectionBroken, match="Too many open files"):
+                    await holes.connect(other.id, other.addresses[0].partition("/p2p/")[0])
+            assert holes.has_room()
+            assert not one.host.tunnel_ports
+            await until(lambda: len(os.listdir("/proc/self/fd")) <= sockets)
 
     run(main)
 
@@ -132,7 +158,7 @@ def test_without_an_open_hole_or_a_relay_there_is_an_error_that_says_what_was_tr
             async def punch_hole(_peer: PeerId, _relay: PeerId) -> None:
                 raise ConnectionBroken("no hole today")
 
-            one.network.reach_by(WaysToReach(punch_hole=punch_hole))
+            one.network.set_ways_to_reach(WaysToReach(punch_hole=punch_hole))
             one.network.learn(PeerId(gone), [f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{gone}"])
             with pytest.raises(AgoraError, match="no hole today"):
                 await one.network.connect(PeerId(gone))
@@ -146,7 +172,7 @@ def test_what_may_not_be_dialled_is_not_learnt_from_those_who_announce_it(tmp_pa
             one, other = [await make_peer(tmp_path, name) for name in ("one", "other")]
             stack.push_async_callback(one.close)
             stack.push_async_callback(other.close)
-            one.network.reach_by(WaysToReach(may_dial=lambda address: "/127." not in address))
+            one.network.set_ways_to_reach(WaysToReach(may_dial=lambda address: "/127." not in address))
             one.network.learn_announced(other.id, other.addresses)
             with pytest.raises(ConnectionBroken):
                 await one.network.connect(other.id)
@@ -164,9 +190,10 @@ def test_hosts_meet_over_ipv6_and_tell_no_private_addresses_unless_that_is_allow
         ]
         try:
             shown, hidden = hosts
-            assert await shown.addresses() and not await hidden.addresses()
-            place = f"/ip6/::1/tcp/{hidden.listens['ip6'][1]}"
-            assert hidden.own == (place,)
+            assert await shown.addresses()
+            assert not await hidden.addresses()
+            place = f"/ip6/::1/tcp/{hidden.listen_endpoints['ip6'][1]}"
+            assert hidden.own_addresses == (place,)
             await shown.reach(hidden.peer, [place], 5.0)
             assert await hidden.is_connected(shown.peer)
         finally:

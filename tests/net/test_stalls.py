@@ -52,7 +52,7 @@ def test_a_payload_that_does_not_go_on_frees_what_it_holds(is_full: bool, patien
         assert line.connection.broken is None
         await asyncio.sleep(1.0)
         line.connection.tick(now())
-        assert "did not go on" in str(line.connection.broken) and line.connection.incoming.share.held == 0
+        assert "did not go on" in str(line.connection.broken) and line.connection.incoming.payloads.held == 0
         assert owner.budget.used == others
 
     run(work())
@@ -78,13 +78,13 @@ def test_of_256_answers_that_nobody_reads_only_a_few_are_made_and_they_are_dropp
             line.say(frame(FrameType.REQUEST, 2 * number + 1, GetChunk(bytes(32), number)))
         await asyncio.sleep(0.1)
         most = MAX_FRACTION_EACH * owner.limits.max_answer_bytes
-        assert made * STATE_CHUNK_BYTES <= most and sum(owner.answers.places.held.values()) <= most
+        assert made * STATE_CHUNK_BYTES <= most and sum(owner.answers.capacity.held.values()) <= most
         line.connection.tick(asyncio.get_running_loop().time())
         await asyncio.sleep(STALLED_S + 1.0)
         line.connection.tick(asyncio.get_running_loop().time())
         assert "reads nothing" in str(line.connection.broken)
         await asyncio.sleep(0.1)
-        assert not owner.answers.places.held and not line.connection.incoming._reserved
+        assert not owner.answers.capacity.held and not line.connection.incoming._reserved
 
     run(work())
 
@@ -101,7 +101,7 @@ def test_answers_that_are_read_or_withdrawn_make_room_for_the_next() -> None:
             line.say(frame(FrameType.CANCEL, 4 * number + 3, None))
             await asyncio.sleep(0.01)
         assert [kind for kind, _ in line.heard()[1:]] == [FrameType.ANSWER] * 12
-        assert not owner.answers.places.held
+        assert not owner.answers.capacity.held
 
     run(work())
 
@@ -166,7 +166,7 @@ class _Taker:
         """Closes the start of the Line's own connection, and opens the stream to the network."""
         work.close()
         stream = self._caller.connection.stream
-        stream.prefix = self._prefix
+        stream.address_prefix = self._prefix
         self._host.accept(stream, self._peer, "direct")
 
 

@@ -17,7 +17,7 @@ from agora_protocol.messages import Advance, Ping, Refusal, StatusAnswer
 
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES
-from agora.net.streams import SCRATCH_BYTES, Frame, FrameStream, Intake
+from agora.net.streams import SCRATCH_BYTES, Frame, FrameStream, PayloadAction
 from tests.net.helpers import boundary, process, run
 
 PEER = PeerId("12D3KooWLTVCHqFgoXPTuCtNrhfyyqHzrPHGiJnmwkdonRVHXhyw")
@@ -58,7 +58,7 @@ class FakeTransport(asyncio.Transport):
             self.stream.connection_lost(None)
 
     def feed(self, data: bytes, chunk: Callable[[], int] = lambda: 1 << 30) -> int:
-        """Give `data` to the stream piece by piece while it reads; returns how much it took."""
+        """Feeds `data` to the stream piece by piece while it reads; returns how many bytes it took."""
         at = 0
         while at < len(data) and self.reading and not self.aborted:
             buffer = self.stream.get_buffer(-1)
@@ -73,7 +73,7 @@ class FakeTransport(asyncio.Transport):
 class Sink:
     """Keeps what arrives; `intakes` are its next decisions, TAKE where there are none."""
 
-    def __init__(self, *intakes: Intake) -> None:
+    def __init__(self, *intakes: PayloadAction) -> None:
         self.frames: list[Frame] = []
         self.intakes = list(intakes)
         self.errors: list[ProtocolError] = []
@@ -82,8 +82,8 @@ class Sink:
     def on_prefix(self, prefix: Prefix) -> None:
         pass
 
-    def on_header(self, prefix: Prefix, message: Message | None) -> Intake:
-        return self.intakes.pop(0) if self.intakes else Intake.TAKE
+    def on_header(self, prefix: Prefix, message: Message | None) -> PayloadAction:
+        return self.intakes.pop(0) if self.intakes else PayloadAction.TAKE
 
     def on_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
@@ -95,7 +95,7 @@ class Sink:
         self.ends.append(reason)
 
 
-def opened(*intakes: Intake) -> tuple[FrameStream, FakeTransport, Sink]:
+def opened(*intakes: PayloadAction) -> tuple[FrameStream, FakeTransport, Sink]:
     stream = FrameStream(LIMITS)
     transport = FakeTransport(stream)
     sink = Sink(*intakes)
@@ -131,14 +131,14 @@ def test_any_chunking_reads_the_same_frames() -> None:
                 tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
                 again.append(b"".join(encode_frame(frame.type, frame.call, frame.message, tensors)))
             assert again == frames[: len(again)] and len(again) == (len(frames) if most > 1 else 2)
-            assert len(stream._view) == SCRATCH_BYTES
+            assert len(stream._scratch) == SCRATCH_BYTES
 
     run(main)
 
 
 def test_a_dropped_payload_costs_no_memory_and_the_next_frame_is_read() -> None:
     async def main() -> None:
-        _, transport, sink = opened(Intake.DROP)
+        _, transport, sink = opened(PayloadAction.DROP)
         transport.feed(request(1, 1_000_000) + request(3, 100))
         assert [frame.call for frame in sink.frames] == [3]
 
@@ -147,12 +147,12 @@ def test_a_dropped_payload_costs_no_memory_and_the_next_frame_is_read() -> None:
 
 def test_waiting_stops_the_reading_until_it_may_go_on() -> None:
     async def main() -> None:
-        for verdict, calls in ((Intake.TAKE, [1, 3]), (Intake.DROP, [3])):
-            stream, transport, sink = opened(Intake.WAIT)
+        for verdict, calls in ((PayloadAction.TAKE, [1, 3]), (PayloadAction.DROP, [3])):
+            stream, transport, sink = opened(PayloadAction.WAIT)
             wire = request(1, 200_000) + request(3, 10)
             taken = transport.feed(wire)
             assert taken < 10_000 and stream.is_waiting and not sink.frames
-            stream.proceed(verdict)
+            stream.resume_payload(verdict)
             assert transport.reading and not stream.is_waiting
             transport.feed(wire[taken:])
             assert [frame.call for frame in sink.frames] == calls
@@ -255,7 +255,7 @@ def test_mutated_frames_never_raise_and_never_cost_more_than_their_limits(rounds
         for _ in range(rounds):
             stream, transport, sink = opened()
             transport.feed(mutations(good, rng) + rng.choice(good), lambda: rng.choice((1, 5, 40, 4_000)))
-            assert len(stream._view) <= LIMITS.max_answer_header_bytes + SCRATCH_BYTES
+            assert len(stream._scratch) <= LIMITS.max_answer_header_bytes + SCRATCH_BYTES
             assert all(frame.message is None or isinstance(frame.message, Message) for frame in sink.frames)
             assert len(sink.errors) <= 1 and not sink.ends
             seen.update(error.code for error in sink.errors)

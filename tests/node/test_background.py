@@ -30,10 +30,10 @@ def test_tasks_end_when_they_are_closed_and_the_first_that_failed_is_named() -> 
         tasks.start("one", forever("one"))
         tasks.start("two", forever("two"))
         await asyncio.sleep(0)
-        assert tasks.first_ended() is None
+        assert tasks.find_ended() is None
         tasks.start("three", fails())
         await asyncio.wait(tasks.started, return_when=asyncio.FIRST_COMPLETED)
-        name, error = tasks.first_ended() or ("", None)
+        name, error = tasks.find_ended() or ("", None)
         assert name == "three" and str(error) == "no disk"
         await tasks.close()
         assert cancelled == ["one", "two"]

@@ -9,10 +9,10 @@ from typing import Any
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.balancing import MEASURE_S, REST_AFTER_FAILURE_S, keep_balance, publish_ability
+from agora.node.balancing import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_ability
 from agora.observe.events import MoveChosen
 from agora.sim.virtual_time import run
-from agora.swarm.rebalancing import LONGEST_LOOK_S
+from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S
 from agora.swarm.stage_supply import Ability, equal_demands
 from agora.swarm.view import PeerView, View
 
@@ -53,7 +53,7 @@ class FakePeer:
         self.ability = SimpleNamespace(
             demands=equal_demands(3),
             ability=Ability(1.0, 5.0, (1, 1, 1)),
-            measure=lambda span, service_s, uplink: 1 / service_s,
+            record_measurement=lambda span, service_s, uplink: 1 / service_s,
         )
 
     async def _refresh(self) -> None:
@@ -61,7 +61,7 @@ class FakePeer:
         if self.fresh is not None:
             self.membership.view = self.fresh
 
-    def uplink(self) -> float:
+    def uplink_bytes_per_s(self) -> float:
         return 5.0
 
 
@@ -78,7 +78,9 @@ class Mover:
             raise self.error
 
 
-def balanced_for(seconds: float, local_peer: FakePeer, mover: Mover, serving: Any = lambda: object()) -> None:
+def balanced_for(
+    seconds: float, local_peer: FakePeer, mover: Mover, serving: Any = lambda: SimpleNamespace(loaded_at=0.0)
+) -> None:
     """Lets the task run for so long."""
 
     async def work() -> None:
@@ -119,11 +121,11 @@ def test_a_daemon_that_serves_nothing_does_not_judge() -> None:
 
 def test_a_move_that_fails_is_not_repeated_soon() -> None:
     local_peer, mover = FakePeer(uneven()), Mover(LocalError("the text is not on this machine"))
-    balanced_for(10 * REST_AFTER_FAILURE_S, local_peer, mover)
+    balanced_for(10 * WAIT_AFTER_FAILURE_S, local_peer, mover)
     times = [time for time, _ in mover.moves]
     assert len(times) > 2, "it does not give up for ever"
-    assert min(later - earlier for earlier, later in zip(times, times[1:], strict=False)) >= REST_AFTER_FAILURE_S
-    assert times[0] <= 1000.0 + 60 * LONGEST_LOOK_S
+    assert min(later - earlier for earlier, later in zip(times, times[1:], strict=False)) >= WAIT_AFTER_FAILURE_S
+    assert times[0] <= 1000.0 + 60 * MAX_JUDGE_INTERVAL_S
 
 
 def test_what_was_measured_is_put_into_the_claim_while_a_span_is_held() -> None:

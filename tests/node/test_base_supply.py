@@ -60,7 +60,7 @@ class Swarm:
         peer = PeerId(name)
         startup = SimpleNamespace(
             home=Home(self.root / name),
-            settings=SimpleNamespace(base_model_folder=folder),
+            settings=SimpleNamespace(named_base_model=folder),
             me=peer,
             report_event=self.events.append,
             steps=StartSteps(self.events.append, Notifier({})),
@@ -94,8 +94,11 @@ def test_a_machine_with_all_files_fetches_nothing(tmp_path: Path, whole: Path) -
     async def work() -> None:
         swarm = Swarm(tmp_path, run_of(whole))
         supply = swarm.add("a", whole)
-        assert supply.folder_to_check() == whole and await supply.provide(Span(0, STAGES - 1)) == whole
-        assert not swarm.notes and not swarm.network.calls and not (tmp_path / "a").exists()
+        assert supply.folder_to_check() == whole
+        assert await supply.provide(Span(0, STAGES - 1)) == whole
+        assert not swarm.notes
+        assert not swarm.network.calls
+        assert not (tmp_path / "a").exists()
 
     asyncio.run(work())
 
@@ -117,7 +120,8 @@ def test_a_machine_without_files_fetches_its_spans_tensors_and_a_move_fetches_th
         swarm.assert_stage(1, await supply.provide(Span(1, 1)), whole)
         assert await supply.provide(Span(0, 1)) == folder
         first, second, third = swarm.notes
-        assert first.endswith(" from 1 peer") and second.endswith(" from 1 peer")
+        assert first.endswith(" from 1 peer")
+        assert second.endswith(" from 1 peer")
         assert third.endswith("tensors are here from earlier")
         assert not swarm.offences
 
@@ -138,7 +142,8 @@ def test_a_folder_that_lacks_some_files_is_used_for_the_others(tmp_path: Path, w
         assert folder is not None and folder != part
         total = len(dict(family_of(swarm.manifest.model).make_stage(swarm.manifest.layers_of(1)).named_parameters()))
         fetched = len(list((folder / "tensors").glob("*.safetensors")))
-        assert 0 < fetched < total and swarm.notes[0].startswith(f"fetched {fetched} of ")
+        assert 0 < fetched < total
+        assert swarm.notes[0].startswith(f"fetched {fetched} of ")
 
     asyncio.run(work())
 
@@ -200,7 +205,8 @@ def test_runs_without_a_tensor_list_fetch_and_give_nothing(tmp_path: Path, whole
             swarm = Swarm(tmp_path, manifest)
             for name, folder in (("without", None), ("with", whole)):
                 supply = swarm.add(name, folder)
-                assert supply.folder_to_check() == folder and await supply.provide(Span(0, 0)) == folder
+                assert supply.folder_to_check() == folder
+                assert await supply.provide(Span(0, 0)) == folder
                 with pytest.raises(Refused, match="no list of a base model's tensors"):
                     await supply.answer(IncomingCall(PeerId("x"), GetBase(), [], loop_time() + 5))
                 await supply.close()
@@ -247,7 +253,8 @@ def test_a_damaged_tensor_of_the_store_is_fetched_anew(tmp_path: Path, whole: Pa
         content.tofile(damaged)
         again = swarm.add("joiner")
         swarm.assert_stage(0, await again.provide(Span(0, 0)), whole)
-        assert swarm.notes[1].startswith("fetched 1 of ") and "were here already" in swarm.notes[1]
+        assert swarm.notes[1].startswith("fetched 1 of ")
+        assert "were here already" in swarm.notes[1]
 
     asyncio.run(work())
 

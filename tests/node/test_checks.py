@@ -14,9 +14,9 @@ from agora_protocol.identity import Identity
 from agora_protocol.manifest import SignedManifest, preset
 
 from agora.cli.doctor_command import lines_of
-from agora.node.machine_checks import Check, PackageReading, PeerReading, Readings, judge_machine, worst
+from agora.node.machine_checks import Check, PackageReading, PeerReading, Readings, judge_machine, worst_state
 from agora.node.paths import Home
-from agora.node.readings import listen_problem, read_peers, take_readings
+from agora.node.readings import find_listen_problem, take_readings, time_connections
 
 TORCH = PackageReading("torch", ">=2.6", "2.13.0", True)
 HEALTHY = Readings(
@@ -74,12 +74,12 @@ FAULTS: list[tuple[str, Readings, str, str]] = [
         "newer invite",
     ),
     ("peers", replace(HEALTHY, answer_problem="the peer trains another run"), "fail", "newer invite"),
-    ("peers", replace(HEALTHY, peers=(PeerReading("/ip4/203.0.113.5/tcp/1", 2.5),)), "warn", "delay"),
+    ("peers", replace(HEALTHY, peers=(PeerReading("/ip4/203.0.113.5/tcp/1", 2.5),)), "warn", "lower latency"),
     ("service", replace(HEALTHY, unit_state="failed"), "fail", "journalctl"),
     ("service", replace(HEALTHY, unit_state="auto-restart"), "fail", "systemctl restart"),
     (
         "daemon",
-        replace(HEALTHY, daemon_pid=4242, peers_in_sight=0, resting="paused by its owner"),
+        replace(HEALTHY, daemon_pid=4242, peers_in_sight=0, pause_reason="paused by its owner"),
         "warn",
         "agora-node resume",
     ),
@@ -94,7 +94,8 @@ def not_passed(checks: list[Check]) -> list[Check]:
 
 def test_a_healthy_machine_passes_every_check() -> None:
     checks = judge_machine(HEALTHY)
-    assert not_passed(checks) == [] and worst(checks) == "pass"
+    assert not_passed(checks) == []
+    assert worst_state(checks) == "pass"
     assert all(check.value and not check.remedy for check in checks)
 
 
@@ -105,8 +106,15 @@ def test_each_fault_is_named_with_its_remedy_and_no_other(
     name: str, readings: Readings, state: str, remedy: str
 ) -> None:
     (found,) = not_passed(judge_machine(readings))
-    assert (found.name, found.state) == (name, state) and remedy in found.remedy
-    assert worst(judge_machine(readings)) == state
+    assert (found.name, found.state) == (name, state)
+    assert remedy in found.remedy
+    assert worst_state(judge_machine(readings)) == state
+
+
+@pytest.mark.parametrize(("count", "value"), [(1, "it sees 1 other peer"), (2, "it sees 2 other peers")])
+def test_a_working_daemon_says_how_many_others_it_sees(count: int, value: str) -> None:
+    checks = judge_machine(replace(HEALTHY, daemon_pid=4242, peers_in_sight=count))
+    assert [check.value for check in checks if check.name == "daemon"] == [value]
 
 
 def test_what_others_wrote_cannot_move_the_cursor() -> None:
@@ -160,11 +168,11 @@ def test_a_device_that_is_not_there_and_a_taken_port_are_found(tmp_path: Path) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-        assert listen_problem(address)
+        assert find_listen_problem(address)
         flags = {"device": "cuda:99", "listen": (address,)}
         checks = {check.name: check.state for check in judge_machine(take_readings(Home(tmp_path), flags, None))}
     assert checks["device"] == checks["port"] == "fail"
-    assert not listen_problem(address)
+    assert not find_listen_problem(address)
 
 
 def test_a_run_that_does_not_admit_this_machine_and_one_that_is_not_there_are_found(tmp_path: Path) -> None:
@@ -184,7 +192,7 @@ def test_addresses_that_do_not_answer_are_told_apart_from_one_that_does() -> Non
         there.bind(("127.0.0.1", 0))
         there.listen()
         port = there.getsockname()[1]
-        found = read_peers(
+        found = time_connections(
             [f"/ip4/127.0.0.1/tcp/{port}/p2p/x", "/ip4/127.0.0.1/tcp/1/p2p/x", "/unix/tmp/x", "nonsense"]
         )
     assert [peer.round_trip_s is not None for peer in found] == [True, False, False, False]

@@ -23,8 +23,8 @@ class Noting(LostPeers):
         self.wanted = connected
         self.looked = asyncio.Event()
 
-    def look(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
-        due = super().look(now, connected, view)
+    def update_connected(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
+        due = super().update_connected(now, connected, view)
         if len(connected) == self.wanted:
             self.looked.set()
         return due

@@ -76,7 +76,7 @@ def test_what_a_killed_daemon_left_does_not_take_the_new_socket_along(tmp_path: 
     async def restart() -> dict[str, Any]:
         control = ControlSocket(path, QUESTIONS)
         await control.start()
-        assert paths.daemons() == []
+        assert paths.find_running_daemons() == []
         answer = await asyncio.to_thread(control_client.ask, path, "status")
         await control.close()
         return answer

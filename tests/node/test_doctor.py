@@ -14,6 +14,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
 from agora.node import doctor
+from agora.node.memory_offer import MemoryOffer, limit_offer
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -48,6 +49,6 @@ def test_a_nearly_full_disk_names_what_is_free_and_what_is_needed(
 def test_too_little_memory_names_the_need() -> None:
     manifest = preset("tiny")
     with pytest.raises(OutOfMemory, match=r"Stages 0-1 need \d+ MiB .* 102 MiB may be used"):
-        doctor.check_memory(manifest, Span(0, 1), 2**40, 0.1)
+        doctor.check_memory(manifest, Span(0, 1), limit_offer(MemoryOffer(2**40), 0.1))
     with pytest.raises(OutOfMemory, match="and 50 MiB may be used; free some, or hold fewer stages"):
-        doctor.check_memory(manifest, Span(0, 0), 50 * 2**20, 0.0)
+        doctor.check_memory(manifest, Span(0, 0), MemoryOffer(50 * 2**20))

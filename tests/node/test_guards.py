@@ -11,7 +11,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.node.disk_guard import DiskGuard, stored_bytes
 from agora.node.memory_guard import (
-    PATIENCE_LOOKS,
+    MAX_POLLS_OVER_LIMIT,
     MemoryGuard,
     MemoryState,
     Reaction,
@@ -26,7 +26,7 @@ from agora.train.memory import available_bytes, freed_bytes, limit_memory, resid
 GIB = 2**30
 
 
-class Seats:
+class Slots:
     """What a ledger would be told."""
 
     def __init__(self, taken: int) -> None:
@@ -34,7 +34,7 @@ class Seats:
         self.shortage = ""
         self.given_up: list[str] = []
 
-    def give_up_a_seat(self, reason: str) -> None:
+    def reduce_slots(self, reason: str) -> None:
         self.given_up.append(reason)
 
 
@@ -54,32 +54,35 @@ def test_the_reaction_to_memory_follows_the_table(share: float, is_refusing: boo
     assert judge_memory(MemoryState(is_refusing), int(share * GIB), GIB, in_hand=3)[1] is reaction
 
 
-def test_near_the_limit_seats_go_one_by_one_then_new_work_is_refused_then_taken_again() -> None:
-    seats, seen = Seats(4), list[events.Event]()
-    guard = MemoryGuard(GIB, seats, seen.append)
-    guard.look(int(0.9 * GIB))
-    assert len(seats.given_up) == 1 and seats.shortage == ""
-    guard.look(int(0.97 * GIB))
-    guard.look(int(0.97 * GIB))
-    assert len(seats.given_up) == 3 and seats.shortage == "short of memory"
+def test_near_the_limit_slots_are_given_up_one_by_one_then_new_work_is_refused_then_taken_again() -> None:
+    slots, seen = Slots(4), list[events.Event]()
+    guard = MemoryGuard(GIB, slots, seen.append)
+    guard.react_to(int(0.9 * GIB))
+    assert len(slots.given_up) == 1
+    assert slots.shortage == ""
+    guard.react_to(int(0.97 * GIB))
+    guard.react_to(int(0.97 * GIB))
+    assert len(slots.given_up) == 3
+    assert slots.shortage == "short of memory"
     (told,) = seen
     assert "993 MiB of the 1,024 MiB allowed" in told.describe()
-    guard.look(int(0.7 * GIB))
-    assert len(seats.given_up) == 3 and seats.shortage == ""
+    guard.react_to(int(0.7 * GIB))
+    assert len(slots.given_up) == 3
+    assert slots.shortage == ""
 
 
 def test_above_the_limit_without_any_work_the_daemon_leaves_with_a_sentence() -> None:
-    guard = MemoryGuard(GIB, Seats(0), lambda _: None)
-    for _ in range(PATIENCE_LOOKS - 1):
-        guard.look(2 * GIB)
+    guard = MemoryGuard(GIB, Slots(0), lambda _: None)
+    for _ in range(MAX_POLLS_OVER_LIMIT - 1):
+        guard.react_to(2 * GIB)
     with pytest.raises(OutOfMemory, match=r"2,048 MiB of the 1,024 MiB allowed .* raise --memory"):
-        guard.look(2 * GIB)
+        guard.react_to(2 * GIB)
 
 
 def test_above_the_limit_with_work_in_hand_it_stays_until_that_is_done() -> None:
-    guard = MemoryGuard(GIB, Seats(2), lambda _: None)
-    for _ in range(3 * PATIENCE_LOOKS):
-        guard.look(2 * GIB)
+    guard = MemoryGuard(GIB, Slots(2), lambda _: None)
+    for _ in range(3 * MAX_POLLS_OVER_LIMIT):
+        guard.react_to(2 * GIB)
 
 
 def test_what_is_planned_for_a_device_keeps_to_the_limit() -> None:
@@ -118,16 +121,24 @@ def test_room_is_made_in_order_and_never_by_the_newest_checkpoint(tmp_path: Path
     guard.make_room(manifest, 0, 300)
     assert export.exists()
     guard.make_room(manifest, 0, 350)
-    assert not export.exists() and foreign_old.exists()
+    assert not export.exists()
+    assert foreign_old.exists()
     guard.make_room(manifest, 0, 500)
-    assert not foreign_old.exists() and foreign_new.exists() and base.exists()
+    assert not foreign_old.exists()
+    assert foreign_new.exists()
+    assert base.exists()
     guard.make_room(manifest, 0, 700)
-    assert not base.exists() and not old.exists() and middle.exists()
+    assert not base.exists()
+    assert not old.exists()
+    assert middle.exists()
     guard.make_room(manifest, 0, 800)
-    assert not middle.exists() and new.exists() and foreign_new.exists()
+    assert not middle.exists()
+    assert new.exists()
+    assert foreign_new.exists()
     with pytest.raises(DiskError, match=r"raise --disk"):
         guard.make_room(manifest, 0, 900)
-    assert new.exists() and stored_bytes(tmp_path) == 200
+    assert new.exists()
+    assert stored_bytes(tmp_path) == 200
 
 
 def test_without_a_limit_nothing_is_removed(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def report(**fields: object) -> NodeReport:
         incarnation=5,
         run=RunIdentity("ab" * 32, "poems", 2, 256),
         state="serving",
-        step_of_start="",
-        resting="",
+        startup_step="",
+        pause_reason="",
         link="",
         health=Health("OK", "every stage steps"),
         now_unix=101.0,
@@ -112,7 +112,7 @@ def test_progress_has_the_origins_loss_or_else_that_of_the_last_stage() -> None:
 
 
 def test_progress_tells_others_what_became_of_tokens_what_stages_wait_for_and_remarks() -> None:
-    record = progress_record(report(resting="paused by its owner"))
+    record = progress_record(report(pause_reason="paused by its owner"))
     assert record is not None and record.accounts[0] == (640, 64, 544, 0, 0, 4, 1000, 0.25)
     assert (record.waits_for, record.note) == ("stage 0: 96 tokens are missing", "paused by its owner")
     first = dataclasses.replace(SPAN, span=Span(0, 0), stages=SPAN.stages[:1], waits_for={0: "caf\u00e9\x1b[2J" * 99})
@@ -132,7 +132,7 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
 
 
 def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
-    status = status_json(report(resting="paused by its owner", link="10mbit,50ms"))
+    status = status_json(report(pause_reason="paused by its owner", link="10mbit,50ms"))
     (peer,) = status["peers"]
     assert (peer["path"], peer["note"]) == ("self", "paused by its owner; link 10mbit,50ms")
     assert status["name"] == "poems" and len(status["stages"]) == 2

@@ -15,6 +15,7 @@ from agora.node.own_ability import OwnAbility, demands_of, longest_spans
 from agora.node.settings import Settings
 from agora.plan.cost import RunCost, StageCost
 from agora.plan.cost_of_run import run_cost
+from agora.plan.machine import Machine
 from agora.plan.profile import Profile, profile_key, write_profile
 
 FLOPS = 1e10
@@ -29,7 +30,7 @@ def ability(folder: Path, **settings: object) -> OwnAbility:
     key = profile_key(tiny(), torch.device("cpu"))
     write_profile(folder / f"profile-{key[:16]}.json", key, Profile(FLOPS, 0.0, 1.0))
     own = OwnAbility(tiny(), Settings(device="cpu", **settings), folder)
-    asyncio.run(own.look_at_machine())
+    asyncio.run(own.assess_machine())
     return own
 
 
@@ -41,9 +42,9 @@ def test_the_longest_span_from_each_stage_is_what_fits() -> None:
         tokens=1,
         in_flight=1,
     )
-    assert longest_spans(cost, 5.0, 0) == (2, 2, 1, 0, 1)
-    assert longest_spans(cost, 5.0, 1) == (1, 1, 1, 0, 1)
-    assert longest_spans(cost, 100.0, 0) == (5, 4, 3, 2, 1)
+    assert longest_spans(cost, Machine("m", 1.0, 5.0), 0) == (2, 2, 1, 0, 1)
+    assert longest_spans(cost, Machine("m", 1.0, 5.0), 1) == (1, 1, 1, 0, 1)
+    assert longest_spans(cost, Machine("m", 1.0, 100.0), 0) == (5, 4, 3, 2, 1)
 
 
 def test_demands_are_the_work_the_larger_boundary_and_what_a_newcomer_fetches() -> None:
@@ -57,7 +58,7 @@ def test_demands_are_the_work_the_larger_boundary_and_what_a_newcomer_fetches() 
 
 def test_before_anything_is_measured_speed_and_bandwidth_are_unknown(tmp_path: Path) -> None:
     own = OwnAbility(tiny(), Settings(), tmp_path)
-    assert (own.ability.speed, own.ability.bandwidth, own.ability.longest) == (0.0, 0.0, ())
+    assert (own.ability.speed, own.ability.bandwidth, own.ability.max_span_lengths) == (0.0, 0.0, ())
     assert len(own.demands.work) == 4 and sum(own.demands.work) == pytest.approx(4.0)
 
 
@@ -69,18 +70,18 @@ def test_the_profile_gives_the_speed_and_a_brake_divides_it(tmp_path: Path) -> N
 
 
 def test_owners_limits_shorten_the_spans(tmp_path: Path) -> None:
-    assert ability(tmp_path).ability.longest == (4, 3, 2, 1), "a machine for tests holds the whole of a tiny model"
-    assert ability(tmp_path, most_stages=2).ability.longest == (2, 2, 2, 1)
-    assert ability(tmp_path, memory_gib=doctor.BASE_BYTES / 2**30).ability.longest == (0, 0, 0, 0)
+    assert ability(tmp_path).ability.max_span_lengths == (4, 3, 2, 1), "room for all of a tiny model"
+    assert ability(tmp_path, most_stages=2).ability.max_span_lengths == (2, 2, 2, 1)
+    assert ability(tmp_path, memory_gib=doctor.BASE_BYTES / 2**30).ability.max_span_lengths == (0, 0, 0, 0)
 
 
 def test_measured_work_replaces_the_profile_and_a_silent_uplink_changes_nothing(tmp_path: Path) -> None:
     own = ability(tmp_path)
-    assert own.measure(Span(1, 2), 0.25, 1e6) == 4.0
+    assert own.record_measurement(Span(1, 2), 0.25, 1e6) == 4.0
     work = own.demands.work
     assert own.ability.speed == pytest.approx(4.0 * (work[1] + work[2]))
     assert own.ability.bandwidth == 1e6
-    own.measure(Span(0, 0), 0.5, None)
+    own.record_measurement(Span(0, 0), 0.5, None)
     assert own.ability.bandwidth == 1e6 and own.ability.speed == pytest.approx(2.0 * work[0])
-    asyncio.run(own.look_at_machine())
+    asyncio.run(own.assess_machine())
     assert own.ability.speed == pytest.approx(2.0 * work[0]), "what was measured is not forgotten for the next span"

@@ -56,10 +56,10 @@ def test_running_daemons_are_found_and_dead_ones_swept(tmp_path: Path, runtime: 
     paths.register(dead)
     Path(dead.socket).touch()
     (runtime / "foreign.json").write_text("[]")
-    assert paths.daemons() == [alive]
+    assert paths.find_running_daemons() == [alive]
     assert not Path(dead.socket).exists()
     paths.unregister(Path(alive.socket))
-    assert paths.daemons() == []
+    assert paths.find_running_daemons() == []
 
 
 def test_a_socket_path_never_grows_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

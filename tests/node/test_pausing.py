@@ -70,13 +70,13 @@ def test_outside_its_hours_it_rests_and_says_until_when(tmp_path: Path) -> None:
 def test_whoever_waits_for_a_pause_hears_of_it_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         pause = OwnersPause(tmp_path / "paused", Hours(), time.time)
-        waiting = asyncio.create_task(pause.wait_until(resting=True))
+        waiting = asyncio.create_task(pause.wait_until(paused=True))
         await asyncio.sleep(0)
         assert not waiting.done()
         pause.pause()
         await waiting
         pause.resume()
-        await pause.wait_until(resting=False)
+        await pause.wait_until(paused=False)
 
     asyncio.run(scenario())
 

@@ -45,8 +45,8 @@ class AnsweringNetwork:
     async def connect(self, peer: PeerId) -> None:
         self.dialled.append(peer)
 
-    async def greet(self, peer: PeerId, *, anew: bool) -> bool:
-        assert anew
+    async def greet(self, peer: PeerId, *, reconnect: bool) -> bool:
+        assert reconnect
         self.dialled.append(peer)
         return True
 
@@ -60,9 +60,9 @@ class KnownHost:
     peer = ME
 
     def __init__(self, own: tuple[str, ...], remote: dict[PeerId, str]) -> None:
-        self.own, self.remote = own, remote
+        self.own_addresses, self.remote = own, remote
         self.disconnected: list[PeerId] = []
-        self.listens = {"ip4": ("127.0.0.1", 4001)}
+        self.listen_endpoints = {"ip4": ("127.0.0.1", 4001)}
 
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in self.remote
@@ -133,7 +133,7 @@ def test_a_neighbours_word_counts_only_for_ports_that_were_asked_for_and_public_
     for seen, reached in ((f"{OUTSIDE}/tcp/50000", (22,)), (f"{INSIDE}/tcp/50000", (4001,))):
         answers: dict[type[Message], Message] = {DialBack: DialedBack(seen, reached)}
         made, _, membership = keeper(answers, {CALLER: "direct"})
-        look(made, lambda made=made: made.findings.asked_at is not None)  # type: ignore[misc]
+        look(made, lambda made=made: made.findings.answered_at is not None)  # type: ignore[misc]
         assert made.announcement() == Announcement("unreachable", (), 0)
     made, _, membership = keeper(answers, {CALLER: "direct"}, allow_private=True)
     look(made, lambda: membership.announced.reachability == "public")
@@ -207,7 +207,8 @@ def test_a_peer_that_can_be_dialled_is_dialled_by_the_one_behind_a_nat_that_it_w
         await asyncio.gather(*network.tasks)
         return answer
 
-    assert asyncio.run(meet()) == Meeting("") and network.dialled == [CALLER]
+    assert asyncio.run(meet()) == Meeting("")
+    assert network.dialled == [CALLER]
 
 
 def test_a_peer_that_can_be_dialled_punches_no_hole_but_waits_for_the_other_to_dial() -> None:
@@ -232,7 +233,7 @@ def test_a_circuit_to_a_peer_that_turns_out_to_be_public_is_replaced_and_none_is
                 for peer, place in places.items()
             }
         )
-        made.findings = replace(made.findings, asked_at=0.0)
+        made.findings = replace(made.findings, answered_at=0.0)
         host: Any = made._host
         look(made, lambda: CALLER in network.dialled)
         assert host.disconnected == [CALLER]

@@ -54,8 +54,10 @@ def test_two_who_found_from_one_file_found_one_run(tmp_path: Path, home: Home) -
     path = write(tmp_path)
     draft = runs.resolve(str(path), home)
     first, _ = runs.sign(draft, Identity.generate(), lambda signed: None)
-    second, note = runs.sign(draft, Identity.generate(), lambda signed: None)
+    stored: list[SignedManifest] = []
+    second, note = runs.sign(draft, Identity.generate(), stored.append)
     assert second == first and "meanwhile" in note
+    assert stored == [first], "the second stores the run and registers under it as well"
 
 
 def test_a_read_only_file_stays_unsigned_and_the_run_is_founded_all_the_same(
@@ -85,7 +87,7 @@ def test_a_draft_is_the_run_that_a_daemon_on_this_machine_founded_from_it(tmp_pa
 
 def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home) -> None:
     signed = SignedManifest.sign(preset("tiny").with_values(name="poems"), Identity.generate())
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     runs.remember_addresses(home, signed.run_id, [ADDRESS + signed.founder])
     for text in ("poems", signed.run_id, signed.run_id[:8]):
         found = runs.resolve(text, home)
@@ -93,14 +95,14 @@ def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home
     with pytest.raises(InputError, match="did you mean 'poems'"):
         runs.resolve("poem", home)
     twin = SignedManifest.sign(preset("tiny").with_values(name="poems", seed=2), Identity.generate())
-    runs.remember(home, twin)
+    runs.remember_manifest(home, twin)
     with pytest.raises(InputError, match="Several runs are called 'poems'"):
         runs.resolve("poems", home)
 
 
 def test_an_invite_is_joined_by_addresses_that_were_remembered(home: Home) -> None:
     signed = SignedManifest.sign(preset("tiny"), Identity.generate())
-    runs.remember(home, signed)
+    runs.remember_manifest(home, signed)
     other = "/ip4/203.0.113.6/tcp/4001/p2p/" + Identity.generate().peer
     runs.remember_addresses(home, signed.run_id, [other])
     found = runs.resolve(str(Invite(signed.run_id, (ADDRESS + signed.founder,), "poems")), home)

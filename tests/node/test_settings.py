@@ -39,7 +39,8 @@ def test_each_mistake_is_one_sentence_that_names_its_place(
     path.write_text(file)
     with pytest.raises(SettingsError) as caught:
         load(path, flags, environment)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_link_is_one_setting_with_commas_in_it(tmp_path: Path) -> None:
@@ -49,8 +50,8 @@ def test_a_link_is_one_setting_with_commas_in_it(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_base_model_is_a_setting_like_any_other(tmp_path: Path) -> None:
-    assert load(tmp_path / "none", {}, {"AGORA_BASE_MODEL": "/models/one"}).base_model_folder == Path("/models/one")
-    assert load(tmp_path / "none", {}, {}).base_model_folder is None
+    assert load(tmp_path / "none", {}, {"AGORA_BASE_MODEL": "/models/one"}).named_base_model == Path("/models/one")
+    assert load(tmp_path / "none", {}, {}).named_base_model is None
 
 
 def test_addresses_may_be_written_both_ways(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.node.local_peer import MAX_SEATS_BYTES, seats_of
+from agora.node.local_peer import MAX_SLOTS_BYTES, compute_slots
 from agora.node.span_loading import MAX_LOADS, load_until_confirmed
 from agora.plan.cost_of_run import usual_in_flight
 
@@ -100,19 +100,20 @@ def test_a_failed_question_keeps_nothing_loaded() -> None:
 def test_long_links_get_four_times_the_usual_seats_as_far_as_memory_goes() -> None:
     manifest = preset("tiny", model={"layers": 8}, stages={"count": 8})
     usual = usual_in_flight(manifest)
-    assert seats_of(manifest, 64 * 2**30) == 4 * usual
-    assert seats_of(manifest, 0) == usual, "no fewer than ever"
+    assert compute_slots(manifest, 64 * 2**30) == 4 * usual
+    assert compute_slots(manifest, 0) == usual, "no fewer than ever"
     large = preset("tiny", model={"width": 4096, "subspace": 4096, "context": 2048})
     shape = large.boundary_shape()
-    held = seats_of(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
-    assert seats_of(large, 2**50) == usual_in_flight(large) or held <= MAX_SEATS_BYTES
+    held = compute_slots(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
+    assert compute_slots(large, 2**50) == usual_in_flight(large) or held <= MAX_SLOTS_BYTES
 
 
 def test_asking_what_memory_a_span_needs_takes_no_time_of_the_event_loop() -> None:
     """In a fresh process: drawing a normal tensor on the meta device would import torch's compiler, for seconds."""
     code = (
-        "import sys; from agora.node import doctor; from agora_protocol.ids import Span; "
-        "from agora_protocol.manifest import preset; doctor.check_memory(preset('tiny'), Span(0, 0), 2**40, 0.0); "
+        "import sys; from agora.node import doctor; from agora.node.memory_offer import MemoryOffer; "
+        "from agora_protocol.ids import Span; from agora_protocol.manifest import preset; "
+        "doctor.check_memory(preset('tiny'), Span(0, 0), MemoryOffer(2**40)); "
         "print('torch._dynamo' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -15,7 +15,7 @@ from agora.node.settings import Settings
 from agora.node.span_loading import _claim_or_stand_by
 from agora.sim.virtual_time import run
 from agora.swarm.placement import Placement
-from agora.swarm.rebalancing import LONGEST_LOOK_S, SHORTEST_LOOK_S
+from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S, MIN_JUDGE_INTERVAL_S
 from agora.swarm.stage_supply import Ability, equal_demands
 
 WAIT = Placement(None, "it would do 1.0% of what others do, and no stage has fewer than two peers")
@@ -50,7 +50,7 @@ def test_a_machine_that_adds_nothing_looks_again_and_again_and_says_why() -> Non
     assert joiner.said == [f"standing by: {WAIT.reason}"] * 2
     times = [time for time, _ in joiner.asked]
     waits = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    assert len(waits) == 2 and all(SHORTEST_LOOK_S <= wait <= LONGEST_LOOK_S for wait in waits)
+    assert len(waits) == 2 and all(MIN_JUDGE_INTERVAL_S <= wait <= MAX_JUDGE_INTERVAL_S for wait in waits)
 
 
 def test_a_span_that_the_owner_chose_is_claimed_at_once() -> None:

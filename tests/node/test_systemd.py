@@ -48,19 +48,19 @@ def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "in_hand", "waiting_for", "resting", "fed", "sentence"),
+    ("silent_s", "in_hand", "waiting_for", "pause_reason", "fed", "sentence"),
     [
         (1, 3, "", "", True, "working on 3 microbatches"),
-        (90, 3, "", "", False, "no progress for 90 s with 3 microbatches in hand"),
+        (90, 3, "", "", False, "no progress for 90 s with 3 open microbatches"),
         (90, 3, "a peer of stage 1", "", True, "waiting for a peer of stage 1"),
         (90, 3, "", "paused by its owner", True, "paused by its owner"),
-        (90, 0, "", "", True, "idle: no microbatch in hand"),
+        (90, 0, "", "", True, "idle: no open microbatch"),
     ],
 )
 def test_the_watchdog_is_fed_by_progress_or_by_a_stated_wait(
-    silent_s: float, in_hand: int, waiting_for: str, resting: str, fed: bool, sentence: str
+    silent_s: float, in_hand: int, waiting_for: str, pause_reason: str, fed: bool, sentence: str
 ) -> None:
-    assert may_feed(silent_s, 30.0, in_hand, waiting_for, resting) == (fed, sentence)
+    assert may_feed(silent_s, 30.0, in_hand, waiting_for, pause_reason) == (fed, sentence)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import resource
 import stat
 from pathlib import Path
 
 import pytest
-from agora_protocol.errors import InputError
+from agora_protocol.errors import DiskError, InputError
 from typer.testing import CliRunner
 
 from agora.cli.main_swarm import app
@@ -75,6 +76,18 @@ def test_a_key_is_made_once_is_private_and_stands_in_no_configuration(tmp_path: 
     file.write_text("no key")
     with pytest.raises(InputError, match="not a WireGuard key"):
         write_key(file)
+
+
+def test_a_key_that_the_disk_does_not_take_leaves_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "agora.key"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(DiskError, match="Cannot write .*; name another file"):
+            write_key(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not file.exists() and len(write_key(file)) == 44
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from agora.observe import faults
 @pytest.fixture(autouse=True)
 def no_faults_left() -> Iterator[None]:
     yield
-    faults.activate(None)
+    faults.set_active_faults(None)
 
 
 def test_without_a_plan_a_point_does_nothing() -> None:
@@ -41,6 +41,8 @@ def test_without_a_plan_a_point_does_nothing() -> None:
         ("hop.accepted:kill=9", "malformed number"),
         ("hop.accepted:kill=", "malformed number"),
         ("hop.accepted:kill:", "malformed number"),
+        ("device.job:say=3:1", "say is for gossip.step, averaging.scale, and they have only say"),
+        ("gossip.step:sleep=3:1", "say is for gossip.step, averaging.scale, and they have only say"),
         ("device.job:sleep", "malformed number"),
         ("device.job:sleep=nan", "malformed number"),
         ("device.job:sleep=-1", "malformed number"),
@@ -60,7 +62,7 @@ def test_a_plan_reads_as_written() -> None:
 
 def test_faults_fire_at_their_turn_and_are_counted(tmp_path: Path) -> None:
     log = tmp_path / "faults.log"
-    faults.activate(faults.Faults(faults.parse("device.job:sleep=0.05:2+"), str(log)))
+    faults.set_active_faults(faults.Faults(faults.parse("device.job:sleep=0.05:2+"), str(log)))
     began = time.monotonic()
     faults.reach_blocking("device.job")
     assert time.monotonic() - began < 0.05
@@ -74,10 +76,12 @@ def test_faults_fire_at_their_turn_and_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_lie_is_told_from_its_turn_on_and_is_on_record(tmp_path: Path) -> None:
+def test_a_false_number_is_told_from_its_turn_on_and_is_on_record(tmp_path: Path) -> None:
     log = tmp_path / "faults.log"
     assert faults.say("gossip.step", 7) == 7
-    faults.activate(faults.Faults(faults.parse("gossip.step:say=1000000000:2+,averaging.scale:say=1e30"), str(log)))
+    faults.set_active_faults(
+        faults.Faults(faults.parse("gossip.step:say=1000000000:2+,averaging.scale:say=1e30"), str(log))
+    )
     assert [faults.say("gossip.step", 7) for _ in range(3)] == [7, 10**9, 10**9]
     assert [faults.say("averaging.scale", 1.0) for _ in range(2)] == [1e30, 1.0]
     assert [line.split()[1:4:2] for line in log.read_text().splitlines()] == [
@@ -88,7 +92,7 @@ def test_a_lie_is_told_from_its_turn_on_and_is_on_record(tmp_path: Path) -> None
 
 
 def test_a_hang_holds_the_task_and_not_the_process(tmp_path: Path) -> None:
-    faults.activate(faults.Faults(faults.parse("hop.forwarded:hang:1"), str(tmp_path / "log")))
+    faults.set_active_faults(faults.Faults(faults.parse("hop.forwarded:hang:1"), str(tmp_path / "log")))
 
     async def scenario() -> None:
         stuck = asyncio.create_task(faults.reach("hop.forwarded"))
@@ -104,10 +108,11 @@ def test_a_kill_is_on_record_before_it_acts(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
         "from agora.observe import faults\n"
-        "faults.activate(faults.from_environment())\n"
+        "faults.set_active_faults(faults.from_environment())\n"
         "faults.reach_blocking('device.job'); faults.reach_blocking('device.job'); print('survived')"
     )
     environment = {**os.environ, "AGORA_FAULTS": "device.job:kill:2", "AGORA_FAULTS_LOG": str(log)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL and "survived" not in done.stdout
+    assert done.returncode == -signal.SIGKILL
+    assert "survived" not in done.stdout
     assert log.read_text().split()[1:4] == ["device.job", "kill", "2"]

@@ -48,7 +48,7 @@ def test_journald_gets_a_priority_and_the_journals_fields(tmp_path: Path, monkey
         "offence": "bad-frame",
         "text": "why",
         "follows": "1 of 3 points",
-        "shut_out_s": 0.0,
+        "suspended_s": 0.0,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from agora_protocol.ids import PeerId, Span, microbatch_id
 
-from agora.pipeline.callees import MAX_CALLEES, MAX_TIMES_MEDIAN, MIN_TIMES_MEDIAN, choose_callees, place_of
+from agora.pipeline.callees import MAX_CALLEES, MAX_TIMES_MEDIAN, MIN_TIMES_MEDIAN, choose_callees, rendezvous_key
 from agora.pipeline.peer_choice import PathHint
 from agora.pipeline.routing import RoutingTable
 from agora.swarm.view import PeerView
@@ -25,7 +25,7 @@ def peers(count: int, capacity: float = 1.0) -> dict[PeerId, PeerView]:
 
 def called(me: PeerId, live: dict[PeerId, PeerView], failing: set[PeerId] | None = None) -> set[PeerId]:
     """Returns the callees of `me`."""
-    return choose_callees(live, {peer: place_of(me, peer) for peer in live}, failing or set())
+    return choose_callees(live, {peer: rendezvous_key(me, peer) for peer in live}, failing or set())
 
 
 def test_of_a_few_peers_all_are_called() -> None:
@@ -83,8 +83,8 @@ def test_the_peer_that_already_holds_a_microbatch_is_asked_although_it_is_no_cal
     live, me = peers(40), CALLERS[0]
     table = RoutingTable(me, 3)
     table.update(1, tuple(live.values()))
-    assert set(table.costs(1)) == called(me, live)
-    other = min(set(live) - set(table.costs(1)))
+    assert set(table.callees(1)) == called(me, live)
+    other = min(set(live) - set(table.callees(1)))
     assert table.choose(100.0, MB, 1, 1000, PathHint({1: other}, {other})).peer == other
     gone = PeerId("peer-999")
     assert table.choose(100.0, MB, 1, 1000, PathHint({1: gone}, {gone})).peer in live

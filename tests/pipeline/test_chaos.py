@@ -82,8 +82,8 @@ def build(seed: int) -> tuple[World, Kind, list[Node]]:
     for replica in range(rng.choice([1, 2, 3])):
         for span in cut(rng, world.stage_count):
             slow = rng.choice([1, 1, kind.slow])
-            seats = rng.choice([2, 4, 64]) if kind.full else 64
-            world.add(f"peer{replica}/{span}", span, 0.02 * slow, seats)
+            slots = rng.choice([2, 4, 64]) if kind.full else 64
+            world.add(f"peer{replica}/{span}", span, 0.02 * slow, slots)
     origins = [node for node in world.nodes.values() if node.span.first == 0][: rng.choice([1, 2])]
     return world, kind, origins
 
@@ -122,14 +122,14 @@ def check_counts(world: World, origins: list[Node]) -> None:
 
 
 def check_leftovers(world: World) -> None:
-    """Nobody holds a seat, a forward or running work for a microbatch that is over."""
+    """Nobody holds a slot, a forward or running work for a microbatch that is over."""
     for node in world.nodes.values():
         if not node.frozen:
             assert node.ledger.taken == 0 and not node.compute.held and node.hop.queue == 0
             assert all(
                 cost.open_calls == 0
                 for stage in range(world.stage_count)
-                for cost in node.router.table.costs(stage).values()
+                for cost in node.router.table.callees(stage).values()
             )
 
 

@@ -18,9 +18,9 @@ from agora.pipeline.peer_choice import (
     MAX_BACKOFF_WITHOUT_SIBLING_S,
     NEWCOMER_CALLS,
     PathHint,
-    PeerCost,
-    candidates_of,
+    PeerStats,
     choose_next,
+    list_candidates,
 )
 from agora.pipeline.routing import (
     MAX_SPEED_RATIO,
@@ -29,7 +29,7 @@ from agora.pipeline.routing import (
     attempt_deadline,
     deadline_for_others,
     deadline_to_send,
-    newcomer,
+    newcomer_stats,
 )
 from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
@@ -40,16 +40,16 @@ MB = microbatch_id(b"session0", 1)
 PAYLOAD = 1000
 
 
-def measured(service_s: float, **rest) -> PeerCost:
-    return PeerCost(service_s=service_s, answers=50, seats=50, **rest)
+def measured(service_s: float, **rest) -> PeerStats:
+    return PeerStats(service_s=service_s, answers=50, acceptances=50, **rest)
 
 
-def table_of(costs: dict[PeerId, PeerCost], incarnation: int = 0) -> RoutingTable:
+def table_of(costs: dict[PeerId, PeerStats], incarnation: int = 0) -> RoutingTable:
     """A routing table in which stage 1 is served by copies of these peers, with PAYLOAD bytes in each microbatch."""
     made = RoutingTable(peer_id("me"), 2)
     made.update(1, tuple(PeerView(peer, Span(1, 1), incarnation) for peer in costs))
-    for peer, known in made.costs(1).items():
-        for each in fields(PeerCost):
+    for peer, known in made.callees(1).items():
+        for each in fields(PeerStats):
             setattr(known, each.name, getattr(costs[peer], each.name))
     return made
 
@@ -59,7 +59,7 @@ def sent(made: RoutingTable, now: float = 100.0, peer: PeerId = A) -> Attempt:
 
 
 def choose(costs, now=100.0, microbatch=MB, hint=NONE):
-    return choose_next(now, microbatch, 1, candidates_of(now, costs, PAYLOAD), hint)
+    return choose_next(now, microbatch, 1, list_candidates(now, costs, PAYLOAD), hint)
 
 
 def spread(costs: dict, count: int, *, answered: bool = True) -> Counter:
@@ -71,8 +71,8 @@ def spread(costs: dict, count: int, *, answered: bool = True) -> Counter:
         shares[peer] += 1
         attempt = sent(made, now, peer)
         if answered:
-            made.record_answered(now + 9.0, attempt, attempt.cost.service_s, 0, math.inf)
-            attempt.cost.sent_since = 0
+            made.record_answered(now + 9.0, attempt, attempt.stats.service_s, 0, math.inf)
+            attempt.stats.sent_since = 0
     return shares
 
 
@@ -110,13 +110,16 @@ def test_a_queue_made_by_others_turns_microbatches_away() -> None:
     shares = Counter(choose(costs, 100.0, microbatch_id(b"session0", i)).peer for i in range(20))
     assert shares == {B: 20}
     drained = choose(costs, 120.1)
-    assert drained.peer in (A, B) and math.isclose(candidates_of(120.1, costs, PAYLOAD)[0].finish_s, 0.1)
+    assert drained.peer in (A, B)
+    assert math.isclose(list_candidates(120.1, costs, PAYLOAD)[0].finish_s, 0.1)
 
 
 def test_a_newcomer_enters_at_the_median_and_gets_work_at_once_but_no_flood() -> None:
     costs = {A: measured(0.1, virtual_s=5000.0), B: measured(0.1, virtual_s=5000.1)}
-    costs[C] = newcomer(costs.values(), 7)
-    assert costs[C].virtual_s == 5000.05 and costs[C].service_s == 0.1 and costs[C].incarnation == 7
+    costs[C] = newcomer_stats(costs.values(), 7)
+    assert costs[C].virtual_s == 5000.05
+    assert costs[C].service_s == 0.1
+    assert costs[C].incarnation == 7
     shares = spread(dict(costs), 30)
     assert 8 <= shares[C] <= 12
     shares = spread(dict(costs), 30, answered=False)
@@ -125,9 +128,9 @@ def test_a_newcomer_enters_at_the_median_and_gets_work_at_once_but_no_flood() ->
 
 def test_a_peer_may_say_that_it_is_slow_but_not_that_it_is_fast() -> None:
     known = [measured(0.1)]
-    assert newcomer(known, 1, capacity=1000.0).service_s == 0.1
-    assert newcomer(known, 1, capacity=2.0).service_s == 0.5
-    assert newcomer([], 1, capacity=2.0).service_s == 0.5
+    assert newcomer_stats(known, 1, capacity=1000.0).service_s == 0.1
+    assert newcomer_stats(known, 1, capacity=2.0).service_s == 0.5
+    assert newcomer_stats([], 1, capacity=2.0).service_s == 0.5
 
 
 def test_a_peer_that_was_away_for_hours_does_not_get_everything_when_it_returns() -> None:
@@ -138,10 +141,12 @@ def test_a_peer_that_was_away_for_hours_does_not_get_everything_when_it_returns(
 
 def test_busy_is_no_failure_and_gives_the_charge_back() -> None:
     made = table_of({A: measured(0.1, virtual_s=7.0, open_calls=3)})
-    attempt, cost = sent(made), made.costs(1)[A]
+    attempt, cost = sent(made), made.callees(1)[A]
     made.record_busy(100.0, attempt, 0.5)
-    assert (cost.failures, cost.open_calls, cost.sent_since) == (0, 3, 0) and math.isclose(cost.virtual_s, 7.0)
-    assert cost.call_limit == 3.0 and cost.busy_until == 100.5
+    assert (cost.failures, cost.open_calls, cost.sent_since) == (0, 3, 0)
+    assert math.isclose(cost.virtual_s, 7.0)
+    assert cost.call_limit == 3.0
+    assert cost.busy_until == 100.5
     assert choose({A: cost}, 100.6).peer is None, "three of ours are there, and that is all it takes"
     made.record_answered(101.0, attempt, 0.1, 0, math.inf)
     assert choose({A: cost}, 100.6).peer == A
@@ -151,45 +156,52 @@ def test_busy_is_no_failure_and_gives_the_charge_back() -> None:
 def test_busy_peers_are_asked_again_after_the_wait_they_named() -> None:
     made = table_of({A: measured(0.1)})
     made.record_busy(100.0, sent(made), 0.5)
-    choice = choose(made.costs(1), 100.1)
-    assert choice.peer is None and choice.look_again_at == 100.5 and "busy" in choice.reason
-    assert choose(made.costs(1), 100.5).peer == A
+    choice = choose(made.callees(1), 100.1)
+    assert choice.peer is None
+    assert choice.look_again_at == 100.5
+    assert "busy" in choice.reason
+    assert choose(made.callees(1), 100.5).peer == A
 
 
 def test_failures_back_off_exponentially_and_an_answer_forgives() -> None:
     made, waits = table_of({A: measured(0.1)}), []
-    now, cost = 100.0, made.costs(1)[A]
+    now, cost = 100.0, made.callees(1)[A]
     for _ in range(12):
         made.record_failed(now, sent(made, now), 0.0)
-        waits.append(candidates_of(now, {A: cost, B: measured(0.1)}, PAYLOAD)[0].ready_at - now)
+        waits.append(list_candidates(now, {A: cost, B: measured(0.1)}, PAYLOAD)[0].ready_at - now)
         now += waits[-1]
-    assert [round(w, 6) for w in waits[:5]] == [0.25, 0.5, 1.0, 2.0, 4.0] and waits[-1] == MAX_BACKOFF_S
-    assert math.isclose(cost.virtual_s, 0.0, abs_tol=1e-9) and cost.open_calls == 0
+    assert [round(w, 6) for w in waits[:5]] == [0.25, 0.5, 1.0, 2.0, 4.0]
+    assert waits[-1] == MAX_BACKOFF_S
+    assert math.isclose(cost.virtual_s, 0.0, abs_tol=1e-9)
+    assert cost.open_calls == 0
     made.record_answered(now, sent(made, now), 0.1, 0, math.inf)
     assert cost.failures == 0
 
 
-def test_without_siblings_nobody_is_left_alone_for_long() -> None:
+def test_the_only_replica_of_a_stage_is_not_left_alone_for_long() -> None:
     cost = replace(measured(0.1), failures=30, failed_at=100.0)
     choice = choose({A: cost}, 100.0)
-    assert choice.peer is None and choice.look_again_at == 100.0 + MAX_BACKOFF_WITHOUT_SIBLING_S
+    assert choice.peer is None
+    assert choice.look_again_at == 100.0 + MAX_BACKOFF_WITHOUT_SIBLING_S
 
 
 def test_one_broken_connection_counts_once_however_many_calls_it_carried() -> None:
     made = table_of({A: measured(0.1)})
     for attempt in [sent(made) for _ in range(8)]:
         made.record_failed(100.0, attempt, 0.0)
-    assert (made.costs(1)[A].failures, made.costs(1)[A].open_calls) == (1, 0)
+    assert (made.callees(1)[A].failures, made.callees(1)[A].open_calls) == (1, 0)
 
 
 def test_a_peer_that_kept_us_waiting_is_asked_as_much_more_rarely_and_one_call_at_a_time() -> None:
     made = table_of({A: measured(0.1), B: measured(0.1)})
-    cost = made.costs(1)[A]
+    cost = made.callees(1)[A]
     made.record_failed(100.0, sent(made), 20.0)
-    assert candidates_of(100.0, made.costs(1), PAYLOAD)[0].ready_at == 120.0
-    assert candidates_of(100.0, {A: cost}, PAYLOAD)[0].ready_at == 104.0, "without a sibling it is asked soon"
+    assert list_candidates(100.0, made.callees(1), PAYLOAD)[0].ready_at == 120.0
+    assert list_candidates(100.0, {A: cost}, PAYLOAD)[0].ready_at == 104.0, "the only replica is asked soon"
     attempt = sent(made, 120.0)
-    assert candidates_of(130.0, made.costs(1), PAYLOAD)[0].ready_at == math.inf, "on trial until that call has ended"
+    assert list_candidates(130.0, made.callees(1), PAYLOAD)[0].ready_at == math.inf, (
+        "on trial until that call has ended"
+    )
     made.record_answered(131.0, attempt, 0.1, 0, math.inf)
     assert (cost.failures, cost.wasted_s) == (0, 0.0)
 
@@ -197,7 +209,8 @@ def test_a_peer_that_kept_us_waiting_is_asked_as_much_more_rarely_and_one_call_a
 def test_a_newer_incarnation_starts_with_a_clean_record() -> None:
     made = table_of({A: replace(measured(0.1), failures=9, failed_at=100.0, call_limit=1.0, busy_until=500.0)})
     made.update(1, (PeerView(A, Span(1, 1), 2),))
-    assert choose(made.costs(1), 100.0).peer == A and made.costs(1)[A].answers == 50
+    assert choose(made.callees(1), 100.0).peer == A
+    assert made.callees(1)[A].answers == 50
 
 
 def test_a_peer_that_already_has_the_microbatch_is_preferred_however_loaded() -> None:
@@ -211,7 +224,8 @@ def test_a_peer_that_already_has_the_microbatch_is_preferred_however_loaded() ->
 def test_who_holds_the_result_is_worth_a_short_wait_but_not_a_long_one() -> None:
     once = replace(measured(0.1), failures=1, failed_at=100.0)
     choice = choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, {A}))
-    assert choice.peer is None and choice.look_again_at == 100.25
+    assert choice.peer is None
+    assert choice.look_again_at == 100.25
     assert choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A})).peer == B
     often = replace(once, failures=5)
     assert choose({A: often, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, {A})).peer == B
@@ -225,18 +239,19 @@ def test_reasons_say_what_is_going_on() -> None:
 
 
 def test_equal_peers_are_told_apart_by_the_microbatch_so_that_callers_do_not_herd() -> None:
-    costs = {A: PeerCost(), B: PeerCost(), C: PeerCost()}
+    costs = {A: PeerStats(), B: PeerStats(), C: PeerStats()}
     first = Counter(choose(costs, microbatch=microbatch_id(b"session0", i)).peer for i in range(300))
     assert min(first[p] for p in (A, B, C)) > 50
 
 
 def test_links_are_split_into_round_trip_and_bandwidth_where_the_round_trip_is_known() -> None:
-    made = table_of({A: PeerCost(), B: PeerCost()})
-    unknown, known = made.costs(1)[A], made.costs(1)[B]
+    made = table_of({A: PeerStats(), B: PeerStats()})
+    unknown, known = made.callees(1)[A], made.callees(1)[B]
     made.record_accepted(1.0, sent(made, 0.5, A), 4, None)
     assert (unknown.round_trip_s, unknown.bytes_per_s) == (0.5, math.inf)
     made.record_accepted(1.0, sent(made, 0.5, B), 4, 0.1)
-    assert known.round_trip_s == 0.1 and math.isclose(known.bytes_per_s, 2500.0)
+    assert known.round_trip_s == 0.1
+    assert math.isclose(known.bytes_per_s, 2500.0)
     assert (known.queue, known.queue_at, known.sent_since) == (4, 1.0, 0)
     made.record_accepted(2.0, sent(made, 1.7, B), 0, 0.1)
     assert math.isclose(1000 / known.bytes_per_s, 0.3), "the mean of 0.4 s and 0.2 s"
@@ -244,9 +259,9 @@ def test_links_are_split_into_round_trip_and_bandwidth_where_the_round_trip_is_k
 
 def test_a_peer_cannot_claim_less_than_no_time_nor_more_than_the_whole_call() -> None:
     for claimed, believed in ((-5.0, 1e-6), (1e9, 1.0)):
-        made = table_of({A: PeerCost()})
+        made = table_of({A: PeerStats()})
         made.record_answered(101.0, sent(made), claimed, 0, math.inf)
-        assert math.isclose(made.costs(1)[A].service_s, believed, rel_tol=1e-6)
+        assert math.isclose(made.callees(1)[A].service_s, believed, rel_tol=1e-6)
 
 
 @given(
@@ -261,8 +276,8 @@ def test_a_peer_cannot_claim_less_than_no_time_nor_more_than_the_whole_call() ->
 )
 @settings(max_examples=100, deadline=None)
 def test_no_sequence_of_news_makes_a_cost_that_cannot_be_ranked(news: list[tuple[str, float, int]]) -> None:
-    made, now, attempts = table_of({A: PeerCost()}), 100.0, []
-    cost = made.costs(1)[A]
+    made, now, attempts = table_of({A: PeerStats()}), 100.0, []
+    cost = made.callees(1)[A]
     for what, number, count in news:
         now += number
         if what == "sent":
@@ -276,13 +291,16 @@ def test_no_sequence_of_news_makes_a_cost_that_cannot_be_ranked(news: list[tuple
                 "failed": lambda: made.record_failed(now, attempt, number),
                 "abandoned": lambda: made.record_abandoned(attempt),
             }[what]()
-        candidate = candidates_of(now, {A: cost, B: PeerCost()}, PAYLOAD)[0]
+        candidate = list_candidates(now, {A: cost, B: PeerStats()}, PAYLOAD)[0]
         assert (
             math.isfinite(candidate.lead_s + candidate.finish_s)
             and candidate.lead_s >= 0.0
             and not math.isnan(candidate.ready_at)
         )
-        assert cost.open_calls >= 0 and cost.sent_since >= 0 and cost.call_limit >= 1.0 and cost.service_s > 0
+        assert cost.open_calls >= 0
+        assert cost.sent_since >= 0
+        assert cost.call_limit >= 1.0
+        assert cost.service_s > 0
 
 
 # --- deadlines
@@ -310,16 +328,21 @@ def test_every_caller_along_the_way_keeps_an_equal_part_for_a_retry(stages: int,
 def test_deadlines_only_shrink_and_never_by_more_than_they_may(now, remaining, own, expected, others) -> None:
     deadline = now + remaining
     below = deadline_for_others(now, deadline, own)
-    assert below <= deadline and below >= deadline - 0.25 * max(0.0, remaining) - 1e-6
+    assert below <= deadline
+    assert below >= deadline - 0.25 * max(0.0, remaining) - 1e-6
     attempt = attempt_deadline(now, below, expected, others, 3)
-    assert attempt <= max(below, now) + 1e-6 and (others or attempt == below)
+    assert attempt <= max(below, now) + 1e-6
+    assert others or attempt == below
     told = deadline_to_send(now, attempt, expected)
-    assert 1 <= told <= 600_000 and told <= max(1.0, 1000.0 * (attempt - now)) + 1
+    assert 1 <= told <= 600_000
+    assert told <= max(1.0, 1000.0 * (attempt - now)) + 1
 
 
 def test_a_deadline_is_hopeless_when_half_the_usual_work_does_not_fit() -> None:
-    assert is_hopeless(0.0, 0.0) and is_hopeless(0.9, 2.0)
-    assert not is_hopeless(1.1, 2.0) and not is_hopeless(0.1, 0.0)
+    assert is_hopeless(0.0, 0.0)
+    assert is_hopeless(0.9, 2.0)
+    assert not is_hopeless(1.1, 2.0)
+    assert not is_hopeless(0.1, 0.0)
 
 
 # --- credit
@@ -328,8 +351,10 @@ def test_a_deadline_is_hopeless_when_half_the_usual_work_does_not_fit() -> None:
 def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:
     assert measured_credit(None, None, 4, 64).limit == 8
     short, long = measured_credit(0.4, 0.1, 4, 1000), measured_credit(10.0, 0.1, 4, 1000)
-    assert short.limit == 12 and long.limit == 140
-    assert measured_credit(10.0, 0.1, 4, 32).limit == 32 and "bounded by 32" in measured_credit(10.0, 0.1, 4, 32).reason
+    assert short.limit == 12
+    assert long.limit == 140
+    assert measured_credit(10.0, 0.1, 4, 32).limit == 32
+    assert "bounded by 32" in measured_credit(10.0, 0.1, 4, 32).reason
     assert measured_credit(None, None, 8, 3).limit == 3
     assert measured_credit(1.0, 0.0, 1, 8).limit == 2
 
@@ -337,7 +362,8 @@ def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() ->
 def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_settings_change_that() -> None:
     free, bounded = measured_credit(0.4, 0.1, 2, 64), measured_credit(0.4, 0.1, 2, 64, staleness_ceiling=2)
     assert (free.limit, free.shortage) == (12, "")
-    assert bounded.limit == 2 and bounded.reason.endswith("bounded by 2 by schedule.staleness")
+    assert bounded.limit == 2
+    assert bounded.reason.endswith("bounded by 2 by schedule.staleness")
     assert "would use 12 in flight, schedule.staleness allows it 2" in bounded.shortage
     assert "optimizer.target_tokens" in bounded.shortage
     assert measured_credit(0.4, 0.1, 2, 64, staleness_ceiling=12).shortage == "", "it has all that it would use"
@@ -366,7 +392,8 @@ def test_all_origins_together_keep_at_most_the_allowed_share_of_a_step_in_flight
     for staleness, microbatches in ((0.5, 16), (1.0, 16), (2.0, 100), (0.01, 16)):
         limits = [staleness_limit(staleness, microbatches, rank, origins) for rank in range(origins)]
         assert sum(limits) <= max(staleness * microbatches, origins), "but each has at least one"
-        assert min(limits) >= 1 and max(limits) - min(limits) <= 1
+        assert min(limits) >= 1
+        assert max(limits) - min(limits) <= 1
 
 
 def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:

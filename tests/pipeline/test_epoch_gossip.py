@@ -28,13 +28,13 @@ class KnownNumbers:
 
     def __init__(self) -> None:
         self.known: set[int] = set()
-        self.last_told: tuple[int, ...] = ()
+        self.last_state: tuple[int, ...] = ()
         self.ticks = 0
 
-    def state(self) -> tuple[int, ...]:
+    def next_state(self) -> tuple[int, ...]:
         self.ticks += 1
-        self.last_told = tuple(sorted(self.known))
-        return self.last_told
+        self.last_state = tuple(sorted(self.known))
+        return self.last_state
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
         if BAD in values:

@@ -14,7 +14,7 @@ from agora_protocol.tensors import WireTensor
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.sim.virtual_time import run
-from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
+from agora.swarm.conduct import PENALTIES, POINTS_TO_SUSPEND, Offence
 from tests.pipeline.world import (
     Node,
     World,
@@ -51,7 +51,8 @@ def test_a_microbatch_goes_through_any_cut_of_the_pipeline_and_back(spans: list[
         world = World(4)
         nodes = [world.add(f"peer{i}", span) for i, span in enumerate(spans)]
         answer = await enter(nodes[0])
-        assert answer.message.loss_sum == loss_of(tokens_of(7)) and answer.tensors == []
+        assert answer.message.loss_sum == loss_of(tokens_of(7))
+        assert answer.tensors == []
         assert counted(world) == [1, 1, 1, 1]
         assert all(node.compute.held == set() and node.ledger.taken == 0 for node in nodes)
 
@@ -124,15 +125,16 @@ def test_tensors_that_the_run_does_not_imply_are_refused_before_any_work(tensors
         node = world.add("peer", "1-2")
         with pytest.raises(ProtocolError):
             await node.hop.process(process(1), tensors, asyncio.get_running_loop().time() + 9.0, lambda a: None)
-        assert node.compute.busy_s == 0.0 and node.ledger.taken == 0
+        assert node.compute.busy_s == 0.0
+        assert node.ledger.taken == 0
 
     run(work())
 
 
-def test_without_a_seat_the_answer_is_busy_before_any_work() -> None:
+def test_without_a_slot_the_answer_is_busy_before_any_work() -> None:
     async def work() -> None:
         world = World(2)
-        node, last = world.add("first", "0", seats=2), world.add("last", "1")
+        node, last = world.add("first", "0", slots=2), world.add("last", "1")
         async with asyncio.TaskGroup() as group:
             for i in range(2):
                 group.create_task(enter(node, microbatch=microbatch_id(b"session0", i)))
@@ -141,7 +143,8 @@ def test_without_a_seat_the_answer_is_busy_before_any_work() -> None:
             with pytest.raises(Busy) as refusal:
                 await enter(node)
             assert refusal.value.retry_after_ms > 0
-        assert counted(world) == [0, 0] and last.calls_in == 2
+        assert counted(world) == [0, 0]
+        assert last.calls_in == 2
         assert [e.code for e in node.events if isinstance(e, HopRefused)] == ["busy"]
         await enter(node)
 
@@ -174,12 +177,14 @@ def test_a_microbatch_waits_for_the_next_step_and_is_sent_away_at_once_with_any_
             await last.hop.process(message, tensors, began + 600.0, lambda a: None)
             return now() - began
 
-        assert await ask(0, 3) < 1.0 and await ask(1, 2) < 1.0
+        assert await ask(0, 3) < 1.0
+        assert await ask(1, 2) < 1.0
         for number, step in ((2, 5), (3, 2**60)):
             began = now()
             with pytest.raises(Busy, match="stage 1 has not taken"):
                 await ask(number, step)
-            assert now() == began and last.ledger.taken == 0
+            assert now() == began
+            assert last.ledger.taken == 0
         early = asyncio.create_task(ask(4, 4))
         await asyncio.sleep(10.0)
         assert not early.done()
@@ -200,12 +205,14 @@ def test_a_microbatch_waits_for_a_mean_that_comes_soon_and_is_in_work_from_then_
             last.hop.process(process(1, microbatch), tensors, began + 600.0, lambda advance: None)
         )
         await asyncio.sleep(10.0)
-        assert not answer.done() and last.hop.training_count == last.ledger.taken == 0
+        assert not answer.done()
+        assert last.hop.training_count == last.ledger.taken == 0
         awaited.clear()
         await asyncio.sleep(0.07)
         assert last.hop.training_count == 1
         await answer
-        assert last.hop.training_count == 0 and now() < began + 11.0
+        assert last.hop.training_count == 0
+        assert now() < began + 11.0
 
     run(work())
 
@@ -216,8 +223,10 @@ def test_a_repeat_is_answered_from_the_cache_and_not_counted_twice() -> None:
         node, last = world.add("first", "0"), world.add("last", "1")
         first = await enter(node)
         again = await enter(node, progress=heard.append)
-        assert again is first and counted(world) == [1, 1]
-        assert [a.event for a in heard] == ["finished"] and last.calls_in == 1
+        assert again is first
+        assert counted(world) == [1, 1]
+        assert [a.event for a in heard] == ["finished"]
+        assert last.calls_in == 1
         assert len([e for e in node.events if isinstance(e, RepeatServed)]) == 1
 
     run(work())
@@ -284,7 +293,7 @@ def test_a_joined_work_that_fails_by_its_own_deadline_is_begun_again_for_the_lon
     run(work())
 
 
-def test_a_caller_that_cancels_frees_the_seat_the_forward_and_everything_downstream() -> None:
+def test_a_caller_that_cancels_frees_the_slot_the_forward_and_everything_downstream() -> None:
     async def work() -> None:
         world = World(3)
         nodes = [world.add("first", "0"), world.add("second", "1"), world.add("last", "2", service_s=50.0)]
@@ -297,10 +306,12 @@ def test_a_caller_that_cancels_frees_the_seat_the_forward_and_everything_downstr
         await asyncio.wait([task])
         await asyncio.sleep(0.1)
         assert [node.ledger.taken for node in nodes] == [0, 0, 2], "the last was committed: it may have been counted"
-        assert not nodes[0].compute.held and not nodes[1].compute.held
+        assert not nodes[0].compute.held
+        assert not nodes[1].compute.held
         await blocker
         await asyncio.sleep(200.0)
-        assert [node.ledger.taken for node in nodes] == [0, 0, 0] and counted(world) == [0, 0, 1]
+        assert [node.ledger.taken for node in nodes] == [0, 0, 0]
+        assert counted(world) == [0, 0, 1]
 
     run(work())
 
@@ -316,7 +327,8 @@ def test_work_that_is_being_counted_ends_even_when_its_caller_cancels_and_a_repe
         await asyncio.sleep(10.0)
         assert counted(world) == [1]
         await enter(node)
-        assert counted(world) == [1] and node.compute.busy_s == 5.0
+        assert counted(world) == [1]
+        assert node.compute.busy_s == 5.0
 
     run(work())
 
@@ -357,14 +369,16 @@ def test_a_failure_of_our_own_device_is_passed_up_and_counts_nothing() -> None:
         node.compute.fail_next.append(DeviceError("the device failed"))
         with pytest.raises(DeviceError):
             await enter(node)
-        assert counted(world) == [0, 0] and node.ledger.taken == 0 and last.calls_in == 0
+        assert counted(world) == [0, 0]
+        assert node.ledger.taken == 0
+        assert last.calls_in == 0
         await enter(node)
         assert counted(world) == [1, 1]
 
     run(work())
 
 
-def test_a_peer_that_answers_nonsense_is_recorded_and_its_sibling_is_asked_with_the_same_forward() -> None:
+def test_a_peer_that_answers_nonsense_is_recorded_and_another_replica_is_asked_with_the_same_forward() -> None:
     async def work() -> None:
         world = World(2)
         node, liar = world.add("first", "0"), world.add("liar", "1")
@@ -380,19 +394,20 @@ def test_a_peer_that_answers_nonsense_is_recorded_and_its_sibling_is_asked_with_
     run(work())
 
 
-def test_a_callee_that_keeps_sending_useless_gradients_is_shut_out_and_its_siblings_get_the_microbatches() -> None:
+def test_a_callee_that_keeps_sending_useless_gradients_is_suspended_and_others_get_the_microbatches() -> None:
     async def work() -> None:
         world = World(2)
         node, liar, sound = world.add("first", "0"), world.add("liar", "1"), world.add("sound", "1")
         liar.compute.answers_nonsense = True
         await train(world.origin(node, max_in_flight=2), 60)
-        assert len(offences_of(node)) == POINTS_TO_SHUT_OUT == liar.calls_in
+        assert len(offences_of(node)) == POINTS_TO_SUSPEND == liar.calls_in
         assert {(peer, offence) for peer, offence, _ in offences_of(node)} == {(liar.peer, "useless-gradient")}
-        assert set(node.router.table.costs(1)) == {sound.peer} and sound.calls_in >= 60
+        assert set(node.router.table.callees(1)) == {sound.peer}
+        assert sound.calls_in >= 60
         assert node.compute.counted.total() == len(completed(node.events)) >= 60
-        await asyncio.sleep(PENALTIES[Offence.USELESS_GRADIENT].shut_out_s)
+        await asyncio.sleep(PENALTIES[Offence.USELESS_GRADIENT].suspension_s)
         await enter(node)
-        assert set(node.router.table.costs(1)) == {sound.peer, liar.peer}, "it is tried again afterwards"
+        assert set(node.router.table.callees(1)) == {sound.peer, liar.peer}, "it is tried again afterwards"
 
     run(work())
 
@@ -404,9 +419,11 @@ def test_nobody_downstream_becomes_a_typed_refusal_before_our_own_deadline() -> 
         started = asyncio.get_running_loop().time()
         with pytest.raises(Unavailable) as refusal:
             await enter(node, 1, within_s=7.0)
-        assert refusal.value.stage == 2 and "no live peer holds stage 2" in str(refusal.value)
+        assert refusal.value.stage == 2
+        assert "no live peer holds stage 2" in str(refusal.value)
         assert asyncio.get_running_loop().time() - started <= 7.0
-        assert not node.compute.held and node.ledger.taken == 0
+        assert not node.compute.held
+        assert node.ledger.taken == 0
 
     run(work())
 
@@ -439,7 +456,7 @@ def test_a_paused_peer_refuses_newcomers_and_finishes_what_it_has() -> None:
     run(work())
 
 
-def test_leaving_waits_for_what_is_seated_but_not_for_ever() -> None:
+def test_leaving_waits_for_what_has_a_slot_but_not_for_ever() -> None:
     async def work() -> None:
         world = World(2)
         node = world.add("first", "0")
@@ -450,7 +467,8 @@ def test_leaving_waits_for_what_is_seated_but_not_for_ever() -> None:
         assert asyncio.get_running_loop().time() - started == pytest.approx(5.0)
         with pytest.raises((AgoraError, asyncio.CancelledError)):
             await task
-        assert node.ledger.taken == 0 and not node.compute.held
+        assert node.ledger.taken == 0
+        assert not node.compute.held
 
     run(work())
 

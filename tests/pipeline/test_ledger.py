@@ -9,10 +9,10 @@ from agora_protocol.errors import Busy, NotMyStage, OutOfMemory
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Process, Processed
 
-from agora.net.fair_share import Holder
-from agora.observe.events import Event, RepeatServed, SeatsChanged
+from agora.fair_share import Holder
+from agora.observe.events import Event, RepeatServed, SlotsChanged
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.ledger import ANSWERS_PER_SEAT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
+from agora.pipeline.ledger import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
 from agora.sim.virtual_time import run
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
 
@@ -30,9 +30,9 @@ def answer(number: int = 1) -> HopAnswer:
 class Entries:
     """A ledger whose work ends when it is told to."""
 
-    def __init__(self, seats: int = 2) -> None:
+    def __init__(self, slots: int = 2) -> None:
         self.events: list[Event] = []
-        self.ledger = WorkLedger(peer_id("me"), seats, self.events.append)
+        self.ledger = WorkLedger(peer_id("me"), slots, self.events.append)
         self.started: list[WorkKey] = []
         self.finish = asyncio.Event()
 
@@ -65,10 +65,10 @@ def test_the_same_work_is_started_once_and_both_callers_get_its_answer() -> None
 
 def test_running_work_takes_a_seat_until_it_has_ended_also_when_it_was_cancelled() -> None:
     async def work() -> None:
-        entries = Entries(seats=2)
+        entries = Entries(slots=2)
         tasks = [entries.enter(1, number) for number in (1, 2)]
         await asyncio.sleep(1.0)
-        with pytest.raises(Busy, match="all 2 seats are taken"):
+        with pytest.raises(Busy, match="all 2 slots are taken"):
             await entries.enter(1, 3)
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
@@ -142,14 +142,14 @@ def test_kept_answers_are_bounded_in_bytes_and_in_age() -> None:
     for stage, key in enumerate(keys):
         cache.put(key, stage, answer(stage), now=float(stage))
     assert cache.get(keys[0], 3.0) is None and cache.get(keys[1], 3.0) is not None
-    assert cache.nbytes == 2 * size and cache.stages_of(MB, 3.0) == {1: 1, 2: 2}
+    assert cache.nbytes == 2 * size and cache.last_stages_of(MB, 3.0) == {1: 1, 2: 2}
     assert cache.get(keys[1], 101.5) is None and cache.nbytes == size, "older than 100 s"
-    assert cache.get(keys[2], 103.0) is None and cache.nbytes == 0 and cache.stages_of(MB, 103.0) == {}
+    assert cache.get(keys[2], 103.0) is None and cache.nbytes == 0 and cache.last_stages_of(MB, 103.0) == {}
 
 
 def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_answers() -> None:
     async def work() -> None:
-        entries = Entries(seats=4)
+        entries = Entries(slots=4)
         ledger, until = entries.ledger, asyncio.get_running_loop().time() + 1e6
 
         async def fail(work: RunningWork) -> HopAnswer:
@@ -162,14 +162,14 @@ def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_a
         await asyncio.sleep(0)
         with pytest.raises(OutOfMemory):
             await ledger.run(WorkKey(microbatch_id(b"session0", 3), 1), 2, until, lambda news: None, fail)
-        with pytest.raises(Busy, match="all 2 seats are taken"):
+        with pytest.raises(Busy, match="all 2 slots are taken"):
             await entries.enter(1, 4)
         entries.finish.set()
         await asyncio.gather(*running)
-        for number in range(2 * ANSWERS_PER_SEAT):
+        for number in range(2 * ANSWERS_PER_SLOT):
             key = WorkKey(microbatch_id(b"session1", number), 1)
             await ledger.run(key, 2, until, lambda news: None, answer_at_once)
-        changes = [event.seats for event in entries.events if isinstance(event, SeatsChanged)]
+        changes = [event.slots for event in entries.events if isinstance(event, SlotsChanged)]
         assert changes == [2, 3, 4], "three were here, one failed; then one more after each so many answers"
 
     run(work())
@@ -177,7 +177,7 @@ def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_a
 
 def test_a_caller_that_has_its_part_of_the_seats_leaves_the_last_one_to_others() -> None:
     async def work() -> None:
-        entries, waiting = Entries(seats=8), list[asyncio.Task[HopAnswer]]()
+        entries, waiting = Entries(slots=8), list[asyncio.Task[HopAnswer]]()
         greedy, other = Holder("203.0.113.0/24", peer_id("greedy")), Holder("198.51.100.0/24", peer_id("other"))
 
         async def ask(holder: Holder) -> str:
@@ -188,9 +188,9 @@ def test_a_caller_that_has_its_part_of_the_seats_leaves_the_last_one_to_others()
             return str(waiting[-1].exception()) if waiting[-1].done() else ""
 
         assert not await ask(other)
-        assert [await ask(greedy) for _ in range(8)] == [""] * 6 + ["your part of 8 seats are taken"] * 2
-        assert not await ask(other), "one seat was left for it"
-        assert await ask(other) == "all 8 seats are taken"
+        assert [await ask(greedy) for _ in range(8)] == [""] * 6 + ["your share of the 8 slots is taken"] * 2
+        assert not await ask(other), "one slot was left for it"
+        assert await ask(other) == "all 8 slots are taken"
         entries.finish.set()
         await asyncio.gather(*waiting, return_exceptions=True)
 

@@ -12,7 +12,7 @@ import pytest
 from agora.net.link import LinkSpec
 from agora.pipeline.opening import SAFETY
 from agora.pipeline.origin import Origin
-from agora.pipeline.peer_choice import SEAT_WAITS, PeerCost
+from agora.pipeline.peer_choice import ACCEPTANCE_WAITS, PeerStats
 from agora.sim.virtual_time import run
 from tests.pipeline.test_decisions import A, sent, table_of
 from tests.pipeline.world import World
@@ -99,14 +99,14 @@ def test_memory_bounds_what_a_long_link_asks_for() -> None:
 
 
 def test_a_link_is_known_by_its_shortest_waits() -> None:
-    made = table_of({A: PeerCost()})
-    cost = made.costs(1)[A]
-    assert PeerCost(round_trip_s=0.2).crossing_s(1000, 500, 1.0) == 0.2, "nothing seen yet"
+    made = table_of({A: PeerStats()})
+    cost = made.callees(1)[A]
+    assert PeerStats(round_trip_s=0.2).crossing_s(1000, 500, 1.0) == 0.2, "nothing seen yet"
     for waited in (0.30, 0.15, 0.90):
         made.record_accepted(100.0 + waited, sent(made), 0, 0.05)
     assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.10 + 0.05)
     assert cost.crossing_s(1000, 500, 0.08) == pytest.approx(0.05 + 0.08), "one microbatch at a time is on a link"
-    for _ in range(SEAT_WAITS - 2):
+    for _ in range(ACCEPTANCE_WAITS - 2):
         made.record_accepted(100.9, sent(made), 0, 0.05)
     assert cost.crossing_s(1000, 500, math.inf) == pytest.approx(0.05 + 0.10 + 0.05), "the shortest is still remembered"
     made.record_accepted(100.9, sent(made), 0, 0.05)

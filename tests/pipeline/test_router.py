@@ -14,9 +14,9 @@ from agora.net.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.peer_choice import PathHint
-from agora.pipeline.router import NEWS_PER_STAGE, RoutedCall
+from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, RoutedCall
 from agora.sim.virtual_time import run
-from agora.swarm.conduct import PENALTIES, POINTS_TO_SHUT_OUT, Offence
+from agora.swarm.conduct import PENALTIES, POINTS_TO_SUSPEND, Offence
 from tests.pipeline.world import (
     NetworkFaults,
     Node,
@@ -56,7 +56,8 @@ def test_a_killed_callee_costs_a_retry_not_a_microbatch() -> None:
         await asyncio.sleep(0.0)
         answer = await task
         survivor = next(c for c in callees if c is not victim)
-        assert answer.peer == survivor.peer and survivor.calls_in == 1
+        assert answer.peer == survivor.peer
+        assert survivor.calls_in == 1
         assert [e.from_peer for e in rerouted(node)] == [victim.peer]
         assert "broken" in rerouted(node)[0].reason
 
@@ -75,7 +76,7 @@ def test_a_hung_callee_is_left_at_its_attempt_deadline() -> None:
         await asyncio.sleep(19.0)
         assert not rerouted(node)
         await asyncio.sleep(2.0)
-        assert len(rerouted(node)) == 1, "left after half of the time: one stage, one sibling"
+        assert len(rerouted(node)) == 1, "left after half of the time: one stage, one other replica"
         with pytest.raises(Unavailable):
             await task
         assert asyncio.get_running_loop().time() - started_at == pytest.approx(40.0, abs=0.1)
@@ -83,13 +84,14 @@ def test_a_hung_callee_is_left_at_its_attempt_deadline() -> None:
     run(work())
 
 
-def test_a_callee_without_siblings_gets_all_the_time() -> None:
+def test_the_only_callee_of_a_stage_gets_all_the_time() -> None:
     async def work() -> None:
         world = World(2)
         node = world.add("first", "0")
         world.add("only", "1", service_s=35.0)
         answer = await send(node, within_s=40.0)
-        assert answer.message.tokens == 2 and not rerouted(node)
+        assert answer.message.tokens == 2
+        assert not rerouted(node)
 
     run(work())
 
@@ -105,7 +107,8 @@ def test_a_stage_without_a_peer_waits_and_goes_on_the_moment_one_comes() -> None
         await task
         assert asyncio.get_running_loop().time() - before < 0.1
         changes = [e for e in node.events if isinstance(e, RouteChanged)]
-        assert [e.is_empty for e in changes] == [True, False] and changes[0].reason == "no live peer holds stage 1"
+        assert [e.is_empty for e in changes] == [True, False]
+        assert changes[0].reason == "no live peer holds stage 1"
 
     run(work())
 
@@ -116,7 +119,7 @@ def test_a_stage_whose_only_peer_comes_back_busy_is_reported_as_not_empty_althou
         node, only = world.add("first", "0"), world.add("only", "1", service_s=30.0)
         first = asyncio.create_task(send(node))
         await asyncio.sleep(1.0)  # its cost is kept while this call is open
-        node.router.table.costs(1)[only.peer].busy_until = asyncio.get_running_loop().time() + 5.0
+        node.router.table.callees(1)[only.peer].busy_until = asyncio.get_running_loop().time() + 5.0
         world.hide(only)
         second = asyncio.create_task(send(node, microbatch_id(b"session0", 2)))
         await asyncio.sleep(1.0)
@@ -136,7 +139,7 @@ def test_a_killed_peer_that_still_claims_is_tried_again_and_found_when_it_is_bac
         world.network.kill(only.peer)
         task = asyncio.create_task(send(node, within_s=500.0))
         await asyncio.sleep(100.0)
-        assert 20 <= world.network.calls[node.peer, only.peer] <= 40, "every 4 s, having no sibling"
+        assert 20 <= world.network.calls[node.peer, only.peer] <= 40, "every 4 s, being the only replica"
         again = world.add("only", "1")
         again.incarnation = 2
         world.show(again)
@@ -149,9 +152,10 @@ def test_a_killed_peer_that_still_claims_is_tried_again_and_found_when_it_is_bac
 def test_full_peers_are_neither_banned_nor_flooded() -> None:
     async def work() -> None:
         world = World(2)
-        node, only = world.add("first", "0"), world.add("only", "1", service_s=1.0, seats=2)
+        node, only = world.add("first", "0"), world.add("only", "1", service_s=1.0, slots=2)
         answers = await asyncio.gather(*(send(node, microbatch_id(b"session0", i), within_s=500.0) for i in range(40)))
-        assert len(answers) == 40 and not rerouted(node)
+        assert len(answers) == 40
+        assert not rerouted(node)
         assert only.calls_in <= 40 + 50, "a microbatch is sent again only when there is reason to hope"
         assert asyncio.get_running_loop().time() - 1000.0 < 45.0
 
@@ -187,14 +191,15 @@ def test_a_newcomer_gets_work_at_once_but_no_flood() -> None:
         assert 1 <= newcomer.calls_in <= 14
         await asyncio.sleep(19.0)
         total = sum(world.network.calls[node.peer, peer] for peer in world.nodes)
-        assert total > 0 and 0.25 <= newcomer.calls_in / (20.0 * 30.0) <= 0.4
+        assert total > 0
+        assert 0.25 <= newcomer.calls_in / (20.0 * 30.0) <= 0.4
         await origin.leave(60.0)
         await running
 
     run(work())
 
 
-def test_a_sibling_that_is_called_by_others_too_is_called_less() -> None:
+def test_a_replica_that_is_called_by_others_too_is_called_less() -> None:
     async def work() -> None:
         world = World(2)
         node, other = world.add("first", "0", service_s=0.001), world.add("other", "0", service_s=0.001)
@@ -315,10 +320,11 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         reply = await node.router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
         assert reply.peer == talker.peer
         told = Counter((news.stage, news.event) for news in passed if news.peer != talker.peer)
-        assert told == {(2, "accepted"): NEWS_PER_STAGE * (stages - 1) // stages}, (
+        assert told == {(2, "accepted"): MAX_PROGRESS_PER_STAGE * (stages - 1) // stages}, (
             "every third is of a stage after ours"
         )
-        assert hints[-1].finished <= {talker.peer} and hints[-1].peers.keys() <= set(range(stages))
+        assert hints[-1].finished <= {talker.peer}
+        assert hints[-1].peer_by_stage.keys() <= set(range(stages))
 
     run(work())
 
@@ -336,7 +342,8 @@ def test_a_peer_that_cannot_get_further_is_left_for_one_that_can() -> None:
         cut_off.caller.call = nowhere
         for i in range(20):
             await send(first, microbatch_id(b"session0", i))
-        assert last.calls_in == 20 and connected.calls_in == 20
+        assert last.calls_in == 20
+        assert connected.calls_in == 20
 
     run(work())
 
@@ -354,7 +361,8 @@ def test_unavailable_names_the_stage_and_why_each_peer_failed() -> None:
             peer.hop.process = broken
         with pytest.raises(Unavailable) as refusal:
             await send(node, within_s=5.0)
-        assert refusal.value.stage == 1 and len(refusal.value.reasons) == 2
+        assert refusal.value.stage == 1
+        assert len(refusal.value.reasons) == 2
         assert "the peer could not finish (device)" in str(refusal.value)
 
     run(work())
@@ -366,18 +374,18 @@ def test_cancelling_a_send_leaves_no_trace_in_the_costs() -> None:
         node, only = world.add("first", "0"), world.add("only", "1", service_s=50.0)
         task = asyncio.create_task(send(node, purpose="evaluate"))
         await asyncio.sleep(1.0)
-        assert node.router.table.costs(1)[only.peer].open_calls == 1
+        assert node.router.table.callees(1)[only.peer].open_calls == 1
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(0.1)
-        cost = node.router.table.costs(1)[only.peer]
+        cost = node.router.table.callees(1)[only.peer]
         assert (cost.open_calls, cost.failures, cost.virtual_s) == (0, 0, 0.0)
         assert only.ledger.taken == 0, "the cancel went downstream"
 
     run(work())
 
 
-def test_peers_that_left_the_view_are_forgotten_and_enter_anew() -> None:
+def test_peers_that_left_the_view_are_forgotten_and_enter_as_new() -> None:
     async def work() -> None:
         world = World(2)
         node, only = world.add("first", "0"), world.add("only", "1")
@@ -385,10 +393,10 @@ def test_peers_that_left_the_view_are_forgotten_and_enter_anew() -> None:
         world.hide(only)
         with pytest.raises(Unavailable):
             await send(node, microbatch_id(b"session0", 2), within_s=1.0)
-        assert node.router.table.costs(1) == {}
+        assert node.router.table.callees(1) == {}
         world.show(only)
         await send(node, microbatch_id(b"session0", 3))
-        assert node.router.table.costs(1)[only.peer].answers == 1
+        assert node.router.table.callees(1)[only.peer].answers == 1
 
     run(work())
 
@@ -412,7 +420,7 @@ def test_measured_costs_are_about_what_they_measure() -> None:
         node = world.add("first", "0")
         peers = {s: world.add(f"s{s}", "1", service_s=s) for s in (0.05, 0.2)}
         await train(world.origin(node, max_in_flight=6), 60)
-        costs = node.router.table.costs(1)
+        costs = node.router.table.callees(1)
         for service, peer in peers.items():
             assert costs[peer.peer].service_s == pytest.approx(service, rel=0.01)
             assert costs[peer.peer].round_trip_s == pytest.approx(0.01, rel=0.01)
@@ -421,16 +429,16 @@ def test_measured_costs_are_about_what_they_measure() -> None:
     run(work())
 
 
-def test_a_microbatch_that_finds_only_peers_that_are_shut_out_is_sent_when_the_first_is_shut_out_no_more() -> None:
+def test_a_microbatch_that_finds_only_peers_that_are_suspended_is_sent_when_the_first_is_suspended_no_more() -> None:
     async def work() -> None:
         world = World(2)
         node, only = world.add("first", "0"), world.add("only", "1")
-        for _ in range(POINTS_TO_SHUT_OUT):
+        for _ in range(POINTS_TO_SUSPEND):
             node.offences.report_offence(only.peer, Offence.BAD_FRAME, "nothing that is a frame")
         began = asyncio.get_running_loop().time()
         assert (await send(node, within_s=3600.0)).peer == only.peer, "no view has changed, and no other call has ended"
         assert asyncio.get_running_loop().time() - began == pytest.approx(
-            PENALTIES[Offence.BAD_FRAME].shut_out_s, abs=1.0
+            PENALTIES[Offence.BAD_FRAME].suspension_s, abs=1.0
         )
 
     run(work())

@@ -37,30 +37,32 @@ def chosen(made: RoutingTable, now: float = 100.0) -> str | None:
     return made.choose(now, MB, 1, PAYLOAD, PathHint()).peer
 
 
-def test_a_peer_never_chooses_itself_nor_one_that_is_shut_out() -> None:
+def test_a_peer_never_chooses_itself_nor_one_that_is_suspended() -> None:
     made = table(ME, A)
-    assert set(made.costs(1)) == {A}
-    made.update(1, views(ME, A), shut_out={A})
-    assert made.costs(1) == {} and "is shut out" in made.choose(100.0, MB, 1, PAYLOAD, PathHint()).reason
+    assert set(made.callees(1)) == {A}
+    made.update(1, views(ME, A), suspended={A})
+    assert made.callees(1) == {}
+    assert "is suspended" in made.choose(100.0, MB, 1, PAYLOAD, PathHint()).reason
     made.update(1, views(ME, A))
-    assert chosen(made) == A, "it enters again as a newcomer when it is not shut out any more"
+    assert chosen(made) == A, "it enters again as a newcomer when it is not suspended any more"
 
 
 def test_updating_with_the_same_replicas_changes_nothing() -> None:
     made, seen = RoutingTable(ME, STAGES), views(A, B)
     made.update(1, seen)
     send(made, A)
-    known = made.costs(1)
+    known = made.callees(1)
     made.update(1, seen)
-    assert made.costs(1) == known
+    assert made.callees(1) == known
 
 
 def test_a_call_charges_the_peer_and_a_refusal_gives_the_charge_back() -> None:
     made = table(A, B)
     attempt = send(made, A)
-    assert made.costs(1)[A].virtual_s > 0 and made.costs(1)[A].open_calls == 1
+    assert made.callees(1)[A].virtual_s > 0
+    assert made.callees(1)[A].open_calls == 1
     made.record_busy(100.5, attempt, 2.0)
-    cost = made.costs(1)[A]
+    cost = made.callees(1)[A]
     assert (cost.virtual_s, cost.open_calls, cost.failures, cost.busy_until) == (0.0, 0, 0, 102.5)
 
 
@@ -69,7 +71,7 @@ def test_an_answer_teaches_speed_and_returns_the_time_on_the_link() -> None:
     attempt = send(made, A)
     made.record_accepted(100.2, attempt, 3, 0.2)
     assert math.isclose(made.record_answered(101.0, attempt, 0.5, 500, math.inf), 0.2)
-    cost = made.costs(1)[A]
+    cost = made.callees(1)[A]
     assert (cost.service_s, cost.answers, cost.open_calls, cost.queue) == (0.5, 1, 0, 3)
 
 
@@ -78,11 +80,12 @@ def test_failures_back_off_and_a_useless_answer_counts_as_one() -> None:
     made.record_failed(100.0, send(made, A), wasted_s=0.0)
     assert chosen(made) == B
     made.record_rejected(100.0, 1, B)
-    assert [cost.failures for cost in made.costs(1).values()] == [1, 1] and chosen(made) is None
+    assert [cost.failures for cost in made.callees(1).values()] == [1, 1]
+    assert chosen(made) is None
     assert chosen(made, 100.25) in (A, B)
 
 
-def test_an_attempt_leaves_time_for_a_sibling_only_when_there_is_a_healthy_one() -> None:
+def test_an_attempt_leaves_time_for_another_replica_only_when_there_is_a_healthy_one() -> None:
     made = table(A, B)
     assert send(made, A).until == 100.0 + 60.0 * 2 / 3, "two stages are left: two thirds of the time"
     made.record_rejected(100.0, 1, B)
@@ -94,14 +97,14 @@ def test_a_peer_that_has_gone_is_forgotten_when_its_last_call_has_ended() -> Non
     made = table(A, B)
     first, second = send(made, A), send(made, A)
     made.update(1, views(B))
-    assert set(made.costs(1)) == {B}
+    assert set(made.callees(1)) == {B}
     made.record_answered(101.0, first, 0.1, 0, math.inf)
     made.update(1, views(A, B))
-    assert made.costs(1)[A].answers == 1, "it came back while a call was open"
+    assert made.callees(1)[A].answers == 1, "it came back while a call was open"
     made.update(1, views(B))
     made.record_abandoned(second)
     made.update(1, views(A, B))
-    assert made.costs(1)[A].answers == 0, "a newcomer"
+    assert made.callees(1)[A].answers == 0, "a newcomer"
 
 
 def test_a_restarted_peer_is_forgiven_and_a_newcomer_gets_two_calls_until_its_first_answer() -> None:
@@ -110,7 +113,7 @@ def test_a_restarted_peer_is_forgiven_and_a_newcomer_gets_two_calls_until_its_fi
     made.record_answered(101.0, attempt, 0.1, 0, math.inf)
     made.record_failed(101.0, send(made, A, 101.0), 30.0)
     made.update(1, views(A, incarnation=2))
-    assert (made.costs(1)[A].failures, made.costs(1)[A].answers) == (0, 1)
+    assert (made.callees(1)[A].failures, made.callees(1)[A].answers) == (0, 1)
     made.update(1, views(A, B, incarnation=2))
     for _ in range(NEWCOMER_CALLS):
         send(made, B, 102.0)
@@ -118,9 +121,9 @@ def test_a_restarted_peer_is_forgiven_and_a_newcomer_gets_two_calls_until_its_fi
     assert chosen(made, 102.1) is None, "one backs off, the other is new and has its two calls"
 
 
-@pytest.mark.parametrize("siblings", [1, 2, 3])
-def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(siblings: int) -> None:
-    liar, *honest = names = [peer_id(f"p{number}") for number in range(siblings + 1)]
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(others: int) -> None:
+    liar, *honest = names = [peer_id(f"p{number}") for number in range(others + 1)]
     made, counts, now = table(*names), Counter[str](), 0.0
     for number in range(2000):
         peer = made.choose(now, microbatch_id(b"session0", number), 1, PAYLOAD, PathHint()).peer
@@ -131,7 +134,7 @@ def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(siblings: int) -
         made.record_answered(now, attempt, 0.0 if peer == liar else 0.1, PAYLOAD, 0.1)
         counts[peer] += 1
     assert counts[liar] <= 1.05 * MAX_SPEED_RATIO * min(counts[peer] for peer in honest)
-    assert counts[liar] <= 1.02 * 2000 * MAX_SPEED_RATIO / (MAX_SPEED_RATIO + siblings)
+    assert counts[liar] <= 1.02 * 2000 * MAX_SPEED_RATIO / (MAX_SPEED_RATIO + others)
 
 
 @pytest.mark.parametrize(

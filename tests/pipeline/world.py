@@ -29,17 +29,17 @@ from agora.observe.events import (
 )
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.hop import Hop
-from agora.pipeline.interfaces import WireShapes
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.opening import OpeningInputs
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.router import Router
+from agora.pipeline.wire_rules import TensorForm, WireRules
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.stepping import SpanResult
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
 
-SHAPES = WireShapes(("float32", (1, 2, 4)), ("float32", (1, 2, 4)), (1, 3))
+WIRE_RULES = WireRules(TensorForm("float32", (1, 2, 4)), TensorForm("float32", (1, 2, 4)), (1, 3))
 TOKENS = 2
 
 
@@ -82,7 +82,7 @@ class Source:
     def release(self, number: int) -> None:
         self.given_back.append(number)
 
-    def heldout(self, count: int) -> Iterable[WireTensor]:
+    def heldout_microbatches(self, count: int) -> Iterable[WireTensor]:
         return heldout(count)
 
 
@@ -144,12 +144,13 @@ class FakeCompute:
     def _check(self, microbatch, first: int, boundary: WireTensor | None) -> None:
         assert first in self.span
         if first:
-            assert boundary is not None and bytes(boundary.data) == bytes(boundary_of(microbatch, first).data)
+            assert boundary is not None
+            assert bytes(boundary.data) == bytes(boundary_of(microbatch, first).data)
         self.entered[microbatch] = first
 
     async def _device(self, seconds: float, effect: Callable[[], None]) -> None:
         """One job. Cancelled in the queue it is dropped; once it runs nothing stops it, as on a real device thread."""
-        await self.node.caller.gate()
+        await self.node.caller.block_if_frozen()
         async with self.device:
             if self.fail_next:
                 raise self.fail_next.pop()
@@ -157,11 +158,11 @@ class FakeCompute:
             self.node.world.network.tasks.add(job)
             job.add_done_callback(self.node.world.network.tasks.discard)
             await asyncio.shield(job)
-        await self.node.caller.gate()
+        await self.node.caller.block_if_frozen()
 
     async def _work(self, seconds: float, effect: Callable[[], None]) -> None:
         await asyncio.sleep(seconds)
-        await self.node.caller.gate()
+        await self.node.caller.block_if_frozen()
         self.busy_s += seconds
         effect()
 
@@ -185,7 +186,7 @@ class Node:
         name: str,
         span: Span,
         service_s: float,
-        seats: int,
+        slots: int,
         link: LinkSpec | None,
         barrier: StepBarrier | MeanBarrier | None,
     ) -> None:
@@ -195,7 +196,7 @@ class Node:
         self.incarnation = 1
         self.events: list[Event] = []
         self.compute = FakeCompute(self, span, service_s)
-        self.ledger = WorkLedger(self.peer, seats, self.events.append)
+        self.ledger = WorkLedger(self.peer, slots, self.events.append)
         self.reached: Counter[str] = Counter()
         self.view_of = lambda: world.view
         self.offences = OffenceLog(self.events.append)
@@ -204,7 +205,7 @@ class Node:
             lambda: self.view_of(),
             me=self.peer,
             stage_count=world.stage_count,
-            shapes=SHAPES,
+            wire_rules=WIRE_RULES,
             report=self.events.append,
             offences=self.offences,
             round_trip_s=self._measured_round_trip_s,
@@ -242,9 +243,9 @@ class Node:
 
     async def _fault(self, point: str) -> None:
         self.reached[point] += 1
-        await self.caller.gate()
+        await self.caller.block_if_frozen()
         await self.fault(point)
-        await self.caller.gate()
+        await self.caller.block_if_frozen()
 
     def view(self) -> PeerView:
         return PeerView(self.peer, self.span, self.incarnation, state=self.state)
@@ -266,12 +267,12 @@ class World:
         name: str,
         span: str,
         service_s: float = 0.03,
-        seats: int = 64,
+        slots: int = 64,
         seen: bool = True,
         link: LinkSpec | None = None,
         barrier: StepBarrier | MeanBarrier | None = None,
     ) -> Node:
-        node = Node(self, name, Span.parse(span), service_s, seats, link, barrier)
+        node = Node(self, name, Span.parse(span), service_s, slots, link, barrier)
         self.nodes[node.peer] = node
         if seen:
             self.show(node)

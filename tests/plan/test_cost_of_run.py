@@ -21,11 +21,11 @@ from agora.plan.cost import ALL_ACTIVATIONS, Activations
 from agora.plan.cost_of_run import run_cost, trained_parameters
 from agora.plan.decoder_sizes import decoder_sizes
 from agora.train.memory import measure_saved_bytes
-from agora.train.optimizer import moment_bytes
 from agora.train.trained_stage import stage_layout
 from tests.model.test_frozen_layers import tensor_bytes
 from tests.model.tiny_models import CONFIGS, manifest_of, save
 from tests.plan.training_memory import measured_peak
+from tests.train.support import moment_bytes
 
 LAYERS = 9
 DECODER = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}

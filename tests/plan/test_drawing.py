@@ -40,12 +40,12 @@ def plan_of(stages: int) -> Plan:
 
 def test_equal_machines_share_a_row_and_idle_ones_come_last() -> None:
     rows = plan_rows(plan_of(4))
-    assert [(row.label, row.count) for row in rows] == [("twin-1, twin-2", 2), ("<b>&home", 1), ("fast", 1)]
+    assert [(row.label, row.machine_count) for row in rows] == [("twin-1, twin-2", 2), ("<b>&home", 1), ("fast", 1)]
 
 
 def test_the_table_says_stages_share_speed_limit_and_memory() -> None:
     lines = plan_table(cost_of(4), plan_of(4))
-    assert lines[0].split() == ["MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "OF"]
+    assert lines[0].split() == ["MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "AVAILABLE"]
     assert lines[1].split("  ")[0] == "twin-1, twin-2"
     assert "0-1" in lines[1] and "50.0 % each" in lines[1] and " 500 " in lines[1] and "0.60 GB" in lines[1]
     assert "+ 0.4 host" in lines[2] and "upload" in lines[2]

@@ -17,7 +17,7 @@ from agora.plan.advice import explain_bottleneck, gain_of_one_more
 from agora.plan.assignment import Plan
 from agora.plan.compute_bound import compute_bound
 from agora.plan.cost import Activations, RunCost, StageCost
-from agora.plan.evaluation import integer_shares, plan_of_spans
+from agora.plan.evaluation import plan_of_spans
 from agora.plan.machine import Machine
 from agora.plan.search import make_plan
 
@@ -186,12 +186,3 @@ def test_spans_of_any_shape_are_judged_by_their_slowest_stage() -> None:
     plan = plan_of_spans(cost, machines, [Span(0, 1), Span(1, 2)])
     last = 4 / 6  # a span that ends with the model repeats no forward: 6 of 8 parts of the work of two stages
     assert plan.stage_rates == pytest.approx((0.5, 0.5 + last, last)) and plan.rate == pytest.approx(0.5)
-
-
-def test_integer_shares_end_as_early_as_any_split() -> None:
-    """The example of the literature: 512 microbatches on five replicas of uneven speed."""
-    rates = [1 / seconds for seconds in (1, 1.5, 2.2, 4, 9.7)]
-    assert integer_shares(rates, 512) == [208, 138, 94, 51, 21]
-    assert integer_shares([0.0, 1.0], 3) == [0, 3] and integer_shares([0.0], 0) == [0]
-    with pytest.raises(ValueError, match="no replica"):
-        integer_shares([0.0], 1)

@@ -50,7 +50,7 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
                 trainer.finish(name, span.first, entry, batch, "train")
             else:
                 trainer.forward(name, span.first, entry, batch, "train")
-        while trainer.stashed.graph_count() or len(trainer.stashed):
+        while trainer.stashed.count_graphs() or len(trainer.stashed):
             trainer.backward(names.pop(), span.first, torch.randn(manifest.boundary_shape()))
         trainer.take_due_steps()
 

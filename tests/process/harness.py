@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WAIT_S = 180.0
 """Seconds that a test waits for a condition, and a daemon's answer, before it fails."""
-LEAVE_S = 60.0
+LEAVE_S = 120.0
 """Seconds after which a daemon that was told to leave is killed."""
 ENOUGH = 30
 """Microbatches after which a swarm is seen to go on."""
@@ -76,12 +78,12 @@ class Swarm(LocalSwarm):
         """See LocalSwarm."""
         return super().stop(within_s)
 
-    def check_alive(self) -> None:
-        """See LocalSwarm; a daemon that left in order, or that a fault has killed, fails no test."""
-        for daemon in self.daemons.values():
-            if daemon.process.poll() == 0 or "kill" in " ".join(entry[2] for entry in fired(daemon)):
-                daemon.end_is_intended = True
-        super().check_alive()
+    def has_failed(self, daemon: Daemon) -> bool:
+        """See LocalSwarm; a daemon that left in order, or that a fault has killed, has not failed."""
+        if not super().has_failed(daemon):
+            return False
+        # Only of a daemon that has ended: one that is alive may be killed by its fault right after it was asked.
+        return daemon.process.poll() != 0 and "kill" not in [entry[2] for entry in fired(daemon)]
 
     def serving(self, *names: str) -> None:
         """Waits until these daemons (all by default) serve."""
@@ -135,12 +137,38 @@ def swarm(directory: Path, manifest: Manifest) -> Iterator[Swarm]:
 
 
 def drained(made: Swarm, *origins: Daemon) -> None:
-    """Makes the origins open no more microbatches, and asserts that every one that was started has come home."""
+    """Makes the origins open no more microbatches, and waits until every one that was started has come home."""
+
+    def has_drained(origin: Daemon) -> bool:
+        """Whether nothing of the origin is in flight; False while it moves, too: it opens new ones after a move."""
+        answer = origin.try_ask("drain", WAIT_S)
+        return answer == {"in_flight": 0} and (seen := counts(origin))["started"] == seen["completed"]
+
+    def counts(origin: Daemon) -> dict[str, int]:
+        microbatches: dict[str, int] = origin.ask("report")["microbatches"]
+        return microbatches
+
     for origin in origins:
-        origin.ask("drain", timeout_s=WAIT_S)
-        report = origin.ask("report")["microbatches"]
-        assert report["started"] == report["completed"], report
-        assert report["dropped"] == 0
+        made.until(partial(has_drained, origin), f"every microbatch of {origin.name} to come home")
+        assert counts(origin)["dropped"] == 0
+
+
+def settled(made: Swarm, *daemons: Daemon) -> None:
+    """Waits until each stage of these daemons has taken its last step; of no stage is there another daemon.
+
+    The origins must be drained: then a step is still to come only where tokens enough for one were counted.
+    """
+    target = made.manifest.optimizer.target_tokens
+
+    def is_settled(daemon: Daemon) -> bool:
+        counted: Counter[int] = Counter()
+        for event in daemon.events("MicrobatchCounted"):
+            counted.update(dict.fromkeys(event["stages"], int(event["tokens"])))
+        for event in daemon.events("StepTaken"):
+            counted[event["stage"]] -= int(event["tokens"])
+        return max(counted.values(), default=0) < target
+
+    made.until(lambda: all(map(is_settled, daemons)), "the last step of every stage")
 
 
 def nothing_lost(made: Swarm, *origins: Daemon) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,8 @@ from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
 from agora.cli.local_swarm import LocalDaemon
+from agora.data.sampling import Sampler
 from agora.model import family_of, stage_loss
-from tests.process.harness import sampler_of
 
 
 def checkpoints(daemon: LocalDaemon) -> dict[int, Path]:
@@ -22,24 +22,21 @@ def checkpoints(daemon: LocalDaemon) -> dict[int, Path]:
     return {int(json.loads(path.read_text())["step"]): path.parent for path in found}
 
 
-def weights_of(folder: Path) -> dict[str, np.ndarray]:
+def weights_in(folder: Path) -> dict[str, np.ndarray]:
     """The weights in a checkpoint, by name."""
     return dict(load_file(folder / "weights.safetensors"))
 
 
 @torch.no_grad()
-def heldout_loss(manifest: Manifest, cache: Path, folders: Sequence[Path]) -> float:
-    """Returns the mean loss per held-out token, in nats, of the model whose stages have these checkpoints."""
+def heldout_loss(manifest: Manifest, sampler: Sampler, weights: Sequence[Mapping[str, np.ndarray]]) -> float:
+    """Returns the mean loss per held-out token, in nats, of the model whose stages have these weights, in order."""
     stages = []
-    for number, folder in enumerate(folders):
+    for number, tensors in enumerate(weights):
         stage = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed)
-        parameters, weights = dict(stage.named_parameters()), weights_of(folder)
-        assert parameters.keys() == weights.keys()
-        for name, values in weights.items():
-            parameters[name].copy_(torch.from_numpy(values))
+        stage.load_state_dict({name: torch.from_numpy(values.copy()) for name, values in tensors.items()})
         stages.append(stage)
     loss_sum, count = 0.0, 0
-    for windows in sampler_of(manifest, cache).heldout_batches(64, limit=32):
+    for windows in sampler.heldout_batches(64, limit=32):
         ids = torch.from_numpy(windows).long()
         hidden = ids[:, :-1]
         for stage in stages:

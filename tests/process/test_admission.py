@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agora_protocol.addresses import peer_of_address
 
 from agora.cli import signing_command
 from agora.cli.signing_command import InviteRequest
+from agora.node import runs
 from agora.node.paths import Home
-from tests.process.harness import ENOUGH, Daemon, Swarm, swarm, tiny
+from tests.process.harness import ENOUGH, WAIT_S, Daemon, Swarm, swarm, tiny
 
 pytestmark = pytest.mark.process
 
-GONE_WITHIN_S = 30.0
 MANIFEST = tiny(2, admission={"mode": "ticket"}, optimizer={"target_tokens": 2048, "total_steps": 10**6})
 
 
@@ -40,16 +41,18 @@ def peers_seen(daemon: Daemon) -> set[str]:
     return {peer["peer"] for peer in answer["peers"]} if answer is not None else set()
 
 
-def serves_again(daemon: Daemon) -> bool:
-    """Whether this process serves: its journal also tells of those before it."""
-    return bool(daemon.events("PeerStarted", pid=daemon.process.pid))
+def peers_on_disk(daemon: Daemon) -> set[str]:
+    """The peers whose addresses the daemon has written for its next start, which a `swarm` command finds, too."""
+    run = daemon.events("PeerStarted")[0]["run"]
+    return {peer_of_address(address) for address in runs.remembered_addresses(Home(daemon.root), run)}
 
 
 def swarm_command(elsewhere: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON of a `swarm` command as on a machine without daemons. elsewhere: a folder of its own."""
     command = [sys.executable, "-m", "agora.cli.main_swarm", *arguments, "--json"]
     environment = os.environ | {"AGORA_RUNTIME_DIR": str(elsewhere)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment)
+    assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
@@ -66,17 +69,18 @@ def test_only_who_has_a_ticket_trains_until_it_is_banned(tmp_path: Path, capsys:
         made.until(lambda: made.completed(founder) >= ENOUGH, "microbatches to come home")
         kept = Home(guest.root).ticket(printed["invite"].split("/")[2])
         assert kept.stat().st_mode & 0o777 == 0o600
-        assert peers_seen(founder) == {founder.peer, guest.peer}
+        made.until(lambda: peers_seen(founder) == {founder.peer, guest.peer}, "the founder to see the guest alone")
         ban(made, printed["ban_by"])
-        made.until(lambda: peers_seen(founder) == {founder.peer}, "the ban to work", GONE_WITHIN_S)
+        made.until(lambda: peers_seen(founder) == {founder.peer}, "the ban to work")
         assert founder.events("PeerBanned", peer=printed["ban_by"])
         founder.ask("ban", peer=guest.peer)  # what `agora-node ban` asks: for this machine, whatever the run says
         assert (founder.root / "banned.txt").read_text().split() == [guest.peer]
-        done = made.completed(founder)
         guest.kill()
+        before = {event["microbatch"] for event in guest.events("MicrobatchCounted")}
         again = made.start("guest", "1", run=printed["invite"])
         made.until(lambda: again.is_serving or not again.is_alive, "the guest to have tried again")
-        assert peers_seen(founder) == {founder.peer} and made.completed(founder) == done
+        assert {peer["peer"] for peer in founder.ask("status")["peers"]} == {founder.peer}
+        assert before == {event["microbatch"] for event in again.events("MicrobatchCounted")}
 
 
 @pytest.mark.slow
@@ -99,24 +103,25 @@ def test_a_ban_reaches_all_by_any_peer_and_outlasts_every_daemon(
         assert swarm_command(tmp_path / "run", "status", reader, "--dir", nobody)[1]["step"] >= 0
         code, status = swarm_command(tmp_path / "run", "status", made.invite, "--dir", nobody)
         assert (code, status["health"]["state"]) == (4, "UNREACHABLE") and "ticket" in status["health"]["why"]
-        founder.end_is_intended = True
+        honest = {first.peer, second.peer}
+        made.until(lambda: honest <= peers_on_disk(founder), "the founder's disk to have the addresses of the two")
         founder.kill()
         banned = bad.peer
         code, said = swarm_command(tmp_path / "run", "ban", str(made.file), banned, "--dir", str(founder.root))
         assert (code, said["told"]) == (0, ["a peer of the run"])
-        honest = {first.peer, second.peer}
         for guest in (first, second):
-            made.until(lambda guest=guest: not peers_seen(guest) & {banned}, "the ban to reach all", GONE_WITHIN_S)
+            made.until(lambda guest=guest: not peers_seen(guest) & {banned}, "the ban to reach all")
         for guest in (first, second):
-            guest.end_is_intended = True
             guest.kill()
         daemons = [made.start("founder", "0", run=str(made.file))]
-        made.until(lambda: serves_again(daemons[0]), "the founder to be back")
+        made.serving("founder")
         text = invite(capsys, made, InviteRequest(days=1))["invite"]  # it listens at a new port, as they all do
         daemons += [made.start(name, stages, run=text) for name, stages in (("first", "0"), ("second", "1"))]
-        made.until(lambda: all(map(serves_again, daemons)), "the three to serve")
+        made.serving("founder", "first", "second")
         everyone = {*honest, founder.peer}
         made.until(lambda: all(peers_seen(daemon) == everyone for daemon in daemons), "the three to see each other")
         before = made.completed(daemons[0])
         made.until(lambda: made.completed(daemons[0]) >= before + ENOUGH, "microbatches to come home")
-        assert bad.is_alive and all(banned not in peers_seen(daemon) for daemon in daemons)
+        for daemon in daemons:
+            assert banned not in {peer["peer"] for peer in daemon.ask("status")["peers"]}
+        assert bad.is_alive

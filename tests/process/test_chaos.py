@@ -47,6 +47,7 @@ def test_one_of_three_replicas_killed_every_ten_seconds_for_two_minutes(tmp_path
         made.until(lambda: min(len(rounds([d])) for d in replicas) >= 2, "all replicas to average")
         for number in range(KILLS):
             began = time.monotonic()
+            made.until(lambda: sum(d.is_serving for d in replicas) >= 2, "another one that has the state")
             victim = rng.choice([d for d in replicas if d.is_serving])
             victim.kill()
             replicas.remove(victim)

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from agora.node import paths
@@ -100,7 +101,7 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         assert daemon.ask("link", rate="2Mbit") == {"link": "2Mbit,1ms"}
         with pytest.raises(DaemonRefused, match="not a valid rate like 20Mbit"):
             daemon.ask("link", rate="fast")
-        assert daemon.ask("drain") == {"in_flight": 0}
+        assert daemon.ask("drain", WAIT_S) == {"in_flight": 0}
         drained_at = made.completed(daemon)
         daemon.ask("refill")
         made.until(lambda: made.completed(daemon) > drained_at, "a drained origin to go on")
@@ -114,6 +115,7 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         assert report["microbatches"]["dropped"] == 0 and report["bytes"]["boundary"] == 0
         assert sum(report["staleness"]["0"]) > 0 and 0 < report["busy_fraction"] <= 1
         daemon.process.send_signal(signal.SIGSTOP)  # both signals are pending before it can act on the first
+        made.until(lambda: psutil.Process(daemon.process.pid).status() == psutil.STATUS_STOPPED, "it to be stopped")
         daemon.process.send_signal(signal.SIGTERM)
         daemon.process.send_signal(signal.SIGINT)
         daemon.end_is_intended = True

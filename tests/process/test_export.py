@@ -17,7 +17,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.node import control_client
-from tests.process.harness import Daemon, drained, swarm, tiny
+from tests.process.harness import Daemon, drained, settled, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -59,6 +59,7 @@ def test_a_daemon_exports_the_model_whose_loss_the_swarm_says(tmp_path: Path) ->
         made.serving()
         made.until(lambda: min(steps(first), steps(last)) >= 10, "some steps of both stages")
         drained(made, first)
+        settled(made, first, last)
         said = first.ask("evaluate", batches=BATCHES)
         done = export(first, tmp_path / "out")
         assert done.returncode == 0, done.stderr

@@ -18,8 +18,9 @@ def test_a_callee_killed_between_forward_and_backward_costs_a_retry_not_a_microb
     with swarm(tmp_path, tiny(3)) as made:
         origin = made.start("origin", "0")
         made.start("last", "2")
-        victim = made.start("victim", "1", faults="hop.forwarded:kill:3")
         made.start("sibling", "1")
+        made.serving()
+        victim = made.start("victim", "1", faults="hop.forwarded:kill:3")
         made.until(lambda: victim.process.poll() is not None, "the victim to die at its fault")
         assert [entry[1:3] for entry in fired(victim)] == [["hop.forwarded", "kill"]]
         assert victim.process.returncode == -signal.SIGKILL
@@ -134,7 +135,8 @@ def test_a_random_replica_killed_again_and_again_loses_no_microbatch(
         assert all(d.process.returncode == -signal.SIGKILL for d in killed)
         made.stop()
         nothing_lost(made, *origins)
-        survivors = [d for d in made.daemons.values() if not d.end_is_intended]
+        survivors = [d for d in made.daemons.values() if d not in killed]
+        assert len(survivors) == len(made.daemons) - kills
         assert not counted_twice(survivors), "a living peer's sums hold a microbatch that another living peer counted"
 
 
@@ -146,7 +148,9 @@ def test_a_dead_device_ends_the_daemon_and_the_others_go_on(tmp_path: Path, faul
     """It ends with exit code 1 and says why; its claim is withdrawn, and no microbatch is lost."""
     with swarm(tmp_path, tiny(2)) as made:
         origin = made.start("origin", "0")
-        made.start("healthy", "1")
+        healthy = made.start("healthy", "1")
+        made.serving()
+        made.until(lambda: healthy.events("MicrobatchCounted"), "the healthy one to work")
         dying = made.start("dying", "1", faults=fault)
         dying.end_is_intended = True
         made.until(lambda: dying.process.poll() is not None, "the end of the daemon")

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.process.harness import Daemon, fired, last_step, swarm, tiny
-from tests.process.heldout import checkpoints, heldout_loss, weights_of
+from tests.process.harness import Daemon, fired, last_step, sampler_of, swarm, tiny
+from tests.process.heldout import checkpoints, heldout_loss, weights_in
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,7 +44,7 @@ def train(folder: Path, faults: str, step: int) -> tuple[int, float]:
             step = last_step(honest[0]) + STEPS
         made.until(lambda: common_checkpoint(honest, step), "the honest ones to go on", 240)
         step = common_checkpoint(honest, step)
-        weights = [weights_of(checkpoints(daemon)[step]) for daemon in honest]
+        weights = [weights_in(checkpoints(daemon)[step]) for daemon in honest]
         for other in weights[1:]:
             assert all(np.array_equal(weights[0][name], other[name]) for name in other), "the honest ones are equal"
         for daemon in honest:
@@ -57,7 +57,7 @@ def train(folder: Path, faults: str, step: int) -> tuple[int, float]:
             told = {e["offence"] for daemon in honest for e in daemon.events("OffenceRecorded", peer=fourth.peer)}
             print(f"{faults}: {len(fired(fourth))} lies; offences {told or 'none'}")
         made.stop()
-        return step, heldout_loss(MANIFEST, made.corpus, [checkpoints(honest[0])[step]])
+        return step, heldout_loss(MANIFEST, sampler_of(MANIFEST, made.corpus), weights[:1])
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_move_that_cannot_begin_is_one_sentence_and_changes_nothing(tmp_path: 
                 daemon.ask("move", stages=stages)
             assert refusal.value.code in {"local", InputError.code}
         trains_on(made, daemon)
-        assert last_step(daemon) > 0, "it has a state that a joiner must have"
+        made.until(lambda: last_step(daemon) > 0, "a state that a joiner must have")
         waiting = made.start("waiting", "1")
         made.until(lambda: fired(daemon), "the joiner to ask for the state, which it does not get")
         with pytest.raises(DaemonRefused, match="still starting"):

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from agora_protocol.manifest import Manifest
 
 from agora.data.sampling import Sampler
-from agora.model import family_of, stage_loss
 from tests.oracle import Batches, relative_difference, run_plain_loop
 from tests.process.harness import (
     Daemon,
@@ -23,10 +21,12 @@ from tests.process.harness import (
     microbatches_of_a_step,
     oracle_manifest,
     sampler_of,
+    settled,
     steps_of,
     swarm,
     weights_of,
 )
+from tests.process.heldout import heldout_loss
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -44,6 +44,7 @@ def trained(made: Swarm, stages: int, steps: int) -> list[Daemon]:
     peers = [made.start(f"stage-{k}", str(k)) for k in range(stages)]
     made.until(lambda: len(steps_of(peers[0], 0)) >= steps, f"{steps} steps")
     drained(made, peers[0])
+    settled(made, *peers)
     counts = {peers[0].ask("report")["microbatches"]["completed"] // microbatches_of_a_step(made.manifest)}
     if made.manifest.schedule.kind != "synchronous":
         counts = set(range(max(counts) + 1))
@@ -104,25 +105,6 @@ def annealed(manifest: Manifest) -> Manifest:
 def trimmed(histogram: list[int]) -> list[int]:
     """Without the empty ages at its end."""
     return histogram[: max(age for age, count in enumerate(histogram) if count) + 1]
-
-
-def heldout_loss(manifest: Manifest, sampler: Sampler, weights: list[dict[str, np.ndarray]]) -> float:
-    """Mean held-out loss per token of these weights, in this process."""
-    stages = []
-    for k, tensors in enumerate(weights):
-        stage = family_of(manifest.model).build_stage(manifest.layers_of(k), manifest.seed)
-        stage.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in tensors.items()})
-        stages.append(stage)
-    total, tokens = 0.0, 0
-    with torch.no_grad():
-        for batch in sampler.heldout_batches(manifest.schedule.microbatch, 24):
-            ids = torch.from_numpy(batch)
-            hidden = ids[:, :-1]
-            for stage in stages:
-                hidden = stage(hidden, ids[:, :-1])
-            total += float(stage_loss(hidden, ids[:, 1:]))
-            tokens += ids[:, 1:].numel()
-    return total / tokens
 
 
 def test_the_asynchronous_schedule_ends_where_the_plain_loop_ends(tmp_path: Path) -> None:

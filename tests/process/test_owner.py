@@ -90,12 +90,12 @@ def test_near_its_memory_limit_a_daemon_gives_up_seats_and_goes_on(tmp_path: Pat
         process, peaks = psutil.Process(daemon.process.pid), [0]
 
         def is_short_and_works() -> bool:
-            """Notes the resident memory, whether seats were given up and microbatches came home."""
+            """Notes the resident memory, whether slots were given up and microbatches came home."""
             family = [process, *process.children()]
             peaks.append(sum(each.memory_info().rss for each in family))
-            return bool(daemon.events("SeatsChanged")) and made.completed(daemon) >= 3
+            return bool(daemon.events("SlotsChanged")) and made.completed(daemon) >= 3
 
-        made.until(is_short_and_works, "seats to be given up, and work to go on")
+        made.until(is_short_and_works, "slots to be given up, and work to go on")
         print(f"{max(peaks) / 2**20:.0f} MiB of {0.65 * 1024:.0f} MiB at most")
         assert max(peaks) < 1.1 * 0.65 * 2**30
 

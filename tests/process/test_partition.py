@@ -11,7 +11,7 @@ import pytest
 
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from tests.process.harness import last_step, tiny
-from tests.process.heldout import checkpoints, weights_of
+from tests.process.heldout import checkpoints, weights_in
 from tests.process.sites import Sites, can_make_sites
 
 pytestmark = [
@@ -44,7 +44,7 @@ def equal_after(replicas: list[LocalDaemon], step: int) -> bool:
     common = set.intersection(*(set(steps) for steps in written))
     if not common or max(common) <= step:
         return False
-    first, *others = (weights_of(steps[max(common)]) for steps in written)
+    first, *others = (weights_in(steps[max(common)]) for steps in written)
     return all(np.array_equal(first[name], other[name]) for other in others for name in first)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
-from tests.process.harness import last_step, tiny
-from tests.process.heldout import checkpoints, heldout_loss
+from tests.process.harness import last_step, sampler_of, tiny
+from tests.process.heldout import checkpoints, heldout_loss, weights_in
 from tests.process.sites import Sites, can_make_sites
 from tests.process.test_partition import HEALED_WITHIN_S, equal_after, peers_seen
 
@@ -104,7 +104,8 @@ def test_a_split_that_has_healed_costs_no_loss_that_stays(tmp_path: Path, sites:
         finally:
             swarm.kill_all()
         steps = sorted(step for step in common_steps(swarm) if step <= counted)[-EVALUATED:]
-        losses[name] = [heldout_loss(manifest, cache, common_steps(swarm)[step]) for step in steps]
+        sampler, written = sampler_of(manifest, cache), common_steps(swarm)
+        losses[name] = [heldout_loss(manifest, sampler, [*map(weights_in, written[step])]) for step in steps]
         shown = ", ".join(f"{step}: {loss:.4f}" for step, loss in zip(steps, losses[name], strict=True))
         print(f"{name}, steps of {section['target_tokens']} tokens: {shown}")
     ratio = statistics.fmean(losses["split"]) / statistics.fmean(losses["whole"])

@@ -19,7 +19,7 @@ from agora.cli.local_swarm import LocalDaemon as Daemon
 from agora.data.data_hashes import hash_samples
 from agora.data.sample_rows import SampleRows, open_sample_rows
 from tests.model.tiny_models import make_model, manifest_of, save
-from tests.process.harness import Swarm, counted_twice, drained, last_step, nothing_lost, swarm
+from tests.process.harness import Swarm, counted_twice, drained, last_step, nothing_lost, settled, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -162,6 +162,7 @@ def test_the_exported_adapter_gives_the_swarms_held_out_loss(frozen_as: str, tmp
         origin, last = made.start("origin", "0", flags=flags), made.start("last", "1", flags=flags)
         made.until(lambda: min(last_step(origin), last_step(last)) >= 20, "some steps")
         drained(made, origin)
+        settled(made, origin, last)
         evaluated = origin.ask("evaluate", batches=4)
         assert 0 <= evaluated["tuning"]["token_accuracy"] <= 1
         made.stop()

@@ -151,7 +151,7 @@ def tensor_list_case(seeds: list[bytes], mutator: Mutator) -> tuple[int, str]:
 def ticket_case(
     run: RunId, seeds: list[tuple[bytes, bytes]], signers: list[Identity], mutator: Mutator
 ) -> tuple[int, str]:
-    """A proof of one ticket, or a revocation: mutated as bytes, or its fields, signed anew by some key."""
+    """A proof of one ticket, or a revocation: mutated as bytes, or its fields, signed again by some key."""
     tag, data = mutator.choice(seeds)
     if mutator.random() < 0.3:
         data = mutator.bytes_of(data, [seed for _, seed in seeds])

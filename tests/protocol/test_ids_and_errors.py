@@ -72,7 +72,7 @@ def test_a_microbatch_id_is_session_and_counter() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        errors.Busy("no seat", 250),
+        errors.Busy("no slot", 250),
         errors.NotMyStage("I hold 0-1"),
         errors.NotAdmitted("not listed"),
         errors.WrongRun("another"),

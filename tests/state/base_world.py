@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from agora.calls import Reply
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.base_fetch import BaseFetch
-from agora.state.base_giving import BaseGiver
+from agora.state.base_giving import BaseServer
 from agora.state.base_tensors import BaseTensors
 from agora.state.stored_tensors import list_tensors
 from agora.state.tensor_store import TensorStore
@@ -62,7 +62,7 @@ class Holder:
         self.world, self.peer, self.uplink = world, PeerId(name), uplink
         self.free_at = 0.0
         self.base = BaseTensors(world.list.digest, folder, NAMES, TensorStore(world.root / name / world.list.digest))
-        self.giver = BaseGiver(self.base, world.events.append)
+        self.server = BaseServer(self.base, world.events.append)
         self.calls: Counter[str] = Counter()
         self.given: Counter[tuple[int, int]] = Counter()
         self.die_after = self.hang_after = 10**9  # pieces asked for
@@ -79,7 +79,7 @@ class Holder:
             self.world.network.kill(self.peer)
         if isinstance(request, GetPiece) and nth >= self.hang_after:
             await asyncio.Event().wait()
-        answer = await self.giver.answer(request)
+        answer = await self.server.answer(request)
         changed = self.fault(answer, request, nth) if self.fault is not None else answer
         if isinstance(changed, AgoraError):
             raise changed

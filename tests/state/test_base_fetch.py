@@ -238,11 +238,11 @@ def test_a_peer_that_gets_tensors_meanwhile_gives_them(tmp_path: Path, whole: Pa
     async def work(world: BaseWorld) -> None:
         late = world.add("late", part_of(world, tmp_path / "norm", 4))
         full = world.add("full", uplink=4e3)  # 20 minutes for a piece
-        whole_places = full.base.places_in_folder()
+        whole_places = full.base.locations_in_folder()
         loop = asyncio.get_running_loop()
 
         def get() -> None:
-            late.base.add(0, whole_places[world.list.tensors[0].name])
+            late.base.add_location(0, whole_places[world.list.tensors[0].name])
 
         loop.call_later(20.0, get)
         _, took = await world.run(0)
@@ -305,7 +305,7 @@ def test_a_damaged_file_costs_its_owner_that_tensor_and_nobody_an_offence(tmp_pa
     async def work(world: BaseWorld) -> None:
         folder = make_folder(tmp_path / "damaged")
         damaged = world.add("damaged", folder)
-        place = damaged.base.places_in_folder()[world.list.tensors[0].name]
+        place = damaged.base.locations_in_folder()[world.list.tensors[0].name]
         with place.path.open("r+b") as file:
             file.seek(place.start + STATE_CHUNK_BYTES)  # its second piece
             file.write(b"!")

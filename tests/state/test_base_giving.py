@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agora_protocol.errors import Busy, ProtocolError, Refused
+from agora_protocol.errors import Busy, DiskError, ProtocolError, Refused
 from agora_protocol.limits import MAX_BASE_TENSORS, STATE_CHUNK_BYTES
 from agora_protocol.messages import GetBase, GetPiece
 from agora_protocol.tensor_list import TensorList, bits_to_held
 
 from agora.state import base_giving
-from agora.state.base_giving import LIST, MAX_AT_ONCE, BaseGiver
+from agora.state.base_giving import LIST, MAX_AT_ONCE, BaseServer
 from agora.state.base_tensors import BaseTensors
-from agora.state.stored_tensors import BaseModelError, TensorBytes, list_tensors
+from agora.state.stored_tensors import BaseModelError, TensorLocation, list_tensors
 from agora.state.tensor_store import TensorStore
 from tests.state.base_world import NAMES, make_folder
 
@@ -31,15 +31,15 @@ def listed(whole: Path) -> TensorList:
     return list_tensors([whole / name for name in NAMES])
 
 
-def peer(tmp_path: Path, listed: TensorList, folder: Path | None) -> tuple[BaseGiver, BaseTensors, list[Any]]:
+def peer(tmp_path: Path, listed: TensorList, folder: Path | None) -> tuple[BaseServer, BaseTensors, list[Any]]:
     """A peer whose owner has named `folder`, with an empty store."""
     events: list[Any] = []
     base = BaseTensors(listed.digest, folder, NAMES, TensorStore(tmp_path / "base" / listed.digest))
-    return BaseGiver(base, events.append), base, events
+    return BaseServer(base, events.append), base, events
 
 
-async def held_by(giver: BaseGiver, listed: TensorList) -> set[int]:
-    reply = await giver.answer(GetBase())
+async def held_by(server: BaseServer, listed: TensorList) -> set[int]:
+    reply = await server.answer(GetBase())
     return set(bits_to_held(reply.tensors[0].data, len(listed.tensors)))
 
 
@@ -47,13 +47,13 @@ def test_a_whole_folder_gives_list_and_tensors_and_hashes_itself_once(
     tmp_path: Path, whole: Path, listed: TensorList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
-        giver, base, _ = peer(tmp_path, listed, whole)
-        assert await held_by(giver, listed) == {0, 1, 2, 3, 4}
-        data = (await giver.answer(GetPiece(LIST, 0))).tensors[0].data
+        server, base, _ = peer(tmp_path, listed, whole)
+        assert await held_by(server, listed) == {0, 1, 2, 3, 4}
+        data = (await server.answer(GetPiece(LIST, 0))).tensors[0].data
         assert TensorList.from_bytes(bytes(data)) == listed
         for number, tensor in enumerate(listed.tensors):
             for piece in range(tensor.piece_count):
-                data = (await giver.answer(GetPiece(number, piece))).tensors[0].data
+                data = (await server.answer(GetPiece(number, piece))).tensors[0].data
                 assert tensor.is_piece(piece, data) and len(data) == tensor.piece_bytes(piece)
         monkeypatch.setattr("agora.state.base_tensors.list_tensors", None)  # it is kept on the disk
         again, _, _ = peer(tmp_path, listed, whole)
@@ -75,15 +75,15 @@ def test_while_it_hashes_its_files_it_is_busy(
     monkeypatch.setattr(base_giving, "LIST_WAIT_S", 0.05)
 
     async def work() -> None:
-        giver, _, _ = peer(tmp_path, listed, whole)
+        server, _, _ = peer(tmp_path, listed, whole)
         for _ in range(3):
             with pytest.raises(Busy, match="hashing") as raised:
-                await giver.answer(GetBase())
+                await server.answer(GetBase())
             assert raised.value.retry_after_ms == base_giving.LIST_RETRY_MS
         going_on.set()
         monkeypatch.setattr(base_giving, "LIST_WAIT_S", 30)
-        assert await held_by(giver, listed) == {0, 1, 2, 3, 4}
-        await giver.close()
+        assert await held_by(server, listed) == {0, 1, 2, 3, 4}
+        await server.close()
 
     asyncio.run(work())
 
@@ -96,10 +96,10 @@ def test_closing_ends_the_wait_for_a_list(
     monkeypatch.setattr(base_giving, "LIST_WAIT_S", 0.05)
 
     async def work() -> None:
-        giver, _, _ = peer(tmp_path, listed, whole)
+        server, _, _ = peer(tmp_path, listed, whole)
         with pytest.raises(Busy):
-            await giver.answer(GetBase())
-        await asyncio.wait_for(giver.close(), 5)
+            await server.answer(GetBase())
+        await asyncio.wait_for(server.close(), 5)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(work())
@@ -114,36 +114,36 @@ def test_a_part_of_the_files_gives_nothing_until_the_list_is_known(
     (folder / NAMES[1]).write_bytes((whole / NAMES[1]).read_bytes())
 
     async def work() -> None:
-        giver, base, _ = peer(tmp_path, listed, folder)
+        server, base, _ = peer(tmp_path, listed, folder)
         with pytest.raises(Refused, match="neither all files of the base model nor their list"):
-            await giver.answer(GetBase())
+            await server.answer(GetBase())
         base.adopt_list(listed)
-        assert await held_by(giver, listed) == {2, 3, 4}
+        assert await held_by(server, listed) == {2, 3, 4}
         with pytest.raises(Refused, match="does not have this tensor"):
-            await giver.answer(GetPiece(0, 0))
+            await server.answer(GetPiece(0, 0))
 
     asyncio.run(work())
 
 
 def test_a_peer_without_anything_refuses(tmp_path: Path, listed: TensorList) -> None:
     async def work() -> None:
-        giver, base, _ = peer(tmp_path, listed, None)
+        server, base, _ = peer(tmp_path, listed, None)
         for request in (GetBase(), GetPiece(LIST, 0), GetPiece(0, 0)):
             with pytest.raises(Refused, match="neither"):
-                await giver.answer(request)
+                await server.answer(request)
         base.adopt_list(listed)
         with pytest.raises(Refused, match="no tensor of the base model"):
-            await giver.answer(GetBase())
+            await server.answer(GetBase())
 
     asyncio.run(work())
 
 
 def test_files_of_another_model_are_never_given_and_the_owner_is_told_once(tmp_path: Path, listed: TensorList) -> None:
     async def work() -> None:
-        giver, base, events = peer(tmp_path, listed, make_folder(tmp_path / "other", {"a": 5, "b": 6}))
+        server, base, events = peer(tmp_path, listed, make_folder(tmp_path / "other", {"a": 5, "b": 6}))
         for _ in range(2):
             with pytest.raises(Refused, match="not usable"):
-                await giver.answer(GetBase())
+                await server.answer(GetBase())
         (event,) = events
         assert "the manifest says" in event.describe()
         with pytest.raises(BaseModelError, match="download the model again"):
@@ -154,7 +154,7 @@ def test_files_of_another_model_are_never_given_and_the_owner_is_told_once(tmp_p
 
 def test_what_no_list_has_is_a_protocol_error(tmp_path: Path, whole: Path, listed: TensorList) -> None:
     async def work() -> None:
-        giver, _, _ = peer(tmp_path, listed, whole)
+        server, _, _ = peer(tmp_path, listed, whole)
         for request in (
             GetPiece(LIST, 1),
             GetPiece(0, listed.tensors[0].piece_count),
@@ -163,7 +163,7 @@ def test_what_no_list_has_is_a_protocol_error(tmp_path: Path, whole: Path, liste
             GetPiece(MAX_BASE_TENSORS - 1, 0),
         ):
             with pytest.raises(ProtocolError, match="ask for one of them"):
-                await giver.answer(request)
+                await server.answer(request)
 
     asyncio.run(work())
 
@@ -172,20 +172,20 @@ def test_a_damaged_tensor_is_not_given_and_reported_once(tmp_path: Path, listed:
     folder = make_folder(tmp_path / "damaged")
 
     async def work() -> None:
-        giver, base, events = peer(tmp_path, listed, folder)
+        server, base, events = peer(tmp_path, listed, folder)
         base.adopt_list(listed)
-        place = base.places_in_folder()[listed.tensors[0].name]
+        place = base.locations_in_folder()[listed.tensors[0].name]
         with place.path.open("r+b") as file:
             file.seek(place.start + STATE_CHUNK_BYTES)
             file.write(b"!")
-        assert (await giver.answer(GetPiece(0, 0))).tensors
+        assert (await server.answer(GetPiece(0, 0))).tensors
         for _ in range(2):
             with pytest.raises(Refused, match="does not have this tensor"):
-                await giver.answer(GetPiece(0, 1))
-        assert await held_by(giver, listed) == {1, 2, 3, 4}
+                await server.answer(GetPiece(0, 1))
+        assert await held_by(server, listed) == {1, 2, 3, 4}
         place.path.unlink()
         with pytest.raises(Refused, match="any more"):
-            await giver.answer(GetPiece(1, 0))
+            await server.answer(GetPiece(1, 0))
         assert [event.name for event in events] == [listed.tensors[0].name, listed.tensors[1].name]
 
     asyncio.run(work())
@@ -195,7 +195,7 @@ def test_more_pieces_than_it_can_give_at_once_are_refused_busy(
     tmp_path: Path, whole: Path, listed: TensorList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going_on, reading, most, lock = threading.Event(), [0], [0], threading.Lock()
-    real = TensorBytes.read_piece
+    real = TensorLocation.read_piece
 
     def slowly(place, tensor, piece):
         with lock:
@@ -206,18 +206,38 @@ def test_more_pieces_than_it_can_give_at_once_are_refused_busy(
             reading[0] -= 1
         return real(place, tensor, piece)
 
-    monkeypatch.setattr(TensorBytes, "read_piece", slowly)
+    monkeypatch.setattr(TensorLocation, "read_piece", slowly)
 
     async def work() -> None:
-        giver, base, _ = peer(tmp_path, listed, whole)
+        server, base, _ = peer(tmp_path, listed, whole)
         base.adopt_list(listed)
-        asked = [asyncio.create_task(giver.answer(GetPiece(4, 0))) for _ in range(3 * MAX_AT_ONCE)]
+        asked = [asyncio.create_task(server.answer(GetPiece(4, 0))) for _ in range(3 * MAX_AT_ONCE)]
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         going_on.set()
         answers = await asyncio.gather(*asked, return_exceptions=True)
         busy = [answer for answer in answers if isinstance(answer, Busy)]
         assert len(busy) == 2 * MAX_AT_ONCE and most[0] <= MAX_AT_ONCE
-        assert (await giver.answer(GetPiece(4, 0))).tensors
+        assert (await server.answer(GetPiece(4, 0))).tensors
 
     asyncio.run(work())
+
+
+def test_a_disk_that_fails_once_is_asked_again(
+    tmp_path: Path, whole: Path, listed: TensorList, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        server, tensors, _ = peer(tmp_path, listed, whole)
+        real, failures = tensors.open_list, [DiskError("the disk does not answer")]
+
+        def open_list() -> TensorList | None:
+            if failures:
+                raise failures.pop()
+            return real()
+
+        monkeypatch.setattr(tensors, "open_list", open_list)
+        with pytest.raises(Refused, match="not usable"):
+            await held_by(server, listed)
+        assert await held_by(server, listed)
+
+    asyncio.run(test())

@@ -30,7 +30,7 @@ from agora.state.checkpoint import (
 )
 from agora.state.files import replace_tensors
 from agora.state.layout import Layout, MomentSpec, StageState, chunk_hashes
-from agora.state.snapshot import Snapshots
+from agora.state.snapshot import SnapshotServer
 from tests.state.test_layout import slots_of
 
 RUN = "ab" * 32
@@ -45,7 +45,7 @@ def trained(step: int, stage: int = 2, seed: int = 0) -> StageState:
 
     def flat() -> np.ndarray:
         tensors = {s.name: rng.standard_normal(s.shape).astype(np.float32).reshape(s.shape) for s in SLOTS}
-        return LAYOUT.flat({name: np.asarray(tensor) for name, tensor in tensors.items()})
+        return LAYOUT.flatten({name: np.asarray(tensor) for name, tensor in tensors.items()})
 
     moments = {"mean": flat(), "square": np.square(flat())}
     return StageState(
@@ -80,7 +80,8 @@ def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     written = write(tmp_path, 100)
     found, damaged = newest(tmp_path)
-    assert found == written and not damaged
+    assert found == written
+    assert not damaged
     assert_holds(written, 100)
 
 
@@ -106,22 +107,26 @@ def test_the_last_k_are_kept_and_what_is_not_ours_is_left_alone(tmp_path: Path) 
     kept = [name for name in names(tmp_path) if name not in foreign]
     assert [name.split("-")[1] for name in kept] == ["300", "400", "500"]
     assert all((place / name).is_dir() for name in foreign)
-    assert newest(tmp_path)[0].step == 500 and not newest(tmp_path)[1]
+    assert newest(tmp_path)[0].step == 500
+    assert not newest(tmp_path)[1]
 
 
 def test_stages_do_not_touch_each_other(tmp_path: Path) -> None:
     write(tmp_path, 100)
     write_checkpoint(tmp_path, RUN, trained(500, stage=3), keep=1)
     assert newest(tmp_path)[0].step == 100
-    assert newest_checkpoint(tmp_path, RUN, 4) is None and newest_checkpoint(tmp_path / "none", RUN, 2) is None
+    assert newest_checkpoint(tmp_path, RUN, 4) is None
+    assert newest_checkpoint(tmp_path / "none", RUN, 2) is None
 
 
 def test_the_same_state_written_again_is_kept_once_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     first = write(tmp_path, 100, keep=1)
-    assert write(tmp_path, 100, keep=1) == first and names(tmp_path) == [first.path.name]
+    assert write(tmp_path, 100, keep=1) == first
+    assert names(tmp_path) == [first.path.name]
     flip(first.path / FILES[1], 200)
     assert newest(tmp_path)[0] is None
-    assert write(tmp_path, 100, keep=1) == first and newest(tmp_path) == (first, [])
+    assert write(tmp_path, 100, keep=1) == first
+    assert newest(tmp_path) == (first, [])
     other = write(tmp_path, 100, keep=1, seed=5)  # the same step, trained otherwise
     assert names(tmp_path) == [other.path.name]
     assert_holds(other, 100, seed=5)
@@ -131,7 +136,7 @@ async def give(checkpoint: Checkpoint) -> StateIndex:
     async def export(_: int) -> StageState:
         return read_checkpoint(checkpoint, LAYOUT)
 
-    given = await Snapshots(export, lambda _: 12 * NUMEL).get_state(GetState(2))
+    given = await SnapshotServer(export, lambda _: 12 * NUMEL).get_state(GetState(2))
     assert isinstance(given.message, StateIndex)
     return given.message
 
@@ -164,8 +169,11 @@ def test_a_flipped_byte_is_noticed_and_named_and_the_older_checkpoint_is_used(tm
     for position in {*range(0, len(good), 97), len(good) - 1}:
         found_hash = flip(file, position)
         found, [error] = newest(tmp_path)
-        assert found is not None and found.step == 100
-        assert str(file) in str(error) and expected[:16] in str(error) and found_hash[:16] in str(error)
+        assert found is not None
+        assert found.step == 100
+        assert str(file) in str(error)
+        assert expected[:16] in str(error)
+        assert found_hash[:16] in str(error)
         file.write_bytes(good)
     assert newest(tmp_path)[0] == damaged_one
 
@@ -186,7 +194,9 @@ def test_a_file_that_is_not_all_there_is_named(tmp_path: Path, name: str, damage
     broken = write(tmp_path, 200).path / name
     DAMAGE[damage](broken)
     found, [error] = newest(tmp_path)
-    assert found is not None and found.step == 100 and str(broken) in str(error)
+    assert found is not None
+    assert found.step == 100
+    assert str(broken) in str(error)
 
 
 def renamed(written: Checkpoint, text: bytes, step: int = 200) -> Path:
@@ -323,7 +333,8 @@ def test_a_crash_at_any_file_operation_leaves_the_old_or_the_new_checkpoint(tmp_
         write(folder, 400, keep=2)
         kept = names(folder)
         assert [name.split("-")[1] for name in kept] == [str(found.step), "400"], "leftovers are swept away"
-    assert set(outcomes) == {200, 300} and outcomes[300] >= 2
+    assert set(outcomes) == {200, 300}
+    assert outcomes[300] >= 2
 
 
 def test_a_full_disk_is_said_and_the_old_ones_are_intact(tmp_path: Path) -> None:
@@ -338,11 +349,15 @@ def test_a_full_disk_is_said_and_the_old_ones_are_intact(tmp_path: Path) -> None
             assert newest(folder)[0].step == 300
         except DiskError as error:
             outcomes["refused"] += 1
-            assert "No space left" in str(error) and "the older ones are intact" in str(error)
+            assert "No space left" in str(error)
+            assert "the older ones are intact" in str(error)
             assert all(verify_checkpoint(one.path, RUN, 2) == one for one in old)
-        assert disk.fired and not [name for name in names(folder) if name.startswith(".")]
-        assert newest(folder)[0].step in (200, 300) and not newest(folder)[1]
-    assert outcomes["refused"] > 20 and outcomes["written"] >= 1
+        assert disk.fired
+        assert not [name for name in names(folder) if name.startswith(".")]
+        assert newest(folder)[0].step in (200, 300)
+        assert not newest(folder)[1]
+    assert outcomes["refused"] > 20
+    assert outcomes["written"] >= 1
 
 
 def test_a_crash_while_a_damaged_one_is_replaced_never_costs_another(tmp_path: Path) -> None:
@@ -361,7 +376,8 @@ def test_a_crash_while_a_damaged_one_is_replaced_never_costs_another(tmp_path: P
             assert found is not None
             assert_holds(found, found.step)
             outcomes[found.step] += 1
-    assert outcomes[100] > 20 and outcomes[200] >= 1
+    assert outcomes[100] > 20
+    assert outcomes[200] >= 1
 
 
 def test_weights_alone_replace_the_former_file_or_leave_it(tmp_path: Path) -> None:
@@ -376,5 +392,7 @@ def test_weights_alone_replace_the_former_file_or_leave_it(tmp_path: Path) -> No
             on(disk, lambda: replace_tensors(path, new, {"step": "2"}))
             break
         except DiskError:
-            assert float(load_file(path)["w"][0, 0]) in (1.0, 2.0) and os.listdir(path.parent) == [path.name]
-    assert nth > 5 and load_file(path)["w"].tolist() == new["w"].tolist()
+            assert float(load_file(path)["w"][0, 0]) in (1.0, 2.0)
+            assert os.listdir(path.parent) == [path.name]
+    assert nth > 5
+    assert load_file(path)["w"].tolist() == new["w"].tolist()

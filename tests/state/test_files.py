@@ -50,7 +50,7 @@ def test_an_earlier_export_is_replaced_only_when_asked(tmp_path: Path) -> None:
 def test_other_files_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(InputError, match="not empty and no earlier export"):
+    with pytest.raises(InputError, match="not empty and not an earlier export"):
         export(tmp_path / "mine", replace=True)
     export(tmp_path / "out")
     (tmp_path / "out" / "thesis.txt").write_text("x")
@@ -60,7 +60,7 @@ def test_other_files_are_never_replaced(tmp_path: Path) -> None:
         export(tmp_path / "out" / "thesis.txt")
     for text in ("", "[]", '{"files": 3}'):
         (tmp_path / "mine" / "export.json").write_text(text)
-        with pytest.raises(InputError, match="no earlier export"):
+        with pytest.raises(InputError, match="not an earlier export"):
             export(tmp_path / "mine", replace=True)
 
 

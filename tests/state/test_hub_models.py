@@ -13,9 +13,14 @@ from huggingface_hub import constants
 
 from agora.cli import new_run
 from agora.cli.console import Failure
-from agora.data.tokenizer import byte_tokenizer
+from agora.data.tokenizer import byte_tokenizer_json
 from agora.node import settings
-from agora.node.base_model_place import absolute_name, base_model_place, names_hub_model, with_base_model_place
+from agora.node.base_model_folder import (
+    absolute_name,
+    find_or_fetch_base_model,
+    names_hub_model,
+    with_fetched_base_model,
+)
 from agora.state.hub_models import HubId, fetch_model, find_cached, find_or_fetch, hub_id_of
 from agora.state.stored_tensors import BaseModelError
 from tests.model.tiny_models import hashes, make_model, save
@@ -30,7 +35,7 @@ PICKLED = ("pytorch_model.bin", "modeling_tiny.py", "onnx/model.safetensors", "c
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in several shards as a repository of the Hub, with files that must not be fetched."""
     folder = save(make_model("llama"), tmp_path_factory.mktemp("model"), "30KB")
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer_json()))
     for name in PICKLED:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("do not read me")
@@ -72,26 +77,33 @@ def test_an_id_has_two_parts_and_perhaps_a_revision(text: str, wanted: HubId | N
 
 def test_a_folder_that_exists_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hub_id_of(Path(REPO)) is not None and absolute_name(Path(REPO)) == REPO
+    assert hub_id_of(Path(REPO)) is not None
+    assert absolute_name(Path(REPO)) == REPO
     (tmp_path / REPO).mkdir(parents=True)
-    assert hub_id_of(Path(REPO)) is None and absolute_name(Path(REPO)) == str(tmp_path / REPO)
-    assert base_model_place(Path(REPO), pytest.fail) == Path(REPO)
+    assert hub_id_of(Path(REPO)) is None
+    assert absolute_name(Path(REPO)) == str(tmp_path / REPO)
+    assert find_or_fetch_base_model(Path(REPO), pytest.fail) == Path(REPO)
 
 
 def test_config_tokenizer_and_safetensors_are_fetched_and_nothing_else(hub: FakeHub, model: Path) -> None:
-    assert find_cached(HubId(REPO)) is None and hub.requests == 0
+    assert find_cached(HubId(REPO)) is None
+    assert hub.requests == 0
     found = fetch_model(HubId(REPO))
-    assert found.name == HubId(REPO, COMMIT) and found.folder.name == COMMIT
+    assert found.hub_id == HubId(REPO, COMMIT)
+    assert found.folder.name == COMMIT
     expected = {file.relative_to(model).as_posix() for file in model.rglob("*") if file.is_file()} - set(PICKLED)
-    assert set(hub.fetched) == expected and len(hub.fetched) == len(expected)
-    assert len(hashes(found.folder)) > 2 and hashes(found.folder) == shards(model)
+    assert set(hub.fetched) == expected
+    assert len(hub.fetched) == len(expected)
+    assert len(hashes(found.folder)) > 2
+    assert hashes(found.folder) == shards(model)
 
 
 def test_what_is_in_the_cache_is_found_without_a_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fetch_model(HubId(REPO))
     monkeypatch.setenv("HF_ENDPOINT", NOBODY)
     asked = hub.requests
-    assert find_or_fetch(HubId(REPO)) == find_or_fetch(HubId(REPO, COMMIT)) == found and hub.requests == asked
+    assert find_or_fetch(HubId(REPO)) == find_or_fetch(HubId(REPO, COMMIT)) == found
+    assert hub.requests == asked
     assert fetch_model(HubId(REPO)) == found, "whoever writes a manifest goes on with it too"
 
 
@@ -103,7 +115,8 @@ def test_a_model_of_which_a_shard_lacks_is_completed(hub: FakeHub) -> None:
     assert find_cached(HubId(REPO)) is None
     hub.fetched.clear()
     assert find_or_fetch(HubId(REPO)) == found
-    assert hub.fetched == [shard.name] and shard.is_file()
+    assert hub.fetched == [shard.name]
+    assert shard.is_file()
 
 
 def test_no_such_model_revision_or_permission_is_one_sentence_each(
@@ -163,13 +176,14 @@ def test_the_manifest_of_an_id_has_the_hashes_and_the_next_command_names_the_com
     new_run.run(tmp_path / "run.toml", None, Path(REPO), None)
     manifest = Manifest.from_toml((tmp_path / "run.toml").read_text())
     assert isinstance(manifest.model, HfSection)
-    assert [list(pair) for pair in manifest.model.weights] == shards(model) and manifest.model.tensors_hash
+    assert [list(pair) for pair in manifest.model.weights] == shards(model)
+    assert manifest.model.tensors_hash
     told = capsys.readouterr().err
     assert f"hub          {REPO}@{COMMIT} is in {tmp_path / 'cache'}" in told
     assert f"agora-node join {tmp_path / 'run.toml'} --base-model {REPO}@{COMMIT}\n" in told.replace("`\n", "\n")
     with pytest.raises(BaseModelError, match="the Hub has no such model"):
         new_run.run(tmp_path / "other.toml", None, Path("other/model"), None)
-    with pytest.raises(Failure, match="two beginnings"):
+    with pytest.raises(Failure, match="exclude each other"):
         new_run.run(tmp_path / "other.toml", "tiny", Path(REPO), None)
 
 
@@ -180,8 +194,9 @@ def test_a_daemon_finds_the_folder_that_the_manifest_was_written_from(
     monkeypatch.setenv("HF_ENDPOINT", NOBODY)
     chosen = settings.load(tmp_path / "agora.toml", {}, {"AGORA_BASE_MODEL": f"{REPO}@{COMMIT}"})
     assert names_hub_model(chosen)
-    placed = with_base_model_place(chosen, said.append)
-    assert placed.base_model_folder == folder and not names_hub_model(placed)
+    placed = with_fetched_base_model(chosen, said.append)
+    assert placed.named_base_model == folder
+    assert not names_hub_model(placed)
     assert said == [f"{REPO}@{COMMIT} is in {folder}"]
     nothing = settings.load(tmp_path / "agora.toml", {}, {})
-    assert with_base_model_place(nothing, pytest.fail) is nothing
+    assert with_fetched_base_model(nothing, pytest.fail) is nothing

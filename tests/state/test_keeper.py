@@ -110,7 +110,8 @@ def test_a_joiner_asks_whether_a_step_was_taken_and_does_not_begin_from_the_seed
 
             keeper = keeper_of(compute, tmp_path, dict.fromkeys(answers, 0), world, ask)
             assert "fetched step 40" in await keeper.fill_stages()
-            assert asked == list(answers) and compute.step_of(0) == 40
+            assert asked == list(answers)
+            assert compute.step_of(0) == 40
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -133,5 +134,31 @@ def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
                 await keeper.fill_stages()
             serving.clear()
             assert "no peer" in await keeper.fill_stages(), "they serve no more"
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_joiner_whose_only_source_has_left_waits_for_its_return_and_then_keeps_its_initial_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
+    monkeypatch.setattr("agora.state.keeper.RETURN_S", 20.0 if comes_back else 0.3)
+
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            world, initial, (source, other, *_) = World(), await compute.export_state(0), OTHERS
+            claims = {source: 40}  # it says so, and cannot be reached
+            keeper = keeper_of(compute, tmp_path, claims, world)
+            filling = asyncio.create_task(keeper.fill_stages())
+            await asyncio.sleep(0.5)
+            assert not filling.done(), "a source that still offers the stage is tried again"
+            claims.clear()
+            if comes_back:
+                await asyncio.sleep(0.05)
+                world.add(other, replace(initial, step=40, updates=40, weights=initial.weights + 1))
+                claims[other] = 40
+            assert ("fetched step 40" if comes_back else "no peer offers any") in await filling
+            assert compute.step_of(0) == (40 if comes_back else 0)
 
     asyncio.run(asyncio.wait_for(whole(), 30))

@@ -16,7 +16,7 @@ from agora.state import layout
 from agora.state.layout import (
     Layout,
     MomentSpec,
-    Slot,
+    TensorSlot,
     chunk_hashes,
     pack_chunk,
     unpack_chunk,
@@ -24,11 +24,11 @@ from agora.state.layout import (
 from tests.state.world import state
 
 
-def slots_of(shapes: list[tuple[int, ...]]) -> tuple[int, list[Slot]]:
+def slots_of(shapes: list[tuple[int, ...]]) -> tuple[int, list[TensorSlot]]:
     """Slots with a gap after each, and the elements of all, padded as a stage's are."""
     slots, end = [], 0
     for number, shape in enumerate(shapes):
-        slots.append(Slot(f"layer.{number}.weight", end, shape))
+        slots.append(TensorSlot(f"layer.{number}.weight", end, shape))
         end += -(-int(np.prod(shape)) // 16) * 16
     return -(-end // 1024) * 1024, slots
 
@@ -41,7 +41,7 @@ def test_named_tensors_and_flat_elements_are_the_same(shapes, seed) -> None:
     stage = Layout(numel, slots)
     rng = np.random.default_rng(seed)
     tensors = {slot.name: rng.standard_normal(slot.shape).astype(np.float32) for slot in slots}
-    flat = stage.flat(tensors)
+    flat = stage.flatten(tensors)
     assert flat.shape == (numel,)
     back = stage.views(flat)
     assert list(back) == list(tensors)
@@ -57,13 +57,13 @@ def test_tensors_of_another_stage_are_named() -> None:
     stage = Layout(numel, slots)
     good = stage.views(np.zeros(numel, np.float32))
     with pytest.raises(ValueError, match="layer.1.weight is missing"):
-        stage.flat({"layer.0.weight": good["layer.0.weight"]})
+        stage.flatten({"layer.0.weight": good["layer.0.weight"]})
     with pytest.raises(ValueError, match="more is not a tensor"):
-        stage.flat(good | {"more": np.zeros(1, np.float32)})
+        stage.flatten(good | {"more": np.zeros(1, np.float32)})
     with pytest.raises(ValueError, match=r"layer.0.weight is float32 \(3, 2\)"):
-        stage.flat(good | {"layer.0.weight": np.zeros((3, 2), np.float32)})
+        stage.flatten(good | {"layer.0.weight": np.zeros((3, 2), np.float32)})
     with pytest.raises(ValueError, match="layer.1.weight is float64"):
-        stage.flat(good | {"layer.1.weight": np.zeros(4)})
+        stage.flatten(good | {"layer.1.weight": np.zeros(4)})
 
 
 def moments_of(numel: int, cuts: list[int]) -> tuple[MomentSpec, MomentSpec]:
@@ -115,7 +115,7 @@ def test_a_moment_of_some_tensors_holds_them_by_name(shapes, chosen) -> None:
     assert inside.views(kept).keys() == names
     for name, tensor in inside.views(kept).items():
         np.testing.assert_array_equal(tensor, stage.views(flat)[name])
-    np.testing.assert_array_equal(inside.flat(inside.views(kept)), kept)
+    np.testing.assert_array_equal(inside.flatten(inside.views(kept)), kept)
 
 
 def test_a_chunk_is_never_larger_than_the_protocol_says() -> None:

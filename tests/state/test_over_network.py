@@ -10,7 +10,7 @@ from agora_protocol.messages import GetState
 
 from agora.calls import Reply
 from agora.net.incoming import IncomingCall
-from agora.state.snapshot import Snapshots
+from agora.state.snapshot import SnapshotServer
 from agora.state.transfer import StateFetch
 from tests.net.helpers import after, echo, peers, run
 from tests.state.world import WINDOW, World, chunks, layout_of, state
@@ -45,11 +45,13 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
             got = await fetch.run([source.id for source in sources], deadline=after(60))
             for name in ("weights", "mean", "square"):
                 np.testing.assert_array_equal(got.arrays[name], given.arrays[name])
-            assert len(closing) == 1 and 0 <= fetch.schedule.refetched <= WINDOW
+            assert len(closing) == 1
+            assert 0 <= fetch.schedule.refetched <= WINDOW
             await closing[0]
-            assert not joiner.violations and not joiner.failures
+            assert not joiner.violations
+            assert not joiner.failures
 
     closing: list[asyncio.Task[None]] = []
     first_source: list[Any] = []
-    snapshots = Snapshots(export, lambda _: 12 * NUMEL)
+    snapshots = SnapshotServer(export, lambda _: 12 * NUMEL)
     run(main, timeout_s=90.0)

@@ -47,7 +47,7 @@ def test_a_stage_starts_from_the_newest_state_there_is(checkpoint_step, offers, 
         (200, {}, "own checkpoint of step 200; no peer offers any"),
         (200, {A: 100}, "own checkpoint of step 200; peers are at step 100"),
         (200, {A: 300, B: 250}, "own checkpoint of step 200; 2 peers are at most 100 steps behind step 300"),
-        (None, {A: 300}, "no own checkpoint; 1 peers are at most 100 steps behind step 300"),
+        (None, {A: 300}, "no local checkpoint; 1 peers are at most 100 steps behind step 300"),
     ],
 )
 def test_every_start_says_why(checkpoint_step, offers, reason) -> None:
@@ -62,7 +62,7 @@ def test_a_single_replica_far_ahead_of_three_is_implausible() -> None:
     assert plausibility_bound([500, 501, 10**9], 100) == 601
     assert plausibility_bound([501, 10**9, 501, 10**9], 100) == 601, "half of the replicas do not move it"
     assert plausibility_bound([500, 500, 0], 100) == 600, "one that has just begun does not lower it"
-    assert plausibility_bound([500, 10**9], 100) == 600, "of two, the one that claims less is believed"
+    assert plausibility_bound([500, 10**9], 100) == 600, "of two, the one that claims less counts"
     assert plausibility_bound([], 100) == plausibility_bound([10**9], 100) == math.inf, "of one, nobody can tell"
     assert plausibility_bound([100, 101, 103, 10**9], 100) == 201
     assert plausibility_bound([100, 101, 103, 201], 100) == 201, "one that is a little ahead is plausible"

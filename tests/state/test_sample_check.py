@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agora.sim.virtual_time import run
-from agora.state.sample_check import FAR, ChunkSample, distance, judge
+from agora.state.sample_check import FAR, ChunkSample, distance, judge_sample
 from agora.state.transfer import StateFetch
 from tests.state.world import World, chunks, layout_of, state
 
@@ -43,30 +43,30 @@ def test_distances_are_relative_to_the_larger_of_the_two() -> None:
 @pytest.mark.parametrize(
     ("own", "others", "verdict"),
     [
-        (TRUE, [], "believed"),
-        (TRUE, [drifted(0.1)], "believed"),
+        (TRUE, [], "plausible"),
+        (TRUE, [drifted(0.1)], "plausible"),
         (TRUE, [GARBAGE], "undecided"),
         (0 * TRUE, [TRUE], "undecided"),
-        (drifted(0.02), [TRUE, TRUE], "believed"),
-        (drifted(0.3), [drifted(0.3), drifted(0.3)], "believed"),
-        (GARBAGE, [TRUE, drifted(0.1)], "false"),
-        (2 * TRUE, [TRUE, TRUE], "false"),
-        (0 * TRUE, [TRUE, TRUE], "false"),
-        (TRUE, [GARBAGE, drifted(0.1)], "believed"),
+        (drifted(0.02), [TRUE, TRUE], "plausible"),
+        (drifted(0.3), [drifted(0.3), drifted(0.3)], "plausible"),
+        (GARBAGE, [TRUE, drifted(0.1)], "corrupt"),
+        (2 * TRUE, [TRUE, TRUE], "corrupt"),
+        (0 * TRUE, [TRUE, TRUE], "corrupt"),
+        (TRUE, [GARBAGE, drifted(0.1)], "plausible"),
     ],
 )
-def test_a_chunk_is_believed_when_it_is_near_another_ones(
+def test_a_chunk_is_plausible_when_it_is_near_another_ones(
     own: np.ndarray, others: list[np.ndarray], verdict: str
 ) -> None:
-    assert judge(ChunkSample(own, 10), [ChunkSample(other, 10) for other in others]) == verdict
+    assert judge_sample(ChunkSample(own, 10), [ChunkSample(other, 10) for other in others]) == verdict
 
 
 def test_replicas_of_different_steps_may_differ_more_but_not_without_bound() -> None:
     apart = drifted(0.3)
-    assert judge(ChunkSample(apart, 10), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "false"
-    assert judge(ChunkSample(apart, 18), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "believed"
+    assert judge_sample(ChunkSample(apart, 10), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "corrupt"
+    assert judge_sample(ChunkSample(apart, 18), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "plausible"
     assert distance(GARBAGE, TRUE) > FAR
-    assert judge(ChunkSample(GARBAGE, 10_000), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "false"
+    assert judge_sample(ChunkSample(GARBAGE, 10_000), [ChunkSample(TRUE, 10), ChunkSample(TRUE, 10)]) == "corrupt"
 
 
 async def fetched(world: World, **options: object):

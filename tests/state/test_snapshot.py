@@ -11,7 +11,7 @@ from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
 from agora.sim.virtual_time import run
 from agora.state.layout import StageState, pack_chunk
-from agora.state.snapshot import MAX_BYTES, Snapshots
+from agora.state.snapshot import MAX_BYTES, SnapshotServer
 from tests.state.world import chunks, state
 
 NUMEL = chunks(2.5)
@@ -35,7 +35,7 @@ class Source:
         self.copies = 0
         self.copying_s = copying_s
         self.serving = True
-        self.snapshots = Snapshots(self.export, lambda _: nbytes)
+        self.snapshots = SnapshotServer(self.export, lambda _: nbytes)
 
     async def export(self, stage: int) -> StageState | None:
         if stage > 1:
@@ -56,9 +56,11 @@ async def every_chunk_hashes_as_the_index_says() -> None:
     source = Source()
     given = await source.snapshots.get_state(GetState(0))
     index = given.message
-    assert isinstance(index, StateIndex) and (index.step, index.updates, index.size) == (10, 7, NBYTES)
+    assert isinstance(index, StateIndex)
+    assert (index.step, index.updates, index.size) == (10, 7, NBYTES)
     hashes = bytes(given.tensors[0].data)
-    assert hashlib.sha256(hashes).digest() == index.snapshot and len(hashes) == 3 * 32
+    assert hashlib.sha256(hashes).digest() == index.snapshot
+    assert len(hashes) == 3 * 32
     for chunk in range(3):
         answer = await source.snapshots.get_chunk(GetChunk(index.snapshot, chunk))
         assert isinstance(answer.message, Chunk)
@@ -70,7 +72,8 @@ async def several_joiners_share_one_copy() -> None:
     source = Source(copying_s=3.0)
     indices = await asyncio.gather(*(source.index() for _ in range(5)))
     await asyncio.sleep(26.0)
-    assert {i.snapshot for i in [*indices, await source.index()]} == {indices[0].snapshot} and source.copies == 1
+    assert {i.snapshot for i in [*indices, await source.index()]} == {indices[0].snapshot}
+    assert source.copies == 1
 
 
 async def a_small_state_is_copied_anew_rather_than_steps_replayed() -> None:
@@ -85,7 +88,8 @@ async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> N
     assert (await source.index(at_least=5)).step == 10
     assert (await source.index(at_least=11)).step == 10 and source.copies == 1, "one was made just now"
     await asyncio.sleep(0.3)
-    assert (await source.index(at_least=11)).step == 20 and (await source.index(at_least=20)).step == 20
+    assert (await source.index(at_least=11)).step == 20
+    assert (await source.index(at_least=20)).step == 20
     assert source.copies == 2
 
 
@@ -95,12 +99,14 @@ async def steps_that_change_no_byte_are_in_a_new_copy() -> None:
     async def export(_: int) -> StageState:
         return given
 
-    snapshots = Snapshots(export, lambda _: NBYTES)
+    snapshots = SnapshotServer(export, lambda _: NBYTES)
     first = (await snapshots.get_state(GetState(0))).message
     given = state(NUMEL, step=11, agreed=11, lineage=6)
     await asyncio.sleep(31.0)
     second = (await snapshots.get_state(GetState(0))).message
-    assert isinstance(first, StateIndex) and isinstance(second, StateIndex) and first.snapshot == second.snapshot
+    assert isinstance(first, StateIndex)
+    assert isinstance(second, StateIndex)
+    assert first.snapshot == second.snapshot
     assert [(index.step, index.agreed, index.lineage) for index in (first, second)] == [(10, 10, 5), (11, 11, 6)]
 
 
@@ -109,7 +115,8 @@ async def an_older_copy_serves_who_has_begun_and_a_new_one_who_comes() -> None:
     first = await source.index()
     await asyncio.sleep(31.0)
     second = await source.index()
-    assert second.step > first.step and source.snapshots.nbytes == 2 * NBYTES
+    assert second.step > first.step
+    assert source.snapshots.nbytes == 2 * NBYTES
     await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
     await asyncio.sleep(40.0)  # the second copy was last used 40 s ago, the first 40 s ago too
     source.snapshots.drop_idle()
@@ -134,7 +141,20 @@ async def memory_is_bounded_and_who_fetches_is_not_cut_off() -> None:
     with pytest.raises(Busy):
         await source.index(stage=1)
     await asyncio.sleep(11.0)
-    assert (await source.index()).step > first.step and source.snapshots.nbytes == NBYTES
+    assert (await source.index()).step > first.step
+    assert source.snapshots.nbytes == NBYTES
+
+
+async def the_older_copy_that_is_given_for_lack_of_room_is_still_kept() -> None:
+    needed = NBYTES
+    source = Source()
+    source.snapshots = SnapshotServer(source.export, lambda _: needed)
+    first = await source.index()
+    await asyncio.sleep(31.0)
+    await source.index(stage=1)
+    needed = MAX_BYTES  # both copies would have to go, and the second one is in use
+    assert (await source.index()).snapshot == first.snapshot
+    await source.snapshots.get_chunk(GetChunk(first.snapshot, 0))
 
 
 async def the_first_copy_is_made_whatever_its_size() -> None:
@@ -166,7 +186,8 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
     first, second = (asyncio.create_task(source.index()) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
-    assert (await second).size == NBYTES and first.cancelled()
+    assert (await second).size == NBYTES
+    assert first.cancelled()
 
 
 @pytest.mark.parametrize(
@@ -179,6 +200,7 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
         steps_that_change_no_byte_are_in_a_new_copy,
         an_older_copy_serves_who_has_begun_and_a_new_one_who_comes,
         memory_is_bounded_and_who_fetches_is_not_cut_off,
+        the_older_copy_that_is_given_for_lack_of_room_is_still_kept,
         the_first_copy_is_made_whatever_its_size,
         nothing_to_give_is_said_and_asked_again,
         what_cannot_be_asked_for_is_refused,

@@ -18,7 +18,7 @@ from agora_protocol.tensor_list import ListedTensor, TensorList
 from safetensors.numpy import save_file
 
 from agora.state import tensor_store
-from agora.state.stored_tensors import BaseModelError, is_intact, list_tensors, read_tensor_places
+from agora.state.stored_tensors import BaseModelError, is_intact, list_tensors, read_tensor_locations
 from agora.state.tensor_store import TensorStore
 from tests.state.base_world import NAMES, SIZES, make_folder, values_in
 
@@ -114,17 +114,17 @@ ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 def test_a_malformed_header_is_one_sentence(tmp_path: Path, header: Any, length: int | None) -> None:
     path = raw_file(tmp_path / "bad.safetensors", header, length=length)
     with pytest.raises(BaseModelError, match=r"bad.safetensors cannot be read as safetensors .*; download") as raised:
-        if not read_tensor_places(path):
+        if not read_tensor_locations(path):
             raise BaseModelError("bad.safetensors cannot be read as safetensors (it is empty); download")
     assert "\n" not in str(raised.value)
 
 
 def test_a_good_header_is_read_without_the_data(tmp_path: Path) -> None:
     path = raw_file(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt"}, "a": ENTRY})
-    assert read_tensor_places(path)["a"].shape == (4,)
+    assert read_tensor_locations(path)["a"].shape == (4,)
     (tmp_path / "short.safetensors").write_bytes(b"\1\2")
     with pytest.raises(BaseModelError):
-        read_tensor_places(tmp_path / "short.safetensors")
+        read_tensor_locations(tmp_path / "short.safetensors")
 
 
 # --- the store

@@ -52,7 +52,8 @@ async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, a
         got = await fetch.run(list(world.replicas), deadline=began + within_s, at_least=at_least)
         return got, loop.time() - began
     finally:
-        assert world.open == 0 and len(asyncio.all_tasks()) == 1
+        assert world.open == 0
+        assert len(asyncio.all_tasks()) == 1
 
 
 def assert_equal(got, expected) -> None:
@@ -67,7 +68,8 @@ def test_one_source_gives_exactly_what_it_has() -> None:
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, replica.state)
         assert (got.stage, got.step, got.updates) == (0, 10, 7)
-        assert world.asked() == COUNT and world.peak_open == WINDOW
+        assert world.asked() == COUNT
+        assert world.peak_open == WINDOW
 
     run(work())
 
@@ -112,7 +114,8 @@ def test_a_thin_link_carries_nothing_twice() -> None:
             world.add(name, state(NUMEL))
         fetch = fetcher(world)
         _, took = await fetched(world, fetch)
-        assert world.asked() == COUNT and took < 1.02 * STATE_BYTES / 1e6 + 0.2
+        assert world.asked() == COUNT
+        assert took < 1.02 * STATE_BYTES / 1e6 + 0.2
 
     run(work())
 
@@ -127,8 +130,10 @@ def test_a_source_killed_in_the_middle_costs_exactly_its_open_chunks(die_after: 
         fetch = fetcher(world)
         got, _ = await fetched(world, fetch)
         assert_equal(got, killed.state)
-        assert killed.dead and 1 <= len(killed.open_at_death) <= WINDOW
-        assert fetch.schedule.refetched == len(killed.open_at_death) and fetch.schedule.duplicated == 0
+        assert killed.dead
+        assert 1 <= len(killed.open_at_death) <= WINDOW
+        assert fetch.schedule.refetched == len(killed.open_at_death)
+        assert fetch.schedule.duplicated == 0
         assert sum(sum(r.given.values()) for r in world.replicas.values()) == COUNT, "nothing arrived twice"
         assert not world.offences
 
@@ -145,7 +150,8 @@ def test_the_death_of_the_only_source_is_survived_by_what_had_arrived() -> None:
         second = world.add("second", state(NUMEL))
         got, _ = await fetched(world, fetch)
         assert_equal(got, first.state)
-        assert second.calls["GetChunk"] == COUNT - 5 and not set(second.given) & set(first.given)
+        assert second.calls["GetChunk"] == COUNT - 5
+        assert not set(second.given) & set(first.given)
 
     run(work())
 
@@ -165,8 +171,10 @@ def test_a_liar_is_named_and_costs_one_chunk_of_time() -> None:
         world.add("b", state(NUMEL))
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, liar.state)
-        assert fired and [peer for peer, _ in world.offences] == ["liar"]
-        assert world.offences[0][1].startswith("bad-tensor: ") and "SHA-256 should be" in world.offences[0][1]
+        assert fired
+        assert [peer for peer, _ in world.offences] == ["liar"]
+        assert world.offences[0][1].startswith("bad-tensor: ")
+        assert "SHA-256 should be" in world.offences[0][1]
         assert liar.calls["GetState"] == 1 and liar.calls["GetChunk"] <= 2 * WINDOW, "a liar is not asked again"
 
     run(work())
@@ -210,7 +218,8 @@ def test_a_slow_source_delays_the_end_by_little() -> None:
         fetch = fetcher(world)
         got, took = await fetched(world, fetch)
         assert_equal(got, slow.state)
-        assert took < 1.5 * STATE_BYTES / 8e6 and 1 <= fetch.schedule.duplicated <= WINDOW
+        assert took < 1.5 * STATE_BYTES / 8e6
+        assert 1 <= fetch.schedule.duplicated <= WINDOW
 
     run(work())
 
@@ -223,7 +232,9 @@ def test_a_hung_source_is_worked_around() -> None:
         fetch = fetcher(world)
         got, took = await fetched(world, fetch)
         assert_equal(got, hung.state)
-        assert hung.given.total() == 2 and took < 1.5 * STATE_BYTES / 8e6 and fetch.schedule.duplicated == WINDOW
+        assert hung.given.total() == 2
+        assert took < 1.5 * STATE_BYTES / 8e6
+        assert fetch.schedule.duplicated == WINDOW
 
     run(work())
 
@@ -238,7 +249,8 @@ def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died(monkeypatch:
         idle = world.add("idle", state(NUMEL))
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, reserve.state)
-        assert reserve.given.total() == COUNT and not idle.calls
+        assert reserve.given.total() == COUNT
+        assert not idle.calls
 
     run(work())
 
@@ -275,7 +287,8 @@ def test_where_the_lineage_is_unknown_only_snapshots_of_one_step_are_mixed() -> 
             world.add(name, state(NUMEL, agreed=40, step=42))
         behind = world.add("behind", state(NUMEL, agreed=40, step=41))
         got, _ = await fetched(world, fetcher(world))
-        assert (got.step, got.agreed, got.lineage) == (42, 40, 0) and not behind.given
+        assert (got.step, got.agreed, got.lineage) == (42, 40, 0)
+        assert not behind.given
         assert all(world.replicas[PeerId(name)].given for name in "ab")
 
     run(work())
@@ -293,7 +306,8 @@ def test_a_source_that_was_a_moment_behind_is_used_once_it_has_taken_the_step() 
         asyncio.get_running_loop().call_later(0.3, step)
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, state(NUMEL))
-        assert second.calls["GetState"] == 2 and len(second.given) > 3
+        assert second.calls["GetState"] == 2
+        assert len(second.given) > 3
 
     run(work())
 
@@ -307,7 +321,8 @@ def test_when_the_newest_dies_in_the_middle_the_state_of_the_others_is_fetched_w
         assert newest.given.total() == 6
         assert_equal(got, others[0].state)
         assert (got.step, got.agreed, got.lineage) == (40, 40, 5)
-        assert sum(source.given.total() for source in others) == COUNT and all(source.given for source in others)
+        assert sum(source.given.total() for source in others) == COUNT
+        assert all(source.given for source in others)
         assert took < 10 + STATE_BYTES / 16e6, "a few tries to reach the dead one again"
 
     run(work())
@@ -331,7 +346,8 @@ def test_after_a_broken_call_the_same_snapshot_is_fetched_on() -> None:
         replica = world.add("a", given, fault=break_, uplink=0.5e6)  # 100 s in all, and it steps on
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, given)
-        assert broken and replica.calls["GetState"] == 1
+        assert broken
+        assert replica.calls["GetState"] == 1
         assert replica.calls["GetChunk"] == COUNT + len(broken), "what had arrived was kept"
 
     run(work())
@@ -361,7 +377,8 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
         got, _ = await fetched(
             world, StateFetch(world, 0, layout_of(NUMEL), world.report_offence, highest_plausible_step=lambda: 600.0)
         )
-        assert got.step == 500 and all(source.given for source in sound)
+        assert got.step == 500
+        assert all(source.given for source in sound)
         assert not any(liar.calls["GetChunk"] for liar in liars)
 
     run(work())
@@ -383,7 +400,7 @@ def test_what_came_from_below_the_step_now_wanted_is_fetched_again() -> None:
     run(work())
 
 
-def test_a_snapshot_that_its_source_dropped_is_asked_for_anew() -> None:
+def test_a_snapshot_that_its_source_dropped_is_asked_for_again() -> None:
     async def work() -> None:
         world = World()
         replica = world.add("a", state(NUMEL))
@@ -397,7 +414,8 @@ def test_a_snapshot_that_its_source_dropped_is_asked_for_anew() -> None:
 
         replica.fault = drop
         got, _ = await fetched(world, fetcher(world))
-        assert got.step == 12 and replica.calls["GetState"] == 2
+        assert got.step == 12
+        assert replica.calls["GetState"] == 2
         assert_equal(got, replica.state)
 
     run(work())
@@ -409,7 +427,8 @@ def test_a_busy_source_is_asked_again_when_it_said() -> None:
         busy = world.add("busy", state(NUMEL), fault=lambda a, nth: Busy("later", 3000) if nth == 1 else a)
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, busy.state)
-        assert 3.0 < took < 10.0 and not world.offences
+        assert 3.0 < took < 10.0
+        assert not world.offences
 
     run(work())
 
@@ -449,7 +468,8 @@ def test_a_cancelled_transfer_leaves_no_call_open() -> None:
         assert world.open == WINDOW
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled() and world.open == 0
+        assert task.cancelled()
+        assert world.open == 0
 
     async def fetched_quietly(world: World) -> None:
         await fetcher(world).run(list(world.replicas), deadline=asyncio.get_running_loop().time() + 99)
@@ -487,7 +507,8 @@ def test_any_mixture_of_faults_is_survived_as_long_as_one_source_is_sound(seed: 
         world.add("sound", state(NUMEL), uplink=8e6)
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, state(NUMEL))
-        assert {peer for peer, _ in world.offences} <= set(liars) and bool(fired) == bool(world.offences)
+        assert {peer for peer, _ in world.offences} <= set(liars)
+        assert bool(fired) == bool(world.offences)
         assert took < 40, "a third of a minute at most of waiting for those who hang, and the bytes"
 
     run(work())

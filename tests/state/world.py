@@ -18,8 +18,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
-from agora.state.layout import Layout, MomentSpec, Slot, StageState
-from agora.state.snapshot import Snapshots
+from agora.state.layout import Layout, MomentSpec, StageState, TensorSlot
+from agora.state.snapshot import SnapshotServer
 from agora.swarm.conduct import Offence
 
 WINDOW = 3
@@ -29,7 +29,7 @@ def layout_of(numel: int, squared: slice | None = None) -> Layout:
     """One vector of `numel` elements, the mean of each, and the square of those in `squared`, by default of all."""
     whole = slice(0, numel)
     moments = MomentSpec("mean", [whole]), MomentSpec("square", [squared or whole], is_square=True)
-    return Layout(numel, [Slot("all", 0, (numel,))], moments)
+    return Layout(numel, [TensorSlot("all", 0, (numel,))], moments)
 
 
 def state(
@@ -89,7 +89,7 @@ class Replica:
         async def export(_: int) -> StageState | None:
             return self.state
 
-        self.snapshots = Snapshots(export, lambda _: 0 if self.state is None else self.state.layout.nbytes)
+        self.snapshots = SnapshotServer(export, lambda _: 0 if self.state is None else self.state.layout.nbytes)
         self.world.network.join(self.peer, self.handle)
 
     @property

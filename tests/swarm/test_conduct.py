@@ -1,4 +1,4 @@
-"""What an offence costs, when it heals, and who is shut out: decided without a clock or a network."""
+"""What an offence costs, when it heals, and who is suspended: decided without a clock or a network."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ def test_the_third_offence_within_ten_minutes_shuts_a_peer_out_for_five_minutes_
 ) -> None:
     conduct = Conduct()
     first, second, third = (conduct.record(ONE, offence, now) for now in (0.0, 300.0, 600.0))
-    assert (first.shut_out_s, second.shut_out_s, third.shut_out_s) == (0.0, 0.0, 300.0)
-    assert third == Consequence(300.0, "3 of 3 points; shut out for 300 s")
-    assert [conduct.shut_out_s(ONE, now) for now in (750.0, 899.0, 900.0)] == [150.0, 1.0, 0.0]
-    assert conduct.shut_out_s(OTHER, 600.0) == 0.0
+    assert (first.suspended_s, second.suspended_s, third.suspended_s) == (0.0, 0.0, 300.0)
+    assert third == Consequence(300.0, "3 of 3 points; suspended for 300 s")
+    assert [conduct.suspended_s(ONE, now) for now in (750.0, 899.0, 900.0)] == [150.0, 1.0, 0.0]
+    assert conduct.suspended_s(OTHER, 600.0) == 0.0
 
 
 def test_offences_of_all_kinds_share_one_sum() -> None:
     conduct = Conduct()
     kinds = (Offence.BAD_FRAME, Offence.USELESS_GRADIENT, Offence.FALSE_STATE)
-    assert [conduct.record(ONE, kind, 1.0).shut_out_s for kind in kinds] == [0.0, 0.0, 300.0]
+    assert [conduct.record(ONE, kind, 1.0).suspended_s for kind in kinds] == [0.0, 0.0, 300.0]
 
 
 def test_an_offence_heals_after_ten_minutes() -> None:
     conduct = Conduct()
     consequences = [conduct.record(ONE, Offence.BAD_FRAME, now) for now in (0.0, 350.0, 700.0, 960.0)]
-    assert [consequence.shut_out_s for consequence in consequences] == [0.0, 0.0, 0.0, 0.0]
+    assert [consequence.suspended_s for consequence in consequences] == [0.0, 0.0, 0.0, 0.0]
     assert [consequence.reason[:11] for consequence in consequences] == [f"{n} of 3 poin" for n in (1, 2, 2, 2)]
 
 
-def test_an_offence_while_shut_out_begins_the_time_anew() -> None:
+def test_an_offence_while_suspended_begins_the_time_again() -> None:
     conduct = Conduct()
     for now in (0.0, 1.0, 2.0, 200.0):
         conduct.record(ONE, Offence.BAD_FRAME, now)
-    assert conduct.shut_out_s(ONE, 200.0) == 300.0
+    assert conduct.suspended_s(ONE, 200.0) == 300.0
 
 
-def test_a_grave_offence_may_shut_out_at_once() -> None:
-    conduct = Conduct({Offence.FALSE_STATE: Penalty(points=3, shut_out_s=3600.0)})
-    assert conduct.record(ONE, Offence.FALSE_STATE, 0.0).shut_out_s == 3600.0
+def test_a_grave_offence_may_suspend_at_once() -> None:
+    conduct = Conduct({Offence.FALSE_STATE: Penalty(points=3, suspension_s=3600.0)})
+    assert conduct.record(ONE, Offence.FALSE_STATE, 0.0).suspended_s == 3600.0
 
 
 def test_offences_of_one_occasion_count_once() -> None:
@@ -62,7 +62,7 @@ def test_offences_of_one_occasion_count_once() -> None:
     rounds = ["round 1", "round 1", "round 1", "round 2", "round 2", "round 3"]
     counted = [conduct.record(ONE, Offence.BAD_AVERAGE, 0.0, occasion) is not None for occasion in rounds]
     assert counted == [True, False, False, True, False, True]
-    assert conduct.shut_out_s(ONE, 0.0) == 300.0
+    assert conduct.suspended_s(ONE, 0.0) == 300.0
     assert conduct.record(OTHER, Offence.BAD_AVERAGE, 0.0, "round 3"), "an occasion is one peer's"
 
 
@@ -73,7 +73,7 @@ def test_the_memory_of_offenders_is_bounded_and_the_oldest_is_forgotten_first(mo
     for stranger in strangers:
         for _ in range(3):
             conduct.record(stranger, Offence.BAD_FRAME, 0.0)
-    assert [conduct.shut_out_s(stranger, 0.0) for stranger in strangers] == [0.0] * 20 + [300.0] * 10
+    assert [conduct.suspended_s(stranger, 0.0) for stranger in strangers] == [0.0] * 20 + [300.0] * 10
 
 
 def test_each_counted_offence_is_reported_as_one_event() -> None:
@@ -84,12 +84,13 @@ def test_each_counted_offence_is_reported_as_one_event() -> None:
         log.report_violation(ONE, ProtocolError("bad-frame", "a wrong magic"))
         for _ in range(2):
             log.report_offence(ONE, Offence.BAD_AVERAGE, "a part twice", "round 1")
-        assert log.shut_out_s(ONE) == 0.0
+        assert log.suspended_s(ONE) == 0.0
         log.report_offence(ONE, Offence.USELESS_GRADIENT, "infinite")
-        assert 299.0 < log.shut_out_s(ONE) <= 300.0 and log.shut_out_s(OTHER) == 0.0
+        assert 299.0 < log.suspended_s(ONE) <= 300.0
+        assert log.suspended_s(OTHER) == 0.0
 
     asyncio.run(main())
-    assert [(e.peer, e.offence, e.text, round(e.shut_out_s)) for e in events] == [
+    assert [(e.peer, e.offence, e.text, round(e.suspended_s)) for e in events] == [
         (ONE, "bad-frame", "bad-frame: a wrong magic", 0),
         (ONE, "bad-average", "a part twice", 0),
         (ONE, "useless-gradient", "infinite", 300),

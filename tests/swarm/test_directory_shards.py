@@ -13,10 +13,10 @@ from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
 from agora_protocol.shards import HASHES, Shard, shard_bits
 
 from agora.swarm.directory_shards import (
-    EXCHANGE_S,
     MAX_NEXT_SHARDS,
-    MIX_S,
+    OWN_SHARD_ROTATION_S,
     OWN_SHARDS,
+    RANDOM_SHARD_ROTATION_S,
     READINGS_S,
     SHARDS_PER_READ,
     SMALL_RUN,
@@ -69,7 +69,8 @@ def test_the_estimate_is_exact_while_a_key_is_not_full_and_near_when_it_is(count
         ratios.append(estimate_peers(known, 0) / count)
     if count < MAX_KEY_RECORDS:
         assert ratios == [1.0] * len(ratios)
-    assert all(0.6 < ratio < 1.6 for ratio in ratios) and math.fsum(ratios) / len(ratios) == pytest.approx(1, abs=0.2)
+    assert all(0.6 < ratio < 1.6 for ratio in ratios)
+    assert math.fsum(ratios) / len(ratios) == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.parametrize("count", [200, 1_000, 30_000])
@@ -103,7 +104,8 @@ def test_ids_made_to_have_the_least_hashes_spoil_the_estimate_only_until_shards_
     honest, ground = hashes_of(10_000), list(range(MAX_KEY_RECORDS))
     everybody = [*honest, *ground]
     known = add_readings({}, {Shard(0): judge_reading(Shard(0), bottom(everybody, Shard(0)), 0.0)})
-    assert estimate_peers(known, 0) > 1e12 and depth_to_read(estimate_peers(known, 0)) == MAX_SHARD_BITS
+    assert estimate_peers(known, 0) > 1e12
+    assert depth_to_read(estimate_peers(known, 0)) == MAX_SHARD_BITS
     reader, reads = ReaderIdentity(hashes_of(1, seed=5)[0], 1, Span(0, 0), 7), 0
     while estimate_peers(known, 0) > 20_000:
         plan, reads = plan_read(known, reader, 8.0 * reads, random.Random(reads)), reads + 1
@@ -140,14 +142,16 @@ def test_what_a_key_holds_is_bounded_and_whoever_should_be_read_is_there(count: 
     depth = depth_to_read(count)
     for peer in hashes_of(count):
         shards = shards_to_publish(known, Span(0, 0), peer)
-        assert 1 <= len(shards) <= 3 and all(shard.contains(peer) for shard in shards)
+        assert 1 <= len(shards) <= 3
+        assert all(shard.contains(peer) for shard in shards)
         assert Shard(0, shard_bits(peer, depth)) in shards
         published.update(shards)
     assert published[Shard(0)] <= 2 * MAX_KEY_RECORDS, "those beyond a full key's last do not even ask"
     assert published[Shard(0)] >= min(count, MAX_KEY_RECORDS)
     of_depth = [records for shard, records in published.items() if shard.depth == depth]
     kept = sum(min(records, MAX_KEY_RECORDS) for records in of_depth)
-    assert kept >= 0.99 * count and sum(of_depth) == count
+    assert kept >= 0.99 * count
+    assert sum(of_depth) == count
     assert sum(published.values()) <= 3 * count
 
 
@@ -161,12 +165,14 @@ def reader_of(peer_hash: int, span: Span | None, stages: int = 32) -> ReaderIden
 @pytest.mark.parametrize("peers", [0, 1, 3])
 def test_a_small_run_is_read_whole_each_time(peers: int) -> None:
     plan = plan_read(knowing(dict.fromkeys(range(32), peers)), reader_of(7, Span(3, 4)), 5.0, random.Random(0))
-    assert plan.is_small and plan.shards == tuple(map(Shard, range(32)))
+    assert plan.is_small
+    assert plan.shards == tuple(map(Shard, range(32)))
 
 
 def test_a_small_run_with_one_large_stage_is_read_whole_too() -> None:
     plan = plan_read(knowing({0: 120, 1: 4}), reader_of(7, Span(1, 1), 2), 5.0, random.Random(0))
-    assert plan.is_small and set(plan.shards) == {Shard(1), *(Shard(0, bits) for bits in ("00", "01", "10", "11"))}
+    assert plan.is_small
+    assert set(plan.shards) == {Shard(1), *(Shard(0, bits) for bits in ("00", "01", "10", "11"))}
 
 
 @pytest.mark.parametrize("stages", [1, 32, 1024])
@@ -176,9 +182,10 @@ def test_a_read_and_a_cycle_are_bounded_for_any_number_of_peers(stages: int, per
     span = Span(0, min(length, stages) - 1) if length else None
     known = knowing(dict.fromkeys(range(stages), per_stage), depth_to_read(per_stage))
     plan = plan_read(known, reader_of(123 << 50, span, stages), 0.0, random.Random(0))
-    assert not plan.is_small and len(plan.shards) <= SHARDS_PER_READ
-    assert plan.near_period <= (max(OWN_SHARDS, length) + MAX_NEXT_SHARDS + 8) / SHARDS_PER_READ
-    assert plan.other_period <= plan.near_period * max(4, stages / 8)
+    assert not plan.is_small
+    assert len(plan.shards) <= SHARDS_PER_READ
+    assert plan.close_period <= (max(OWN_SHARDS, length) + MAX_NEXT_SHARDS + 8) / SHARDS_PER_READ
+    assert plan.other_period <= plan.close_period * max(4, stages / 8)
 
 
 def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
@@ -195,10 +202,12 @@ def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
             last[shard] = number
         readings = {s: type(judge_reading(s, (), 0.0))(31, 0.5**s.depth, 2.0 * number) for s in plan.shards}
         known = add_readings(known, readings)
-        if 2.0 * number > MIX_S - 10:
+        if 2.0 * number > OWN_SHARD_ROTATION_S - 10:
             break
-    assert close <= last.keys() and {shard.stage for shard in last} == set(range(32))
-    assert gaps[True] <= math.ceil(plan.near_period) + 2 and gaps[False] <= math.ceil(plan.other_period) + 3
+    assert close <= last.keys()
+    assert {shard.stage for shard in last} == set(range(32))
+    assert gaps[True] <= math.ceil(plan.close_period) + 2
+    assert gaps[False] <= math.ceil(plan.other_period) + 3
 
 
 @pytest.mark.parametrize("count", [10, 1_000, 30_000])
@@ -209,7 +218,8 @@ def test_every_peer_of_the_next_stage_is_known_to_some_callers_and_the_load_of_a
         readers.update(next_shards(1, count, count, peer & 0xFFFFFFFF, 0.0))
     shards = 2**depth
     assert len(readers) == shards, "no shard is unknown to all"
-    assert max(readers.values()) <= 300 and min(readers.values()) >= min(count, 60)
+    assert max(readers.values()) <= 300
+    assert min(readers.values()) >= min(count, 60)
 
 
 def test_few_callers_of_many_peers_know_more_shards_each() -> None:
@@ -218,7 +228,7 @@ def test_few_callers_of_many_peers_know_more_shards_each() -> None:
 
 
 def test_random_shards_are_exchanged_one_at_a_time_so_that_a_router_keeps_most_of_whom_it_knows() -> None:
-    times = [second * EXCHANGE_S / 64 for second in range(129)]
+    times = [second * RANDOM_SHARD_ROTATION_S / 64 for second in range(129)]
     known = [next_shards(1, 10_000, 10_000, 5, now) for now in times]
     assert all(len(before - after) <= 1 for before, after in zip(known, known[1:], strict=False))
     assert len(set().union(*known)) > 8
@@ -249,7 +259,7 @@ def test_in_time_all_replicas_of_a_huge_stage_are_connected() -> None:
     start = Shard(0, "0" * depth)
     reached = {start}
     for turn in range(depth):
-        now = turn * MIX_S
+        now = turn * OWN_SHARD_ROTATION_S
         reached |= {new for old in reached for new in own_shards(0, 20_000, 1, old.first_hash, now)}
     assert len(reached) == 2**depth
 

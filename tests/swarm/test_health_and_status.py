@@ -11,8 +11,8 @@ from agora_protocol.ids import peer_name
 from agora_protocol.records import StageAccount
 
 from agora.swarm.health import Health, assess_health
-from agora.swarm.status import RunIdentity, status
-from agora.swarm.view import StageSample, View
+from agora.swarm.status import RunIdentity, build_status
+from agora.swarm.view import StageEstimate, View
 from tests.swarm.makers import peer_id, seen, view
 
 NOW = 10_000.0
@@ -35,20 +35,20 @@ def test_degraded_when_a_stage_hangs_on_one_peer() -> None:
     peers = view(*two_each(2, stepped_unix=NOW - 3.0).peers.values()).without(peer_id("p11"))
     found = health(peers)
     assert found.state == "DEGRADED" and "stage 1 has a single peer" in found.why
-    assert found.do is not None and "--stages 1" in found.do
+    assert found.advice is not None and "--stages 1" in found.advice
 
 
 def test_stalled_names_the_stage_that_has_no_peer() -> None:
     found = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "2", stepped_unix=NOW)), 3)
     assert found.state == "STALLED" and found.why == "stage 1 has no peer"
-    assert found.do == "start one with `agora-node join RUN --stages 1`; the others wait for it"
+    assert found.advice == "start one with `agora-node join RUN --stages 1`; the others wait for it"
     several = health(view(seen("a", "0", stepped_unix=NOW)), 4)
     assert several.why == "stages 1, 2, 3 have no peer"
 
 
 def test_a_stage_whose_only_peer_joins_or_leaves_is_stalled_too() -> None:
     joining = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "1", "joining")))
-    assert (joining.state, joining.do) == ("STALLED", "wait until it serves")
+    assert (joining.state, joining.advice) == ("STALLED", "wait until it serves")
     leaving = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "1", "leaving")))
     assert leaving.why == "stage 1 has no peer"
 
@@ -56,19 +56,19 @@ def test_a_stage_whose_only_peer_joins_or_leaves_is_stalled_too() -> None:
 def test_a_sampled_stage_is_given_the_time_in_which_its_peers_are_read_again() -> None:
     peers = two_each(2, stepped_unix=NOW - 100.0)
     assert health(peers).state == "STALLED"
-    sampled = replace(peers, samples={0: StageSample(200.0, 25.0), 1: StageSample(90.0, 25.0)})
+    sampled = replace(peers, estimates={0: StageEstimate(200.0, 25.0), 1: StageEstimate(90.0, 25.0)})
     found = health(sampled)
     assert (found.state, found.why) == ("OK", "every stage has at least 90 replicas; last step 100 s ago")
     assert health(sampled, since=NOW - 1e4).state == "OK"
-    assert health(replace(peers, samples={1: StageSample(90.0, 25.0)})).state == "STALLED"
+    assert health(replace(peers, estimates={1: StageEstimate(90.0, 25.0)})).state == "STALLED"
 
 
 def test_the_status_of_a_sampled_stage_is_an_estimate_and_says_of_how_many() -> None:
     peers = two_each(2, stepped_unix=NOW, tokens_per_second=50.0)
     run = RunIdentity("ab" * 32, "large", 2, 1000)
     whole, sampled = (
-        status(known, run, health(known), NOW)["stages"]
-        for known in (peers, replace(peers, samples={0: StageSample(200.0, 25.0)}))
+        build_status(known, run, health(known), NOW)["stages"]
+        for known in (peers, replace(peers, estimates={0: StageEstimate(200.0, 25.0)}))
     )
     assert [(row["replicas"], row["replicas_known"], row["tokens_per_second"]) for row in sampled] == [
         (200, 2, 10_000.0),
@@ -96,18 +96,18 @@ def test_slow_steps_are_given_ten_of_their_usual_time() -> None:
 
 def test_a_swarm_that_has_just_started_is_degraded_then_stalled() -> None:
     fresh = health(two_each(2), since=NOW - 5.0)
-    assert (fresh.state, fresh.do) == ("DEGRADED", "wait; the swarm has just started")
+    assert (fresh.state, fresh.advice) == ("DEGRADED", "wait; the swarm has just started")
     assert health(two_each(2), since=NOW - 61.0).state == "STALLED"
 
 
 def test_without_any_peer_in_sight_it_is_unreachable() -> None:
-    assert health(View()).state == "UNREACHABLE" and health(View()).do
+    assert health(View()).state == "UNREACHABLE" and health(View()).advice
 
 
 @pytest.mark.parametrize("peers", [View(), two_each(2), two_each(2, stepped_unix=NOW)])
 def test_every_state_but_ok_says_what_to_do(peers: View) -> None:
     found = health(peers)
-    assert (found.do is None) == (found.state == "OK")
+    assert (found.advice is None) == (found.state == "OK")
 
 
 # --- status
@@ -117,7 +117,7 @@ OK = Health("OK", "fine", None)
 
 
 def test_status_has_exactly_the_fields_of_the_contract() -> None:
-    found = status(two_each(2, stepped_unix=NOW, seen_unix=NOW - 1.2), RUN_IDENTITY, OK, NOW)
+    found = build_status(two_each(2, stepped_unix=NOW, seen_unix=NOW - 1.2), RUN_IDENTITY, OK, NOW)
     first = ["schema", "run_id", "name", "step", "loss", "tokens_per_second", "health", "stages", "peers"]
     assert list(found) == [*first, "objective", "unix", "tuning", "samples"]
     assert list(found["health"]) == ["state", "why", "do"]
@@ -134,7 +134,7 @@ def test_status_sums_replicas_and_the_slowest_stage_is_the_swarms_throughput() -
         seen("b", "0-1", steps=(12, 11), tokens_per_second=50.0, loss=1.0),
         seen("c", "1", "joining", steps=(0,), tokens_per_second=70.0),
     )
-    found = status(peers, RUN_IDENTITY, OK, NOW)
+    found = build_status(peers, RUN_IDENTITY, OK, NOW)
     assert [s["replicas"] for s in found["stages"]] == [2, 1]
     assert [s["step"] for s in found["stages"]] == [12, 11] and found["step"] == 12
     assert [s["tokens_per_second"] for s in found["stages"]] == [150.0, 50.0] and found["tokens_per_second"] == 50.0
@@ -144,14 +144,14 @@ def test_status_sums_replicas_and_the_slowest_stage_is_the_swarms_throughput() -
 
 
 def test_status_of_an_empty_view_is_still_a_status() -> None:
-    found = status(View(), RUN_IDENTITY, health(View()), NOW)
+    found = build_status(View(), RUN_IDENTITY, health(View()), NOW)
     assert (found["loss"], found["step"], found["tokens_per_second"], found["peers"]) == (None, 0, 0.0, [])
     assert found["health"]["state"] == "UNREACHABLE"
 
 
 def test_what_only_the_asked_peer_knows_is_added() -> None:
     peer = peer_id("p00")
-    found = status(two_each(1), RUN_IDENTITY, OK, NOW, {peer: "relayed"})
+    found = build_status(two_each(1), RUN_IDENTITY, OK, NOW, {peer: "relayed"})
     assert next(p["path"] for p in found["peers"] if p["peer"] == peer) == "relayed"
 
 
@@ -174,13 +174,13 @@ def test_a_stage_tells_what_became_of_the_tokens_of_its_replicas_and_what_the_la
         ),
     )
     peers = view(*peers.peers.values(), seen("c", "0", steps=(0,)))  # has told nothing yet
-    first, second = status(peers, RUN_IDENTITY, OK, NOW)["stages"]
+    first, second = build_status(peers, RUN_IDENTITY, OK, NOW)["stages"]
     assert (first["tokens_computed"], first["tokens_counted"], first["share_counted"]) == (600, 400, 0.8)
     assert (first["tokens_per_step"], first["target_tokens"], first["staleness"]) == (250.0, 256, 0.4)
     assert first["waits_for"] == f"{peer_name(peer_id('b'))}: peers"
     assert (second["tokens_per_step"], second["share_counted"], second["staleness"]) == (None, None, None)
     assert second["waits_for"] == "a peer that serves it"
-    assert [peer["note"] for peer in status(peers, RUN_IDENTITY, OK, NOW)["peers"]].count("x") == 1
+    assert [peer["note"] for peer in build_status(peers, RUN_IDENTITY, OK, NOW)["peers"]].count("x") == 1
 
 
 def test_decisions_of_the_swarm_know_neither_asyncio_nor_torch() -> None:

@@ -17,7 +17,7 @@ from agora.swarm.meetings import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, Meetin
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.placement import Ability
 from agora.swarm.stage_supply import equal_demands
-from agora.swarm.view import PeerView, StageSample, View
+from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.test_membership import RUN, Peer, Store, unix
 
 
@@ -44,8 +44,8 @@ def test_a_stranger_that_does_not_answer_is_dialled_less_and_less() -> None:
             dialled_at.append(now)
     waits = [later - earlier for earlier, later in zip(dialled_at, dialled_at[1:], strict=False)]
     assert waits[0] == FIRST_WAIT_S and waits == sorted(waits) and waits[-1] == LONGEST_WAIT_S
-    assert meetings.was_unreachable(PeerId("a"))
-    assert not meetings.choose(1001.0, {}) and not meetings.was_unreachable(PeerId("a")), "who is gone is forgotten"
+    assert meetings.was_dialled(PeerId("a"))
+    assert not meetings.choose(1001.0, {}) and not meetings.was_dialled(PeerId("a")), "who is gone is forgotten"
 
 
 def test_strangers_without_an_address_are_not_dialled() -> None:
@@ -54,7 +54,7 @@ def test_strangers_without_an_address_are_not_dialled() -> None:
 
 def test_of_claims_that_were_not_read_as_large_a_part_counts_as_of_those_that_were() -> None:
     everybody = {PeerId(f"p{number}"): stranger(f"p{number}") for number in range(100)}
-    view = View(everybody, {0: StageSample(1000.0, 8.0)})
+    view = View(everybody, {0: StageEstimate(1000.0, 8.0)})
     assert view.replica_count(0) == 1000
     met = view.of_members(lambda peer: int(peer[1:]) < 5)
     assert len(met.replicas(0)) == 5 and met.replica_count(0) == 50
@@ -95,7 +95,7 @@ class Member(Peer):
             if other is not None:
                 self.met.add(other.identity.peer)
                 other.met.add(self.identity.peer)
-                other.membership.count_members()
+                other.membership.promote_met_strangers()
 
     async def join(self, length: int = 1, pinned: Span | None = None) -> None:
         await self.membership.claim_span(equal_demands(4), Ability(0.0, 0.0, (1, 1, 1, 1)), pinned)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from agora_protocol.errors import PeerFailed
 from agora_protocol.identity import Identity
-from agora_protocol.ids import Span
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim, Progress, Record
 from agora_protocol.shards import Shard
 
@@ -65,7 +65,14 @@ class Directory:
 class Peer:
     """A membership with its own identity and events."""
 
-    def __init__(self, store: Store, stages: int, seed: int, identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        stages: int,
+        seed: int,
+        identity: Identity | None = None,
+        is_member: Callable[[PeerId], bool] = lambda _: True,
+    ) -> None:
         self.stages = stages
         self.identity = identity or Identity.generate()
         self.events: list = []
@@ -73,7 +80,7 @@ class Peer:
         self.progress: Progress | None = None
         self.changed_at: list[float] = []
         self.membership = Membership(
-            MembershipConfig(RUN, stages, incarnation=7),
+            MembershipConfig(RUN, stages, incarnation=7, is_member=is_member),
             self.directory,
             self.identity,
             self.events.append,
@@ -89,7 +96,7 @@ class Peer:
         await self.membership.claim_span(equal_demands(self.stages), ability, pinned)
 
     async def serve(self) -> None:
-        await self.membership.announce("serving")
+        await self.membership.set_state("serving")
         self.task = asyncio.create_task(self.membership.run())
 
     async def stop(self) -> None:
@@ -130,7 +137,9 @@ def test_who_stands_by_claims_nothing() -> None:
     async def work() -> None:
         peer = Peer(Store(), 2, 1)
         placement = await peer.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (0, 0)))
-        assert placement.span is None and peer.membership.claim is None and not peer.events
+        assert placement.span is None
+        assert peer.membership.claim is None
+        assert not peer.events
 
     run(work())
 
@@ -172,7 +181,7 @@ def test_a_collision_found_after_loading_moves_one_of_the_two_right_before_it_se
         seen = Store()
         for peer in peers:
             peer.directory.store = seen
-            await peer.membership.announce("joining")
+            await peer.membership.set_state("joining")
         found = await asyncio.gather(*(peer.membership.confirm() for peer in peers))
         assert [placement.span for placement in found if placement] == [Span(1, 1)]
         assert sorted(peer.membership.claim.span.first for peer in peers) == [0, 1]
@@ -192,8 +201,10 @@ def test_a_peer_that_loads_longer_gives_way_to_one_that_serves_already() -> None
         await quick.join(pinned=span)
         await quick.serve()
         placement = await slow.membership.confirm()
-        assert placement is not None and placement.span != span
-        assert slow.membership.claim.span == placement.span and slow.membership.claim.state == "joining"
+        assert placement is not None
+        assert placement.span != span
+        assert slow.membership.claim.span == placement.span
+        assert slow.membership.claim.state == "joining"
         await quick.stop()
 
     run(work())
@@ -209,8 +220,8 @@ def test_a_lost_peer_leaves_the_view_at_once_and_comes_back_with_its_next_claim(
         await asyncio.sleep(3.0)
         stage = b.membership.claim.span.first
         lost, view, c = a.membership.lost_peers, a.membership.view, Identity.generate().peer
-        lost.look(0.0, {a.identity.peer, b.identity.peer, c}, view)
-        assert {due.peer for due in lost.look(1.0, {c}, view)} == {a.identity.peer, b.identity.peer}
+        lost.update_connected(0.0, {a.identity.peer, b.identity.peer, c}, view)
+        assert {due.peer for due in lost.update_connected(1.0, {c}, view)} == {a.identity.peer, b.identity.peer}
         for peer in (a, b):
             lost.record_failed_dial(1.0, peer.identity.peer, peer.membership.claim.incarnation)
         changes = len(a.changed_at)
@@ -218,13 +229,35 @@ def test_a_lost_peer_leaves_the_view_at_once_and_comes_back_with_its_next_claim(
         assert list(a.membership.view.peers) == [a.identity.peer], "it never loses itself"
         assert len(a.changed_at) == changes + 1, "whoever waits for a peer looks again"
         (gone,) = [event for event in a.events if isinstance(event, PeerGone)]
-        assert gone.peer == b.identity.peer and "cannot be dialled" in gone.reason
+        assert gone.peer == b.identity.peer
+        assert "cannot be dialled" in gone.reason
         await asyncio.sleep(10.0)
         assert not a.membership.view.replicas(stage), "its claim is still in the directory"
         await b.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (1, 1)), Span(stage, stage))
-        await b.membership.announce("serving")
+        await b.membership.set_state("serving")
         await asyncio.sleep(5.0)
         assert [p.peer for p in a.membership.view.replicas(stage)] == [b.identity.peer]
+        await a.stop()
+        await b.stop()
+
+    run(work())
+
+
+def test_a_peer_that_is_banned_leaves_the_view_at_once_and_the_event_says_why() -> None:
+    async def work() -> None:
+        store, banned = Store(), set[PeerId]()
+        a, b = Peer(store, 2, 1, is_member=lambda peer: peer not in banned), Peer(store, 2, 2)
+        for peer in (a, b):
+            await peer.join()
+            await peer.serve()
+        await asyncio.sleep(3.0)
+        assert set(a.membership.view.peers) == {a.identity.peer, b.identity.peer}
+        banned |= {b.identity.peer, a.identity.peer}
+        a.membership.forget_refused()
+        assert list(a.membership.view.peers) == [a.identity.peer], "it never refuses itself"
+        (gone,) = [event for event in a.events if isinstance(event, PeerGone)]
+        assert gone.peer == b.identity.peer
+        assert "not admitted" in gone.reason
         await a.stop()
         await b.stop()
 
@@ -250,7 +283,8 @@ def test_a_killed_peer_leaves_the_view_and_a_new_one_comes_into_it() -> None:
         await c.join()
         await c.serve()
         await asyncio.sleep(3.0)
-        assert c.membership.claim.span.first == stage and len(a.changed_at) > changes
+        assert c.membership.claim.span.first == stage
+        assert len(a.changed_at) > changes
         assert [p.peer for p in a.membership.view.replicas(stage)] == [c.identity.peer]
         await a.stop()
         await c.stop()
@@ -267,7 +301,7 @@ def test_leaving_is_seen_within_seconds() -> None:
             await peer.serve()
         await asyncio.sleep(5.0)
         assert len(a.membership.view.replicas(0)) == 2
-        await b.membership.announce("leaving")
+        await b.membership.set_state("leaving")
         await asyncio.sleep(3.0)
         assert [p.peer for p in a.membership.view.replicas(0)] == [a.identity.peer]
         await a.stop()
@@ -310,8 +344,10 @@ def test_progress_is_published_and_reaches_the_others() -> None:
             b.progress = Progress(b.identity.peer, Span(0, 0), 1, (step,), 12.5, 3.25, 4, 99)
             await asyncio.sleep(4.0)
         seen = a.membership.view.peers[b.identity.peer]
-        assert seen.steps[0] >= 3 and (seen.loss, seen.tokens_per_second) == (3.25, 12.5)
-        assert seen.stepped_unix is not None and seen.mean_step_s.value == pytest.approx(4.0, rel=0.5)
+        assert seen.steps[0] >= 3
+        assert (seen.loss, seen.tokens_per_second) == (3.25, 12.5)
+        assert seen.stepped_unix is not None
+        assert seen.mean_step_s.value == pytest.approx(4.0, rel=0.5)
         assert b.membership.view.peers[b.identity.peer].steps[0] >= 4, "our own is known at once"
         await a.stop()
         await b.stop()
@@ -347,15 +383,16 @@ def test_a_peer_that_serves_moves_to_another_span_and_the_others_follow_it() -> 
         await asyncio.sleep(5.0)
         old_progress = Progress(b.identity.peer, Span(0, 0), 1, (5,), 1.0, None, 0, 0)
         await b.membership.publish_progress(old_progress)
-        await b.membership.announce("leaving")
+        await b.membership.set_state("leaving")
         placement = await b.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (1, 1)), Span(1, 1))
         await b.membership.publish_progress(old_progress)
         assert placement.reason == "as asked for; stage 1 is the thinnest, held by nobody"
         assert b.membership.claim is not None
         assert (b.membership.claim.incarnation, b.membership.claim.state) == (8, "joining")
         await asyncio.sleep(5.0)
-        assert a.membership.view.replicas(1) == () and len(a.membership.view.claimants(1)) == 1
-        await b.membership.announce("serving")
+        assert a.membership.view.replicas(1) == ()
+        assert len(a.membership.view.claimants(1)) == 1
+        await b.membership.set_state("serving")
         await asyncio.sleep(5.0)
         assert [p.peer for p in a.membership.view.replicas(0)] == [a.identity.peer]
         (moved,) = a.membership.view.replicas(1)

@@ -14,14 +14,14 @@ from agora.swarm.placement import (
     Placement,
     Settling,
     choose_placement,
-    hash_order,
     holders_by_stage,
     judge_collision,
     next_settling_step,
     place_as_pinned,
+    settling_order_key,
 )
 from agora.swarm.stage_supply import StageDemands, equal_demands, spans_that_fit
-from agora.swarm.view import StageSample, View
+from agora.swarm.view import StageEstimate, View
 from tests.swarm.makers import RUN, seen, view
 
 
@@ -40,7 +40,8 @@ def test_the_first_peer_may_take_any_stage_and_ties_are_broken_by_the_generator(
 
 def test_the_thinnest_stage_is_raised() -> None:
     placement = choose(view(seen("a", "0"), seen("b", "2")), 3)
-    assert placement.span == Span(1, 1) and placement.reason == "stage 1 is the thinnest, held by nobody"
+    assert placement.span == Span(1, 1)
+    assert placement.reason == "stage 1 is the thinnest, held by nobody"
 
 
 def test_of_spans_with_the_same_thinnest_stage_the_next_thinnest_decides() -> None:
@@ -86,14 +87,16 @@ def test_a_claim_of_an_absurd_speed_does_not_hide_that_its_stage_is_slow() -> No
 
 def test_a_machine_that_no_stage_fits_stands_by() -> None:
     placement = choose(View(), 2, length=0)
-    assert placement.span is None and "fits into this machine's memory" in placement.reason
+    assert placement.span is None
+    assert "fits into this machine's memory" in placement.reason
 
 
 def test_a_machine_with_less_than_two_percent_of_the_median_rate_stands_by_while_no_stage_is_thin() -> None:
     peers = [seen(f"p{i}", str(i % 2), capacity=10.0) for i in range(4)]
     slow, demands = up_to(1, 2, speed=0.19), equal_demands(2)
     placement = choose_placement(view(*peers), demands, slow, random.Random(0))
-    assert placement.span is None and placement.reason.startswith("it would do 1.9% of what others do")
+    assert placement.span is None
+    assert placement.reason.startswith("it would do 1.9% of what others do")
     assert choose_placement(view(*peers), demands, up_to(1, 2, speed=0.21), random.Random(0)).span is not None
     assert choose_placement(view(*peers[:3]), demands, slow, random.Random(0)).span == Span(1, 1), "a thin stage"
     assert choose_placement(view(*peers), demands, up_to(1, 2), random.Random(0)).span is not None, "unknown speed"
@@ -103,7 +106,8 @@ def test_a_machine_with_less_than_two_percent_of_the_median_rate_stands_by_while
 
 def test_of_many_lengths_not_all_are_tried_but_always_the_longest() -> None:
     spans = spans_that_fit(tuple(200 - first for first in range(200)))
-    assert len(spans) < 200 * 25 and {Span(0, 199), Span(199, 199), Span(0, 7)} <= set(spans)
+    assert len(spans) < 200 * 25
+    assert {Span(0, 199), Span(199, 199), Span(0, 7)} <= set(spans)
 
 
 def test_joining_peers_count_and_leaving_ones_do_not() -> None:
@@ -129,7 +133,8 @@ def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages,
         now = View({**now.peers, f"p{i}": seen(f"p{i}", str(span))})
     holders = holders_by_stage(now, stages)
     if length == 1:
-        assert sum(holders) == peers and max(holders) - min(holders) <= 1
+        assert sum(holders) == peers
+        assert max(holders) - min(holders) <= 1
     covering = -(-stages // min(length, stages))
     assert peers < 2 * covering or min(holders) >= 1, "every stage is covered by twice as many peers as could cover it"
 
@@ -143,14 +148,15 @@ def test_who_stands_well_stays_whatever_the_order() -> None:
 def test_of_two_that_chose_at_once_the_later_in_the_hash_order_chooses_again() -> None:
     peers = view(seen("a", "0", "joining"), seen("b", "0", "joining"))
     verdicts = {p.peer: judge_collision(peers, p, equal_demands(2), RUN) for p in peers.peers.values()}
-    first, second = sorted(verdicts, key=lambda peer: hash_order(RUN, peer))
+    first, second = sorted(verdicts, key=lambda peer: settling_order_key(RUN, peer))
     assert (verdicts[first].span, verdicts[second].span) == (Span(0, 0), Span(1, 1))
-    assert "come first" in verdicts[second].reason and "give way" in verdicts[first].reason
+    assert verdicts[second].reason.startswith("placed after 1 peer that chose at the same time")
+    assert "give way" in verdicts[first].reason
 
 
 def test_the_order_is_another_in_every_run() -> None:
     peers = [seen(f"p{i}", "0").peer for i in range(8)]
-    orders = {tuple(sorted(peers, key=lambda p: hash_order(RunId(f"{r:064x}"), p))) for r in range(20)}
+    orders = {tuple(sorted(peers, key=lambda p: settling_order_key(RunId(f"{r:064x}"), p))) for r in range(20)}
     assert len(orders) > 15
 
 
@@ -214,7 +220,7 @@ def test_a_span_that_was_kept_three_times_in_a_row_is_settled_although_others_st
     assert settle(KEPT, KEPT, KEPT).settled
 
 
-def test_a_joiner_that_must_choose_again_claims_the_other_span_and_begins_to_count_anew() -> None:
+def test_a_joiner_that_must_choose_again_claims_the_other_span_and_begins_to_count_again() -> None:
     moved = settle(KEPT, KEPT, MOVED)
     assert moved == Settling(Placement(Span(1, 1), "others come first"), rounds=3, kept=0, settled=False)
     assert not settle(KEPT, KEPT, settling=moved).settled
@@ -222,11 +228,12 @@ def test_a_joiner_that_must_choose_again_claims_the_other_span_and_begins_to_cou
 
 def test_settling_ends_after_its_last_round_whatever_others_do() -> None:
     moved = settle(*[MOVED, BACK] * (MAX_SETTLING_ROUNDS // 2))
-    assert moved.settled and moved.placement == BACK
+    assert moved.settled
+    assert moved.placement == BACK
     assert settle(*[KEPT, MOVED, MOVED, BACK] * (MAX_SETTLING_ROUNDS // 4)).settled
 
 
 def test_in_a_run_that_is_not_read_whole_a_stages_peers_are_estimated() -> None:
-    known = View({f"p{number}": seen(f"p{number}", "0") for number in range(4)}, {0: StageSample(40.0, 8.0)})
+    known = View({f"p{number}": seen(f"p{number}", "0") for number in range(4)}, {0: StageEstimate(40.0, 8.0)})
     assert holders_by_stage(known, 2) == [40, 0]
     assert "stage 0 is held by 40 peers" in place_as_pinned(known, 2, Span(0, 0)).reason

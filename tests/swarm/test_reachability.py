@@ -12,7 +12,7 @@ from agora.swarm.reachability import (
     SETTLED_S,
     Findings,
     RelayRefusals,
-    announce,
+    build_announcement,
     choose_relays,
     confirmed_addresses,
     judge_reachability,
@@ -101,7 +101,7 @@ def test_a_refusal_is_forgotten_after_a_minute() -> None:
 
 
 def test_a_public_peer_announces_where_it_was_reached_and_what_it_offers() -> None:
-    told = announce(ME, (INSIDE,), Findings(1.0, reached=(OUTSIDE,)), {}, 16)
+    told = build_announcement(ME, (INSIDE,), Findings(1.0, reached=(OUTSIDE,)), {}, 16)
     assert told.addresses == (f"{OUTSIDE}/p2p/{ME}", f"{INSIDE}/p2p/{ME}")
     assert (told.reachability, told.relays_for) == ("public", 16)
 
@@ -109,7 +109,7 @@ def test_a_public_peer_announces_where_it_was_reached_and_what_it_offers() -> No
 def test_a_peer_that_was_reached_only_behind_its_nat_has_relays_as_well() -> None:
     findings = Findings(1.0, reached=(OUTSIDE,), relays=(RELAYS[0],))
     assert needs_relays(findings, (INSIDE,)) and not needs_relays(findings, (INSIDE, OUTSIDE))
-    told = announce(ME, (), findings, {RELAYS[0]: (f"/ip4/44.77.0.9/tcp/1/p2p/{RELAYS[0]}",)}, 16)
+    told = build_announcement(ME, (), findings, {RELAYS[0]: (f"/ip4/44.77.0.9/tcp/1/p2p/{RELAYS[0]}",)}, 16)
     assert told.addresses == (f"{OUTSIDE}/p2p/{ME}", f"/ip4/44.77.0.9/tcp/1/p2p/{RELAYS[0]}/p2p-circuit/p2p/{ME}")
 
 
@@ -117,6 +117,6 @@ def test_another_announces_its_relays_and_offers_nothing() -> None:
     held, lost = RELAYS[:2]
     circuit = f"{OUTSIDE}/p2p/{held}"
     known = {held: (circuit, f"{circuit}/p2p-circuit/p2p/{held}"), lost: (f"{OUTSIDE}/p2p/{lost}",)}
-    told = announce(ME, (), Findings(1.0, relays=(held,)), known, 16)
+    told = build_announcement(ME, (), Findings(1.0, relays=(held,)), known, 16)
     assert told.addresses == (f"{circuit}/p2p-circuit/p2p/{ME}",), "a relay behind a relay is none"
     assert (told.reachability, told.relays_for) == ("relayed", 0)

@@ -10,9 +10,16 @@ import pytest
 from agora_protocol.ids import Span
 
 from agora.swarm.placement import Ability, Placement
-from agora.swarm.rebalancing import LONGEST_LOOK_S, MIN_GAIN, SHORTEST_LOOK_S, judge_move, next_look_s
+from agora.swarm.rebalancing import (
+    MAX_JUDGE_INTERVAL_S,
+    MIN_GAIN,
+    MIN_JUDGE_INTERVAL_S,
+    MOVE_S,
+    judge_interval_s,
+    judge_move,
+)
 from agora.swarm.stage_supply import StageDemands, StageSupply, equal_demands
-from agora.swarm.view import PeerView, StageSample, View
+from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.makers import peer_id, seen, view
 
 
@@ -31,7 +38,7 @@ class Never(random.Random):
 
 
 def stage(number: int, count: int, capacity: float = 0.0, state: str = "serving") -> list[PeerView]:
-    """So many peers of one stage, named by it: "0a", "0b" ..."""
+    """`count` peers of one stage, named after it: "0a", "0b" ..."""
     return [seen(f"{number}{chr(97 + i)}", str(number), state, capacity=capacity) for i in range(count)]
 
 
@@ -101,7 +108,7 @@ def test_a_slow_stage_is_raised_when_the_rate_rises_by_enough() -> None:
 def test_a_stage_of_which_a_part_is_known_counts_in_full_and_its_uncertainty_forbids_small_moves() -> None:
     peers = view(*stage(0, 24), *stage(1, 6)).peers
     assert judge(View(peers), "0a", 2) is not None, "all that there are"
-    samples = {0: StageSample(24.0, 8.0), 1: StageSample(20.0, 50.0)}
+    samples = {0: StageEstimate(24.0, 8.0), 1: StageEstimate(20.0, 50.0)}
     supply = StageSupply(View(peers, samples), equal_demands(2))
     assert supply.rates == pytest.approx([24.0, 20.0]) and supply.holders == [24, 20] and supply.speed == 44.0
     assert supply.uncertainty == pytest.approx(3.0 * ((1.0 - 6 / 20) / 6) ** 0.5)
@@ -156,8 +163,8 @@ def test_peers_that_judge_the_same_view_at_once_go_to_different_stages_and_no_mo
 
 def test_peers_look_again_at_random_moments() -> None:
     rng = random.Random(0)
-    looks = [next_look_s(rng) for _ in range(200)]
-    assert SHORTEST_LOOK_S <= min(looks) < max(looks) <= LONGEST_LOOK_S and len(set(looks)) > 190
+    looks = [judge_interval_s(rng) for _ in range(200)]
+    assert MIN_JUDGE_INTERVAL_S <= min(looks) < max(looks) <= MAX_JUDGE_INTERVAL_S and len(set(looks)) > 190
 
 
 # --- all together
@@ -225,3 +232,18 @@ def test_heads_are_counted_while_no_speed_is_known() -> None:
             peers = View({**peers.peers, peer_id(name): seen(name, str(placement.span))})
     counts = Counter(peer.span.first for peer in peers.peers.values())
     assert min(counts.values()) >= 3 and sum(counts.values()) == 12, counts
+
+
+@pytest.mark.parametrize("slow_peers", [2, 5])
+def test_a_move_is_expected_to_pay_for_as_long_as_the_peer_has_served(slow_peers: int) -> None:
+    """One more peer makes the slow stage (n + 1) / n times as fast: 1 / (n + 1) of the time is won."""
+    peers = view(*stage(0, 8, 2.0), *stage(1, slow_peers, 1.0))
+    ability, repaid_s = Ability(1.0, 0.0, (1, 1)), MOVE_S * (slow_peers + 1)
+    for served_s, moves in ((0.9 * repaid_s, False), (1.1 * repaid_s, True)):
+        placement = judge_move(peers, peer_id("0a"), equal_demands(2), ability, Always(1), served_s)
+        assert (placement is not None) == moves
+
+
+def test_a_thin_stage_is_filled_by_a_peer_that_has_just_come() -> None:
+    peers = view(*stage(0, 3), *stage(1, 1))
+    assert judge_move(peers, peer_id("0a"), equal_demands(2), Ability(0.0, 0.0, (1, 1)), Always(1), 0.0) is not None

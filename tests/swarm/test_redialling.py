@@ -27,57 +27,57 @@ def book() -> Redialling:
 
 def test_a_peer_in_sight_is_not_dialled_and_one_out_of_sight_is() -> None:
     redialling = book()
-    redialling.saw(0.0, view(seen("a"), seen("b")))
-    assert redialling.due(FIRST_S, view(seen("a"))) == [PeerId("b")]
+    redialling.remember_view(0.0, view(seen("a"), seen("b")))
+    assert redialling.take_due_peers(FIRST_S, view(seen("a"))) == [PeerId("b")]
     assert redialling.addresses_of(PeerId("b")) == seen("b").addresses
 
 
 def test_waits_double_up_to_the_longest_and_begin_anew_after_the_peer_was_seen() -> None:
     redialling, dials, now = book(), [], 0.0
-    redialling.saw(now, view(seen("a")))
+    redialling.remember_view(now, view(seen("a")))
     while len(dials) < 8:
         now += 0.5
-        if redialling.due(now, View()):
+        if redialling.take_due_peers(now, View()):
             dials.append(now)
     gaps = [later - earlier for earlier, later in zip(dials, dials[1:], strict=False)]
     for index, gap in enumerate(gaps):
         wait = min(FIRST_S * 2**index, LONGEST_S)
         assert wait * (1 - JITTER) <= gap <= wait * (1 + JITTER) + 0.5
-    redialling.saw(now, view(seen("a")))
-    assert redialling.due(now + FIRST_S, View()) == [PeerId("a")]
+    redialling.remember_view(now, view(seen("a")))
+    assert redialling.take_due_peers(now + FIRST_S, View()) == [PeerId("a")]
 
 
 def test_who_has_left_and_who_was_away_for_a_day_is_not_dialled() -> None:
     redialling = book()
-    redialling.saw(0.0, view(seen("a"), seen("b")))
-    redialling.saw(1.0, view(seen("a", "leaving")))
-    assert redialling.due(10.0, View()) == [PeerId("b")]
-    redialling.saw(REMEMBERED_S + 2.0, view(seen("c")))
-    assert redialling.due(REMEMBERED_S + 3.0, view(seen("c"))) == []
+    redialling.remember_view(0.0, view(seen("a"), seen("b")))
+    redialling.remember_view(1.0, view(seen("a", "leaving")))
+    assert redialling.take_due_peers(10.0, View()) == [PeerId("b")]
+    redialling.remember_view(REMEMBERED_S + 2.0, view(seen("c")))
+    assert redialling.take_due_peers(REMEMBERED_S + 3.0, view(seen("c"))) == []
 
 
 def test_a_machine_that_was_offline_for_days_still_dials_those_that_it_saw_last() -> None:
     redialling = book()
-    redialling.saw(0.0, view(seen("a")))
-    redialling.saw(3 * REMEMBERED_S, View())
-    assert redialling.due(3 * REMEMBERED_S, View()) == [PeerId("a")]
+    redialling.remember_view(0.0, view(seen("a")))
+    redialling.remember_view(3 * REMEMBERED_S, View())
+    assert redialling.take_due_peers(3 * REMEMBERED_S, View()) == [PeerId("a")]
 
 
 def test_this_peer_is_never_dialled_and_those_of_the_invite_at_once() -> None:
     redialling = book()
-    redialling.saw(0.0, view(seen("me")))
+    redialling.remember_view(0.0, view(seen("me")))
     redialling.learn(0.0, ME, ["/ip4/127.0.0.1/tcp/1/p2p/me"])
     redialling.learn(0.0, PeerId("a"), ["/ip4/127.0.0.1/tcp/1/p2p/a"])
-    assert redialling.due(0.0, View()) == [PeerId("a")]
+    assert redialling.take_due_peers(0.0, View()) == [PeerId("a")]
 
 
 def test_few_are_dialled_at_once_all_in_turn_and_only_the_last_seen_are_remembered() -> None:
     redialling = book()
-    redialling.saw(0.0, view(*(seen(f"old{number}") for number in range(MAX_REMEMBERED))))
-    redialling.saw(1.0, view(*(seen(f"new{number}") for number in range(2 * MAX_DIALS))))
+    redialling.remember_view(0.0, view(*(seen(f"old{number}") for number in range(MAX_REMEMBERED))))
+    redialling.remember_view(1.0, view(*(seen(f"new{number}") for number in range(2 * MAX_DIALS))))
     assert len(redialling.remembered_peers()) == MAX_REMEMBERED
     assert {f"new{number}" for number in range(2 * MAX_DIALS)} <= set(redialling.remembered_peers())
-    dialled = [peer for _ in range(MAX_REMEMBERED // MAX_DIALS) for peer in redialling.due(100.0, View())]
+    dialled = [peer for _ in range(MAX_REMEMBERED // MAX_DIALS) for peer in redialling.take_due_peers(100.0, View())]
     assert sorted(dialled) == sorted(redialling.remembered_peers())
 
 
@@ -87,17 +87,17 @@ def test_two_halves_dial_each_other_within_a_minute_of_their_links_return(apart_
     books = {peer.peer: Redialling(peer.peer, random.Random(peer.peer)) for peer in whole}
     now = 0.0
     for redialling in books.values():
-        redialling.saw(now, view(*whole))
+        redialling.remember_view(now, view(*whole))
     halves = {peer.peer: view(*whole[:3]) if index < 3 else view(*whole[3:]) for index, peer in enumerate(whole)}
     while now < apart_s:
         now += 5.0
         for peer, redialling in books.items():
-            redialling.saw(now, halves[peer])
-            redialling.due(now, halves[peer])
+            redialling.remember_view(now, halves[peer])
+            redialling.take_due_peers(now, halves[peer])
     until, crossing = now + 60.0, set()
     while now < until:
         now += 5.0
         for peer, redialling in books.items():
-            redialling.saw(now, halves[peer])
-            crossing |= {(peer, other) for other in redialling.due(now, halves[peer])}
+            redialling.remember_view(now, halves[peer])
+            crossing |= {(peer, other) for other in redialling.take_due_peers(now, halves[peer])}
     assert len(crossing) == 18, "everyone of each half has dialled everyone of the other"

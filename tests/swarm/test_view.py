@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.swarm import view as views
-from agora.swarm.view import PeerView, StageSample, View
+from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.makers import claim, peer_id, progress, seen
 
 A, B = peer_id("a"), peer_id("b")
@@ -128,7 +128,7 @@ def test_a_sampled_stage_has_as_many_peers_as_estimated_in_the_same_states_as_th
     known = merge(View(), [claim("a", "0"), claim("b", "0"), claim("c", "0", state="joining")], 100.0)
     known = merge(known, [claim("d", "0", state="leaving"), claim("e", "1")], 100.0)
     assert (known.replica_count(0), known.claimant_count(0), known.replica_count(2)) == (2, 3, 0)
-    sampled = replace(known, samples={0: StageSample(400.0, 30.0), 1: StageSample(0.5, 60.0)})
+    sampled = replace(known, estimates={0: StageEstimate(400.0, 30.0), 1: StageEstimate(0.5, 60.0)})
     assert (sampled.replica_count(0), sampled.claimant_count(0)) == (200, 300)
     assert sampled.replica_count(1) == 1, "what is known is the least"
     assert (sampled.period_s(0), sampled.period_s(2)) == (30.0, 0.0)

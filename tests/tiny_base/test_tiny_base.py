@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from agora.cli.console import USAGE, Failure
 from agora.data import text_sources
-from agora.data.chat_template import supervised_parts
+from agora.data.chat_template import split_supervised
 from agora.data.model_tokenizer import open_model_tokenizer
 from agora.data.sample_file import open_samples
 from agora.data.supervision import tokenise
@@ -47,7 +47,8 @@ def test_the_same_steps_and_seed_make_the_same_files(made: tuple[Path, TinyBase]
     folder, report = made
     again = make_base(tmp_path / "again", stdlib_files()[:SOME_FILES], Budget(2, 0.0), seed=3)
     assert hashes(tmp_path / "again") == hashes(folder)
-    assert again.pretrained.last_loss == report.pretrained.last_loss and again.text == report.text
+    assert again.pretrained.last_loss == report.pretrained.last_loss
+    assert again.text == report.text
     assert set(hashes(folder)) == {
         *("config.json", "generation_config.json", "model.safetensors.index.json"),
         *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
@@ -61,7 +62,8 @@ def test_transformers_loads_it_with_its_chat_template_and_assistant_masks(made: 
     folder, report = made
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert sum(parameter.numel() for parameter in model.parameters()) == report.parameters
-    assert 2_000_000 < report.parameters < 5_000_000 and len(tokenizer) == report.vocabulary
+    assert 2_000_000 < report.parameters < 5_000_000
+    assert len(tokenizer) == report.vocabulary
     assert (model.config.eos_token_id, tokenizer.eos_token, tokenizer.pad_token) == (2, "<|im_end|>", "<|endoftext|>")
     rendered: dict[str, Any] = tokenizer.apply_chat_template(
         CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -82,12 +84,15 @@ def test_the_data_files_are_recognised_and_their_answers_are_what_is_learnt(made
     for name, format_name, objective, sides in (("sft", "chat", "sft", 1), ("dpo", "preference", "dpo", 2)):
         file = open_samples(folder / "data" / f"{name}.jsonl", {})
         assert (file.reader.format.name, file.objective) == (format_name, objective)
-        samples = list(tokenise(file.samples(), tokenizer, context=CONTEXT, learn_all=False))
+        samples = list(tokenise(file.samples(), tokenizer, context=CONTEXT, supervise_all=False))
         assert len(samples) == report.examples[f"{name}.jsonl"] > 20
         assert all(len(sample) == sides and not any(part.truncated for part in sample) for sample in samples)
         first = samples[0][0]
-        (learnt,) = [text for text, is_trainable in supervised_parts(first.text, first.spans()) if is_trainable]
-        assert learnt.endswith(".<|im_end|>") and learnt[0].isupper()
+        (learnt,) = [
+            text for text, is_trainable in split_supervised(first.text, first.supervised_ranges()) if is_trainable
+        ]
+        assert learnt.endswith(".<|im_end|>")
+        assert learnt[0].isupper()
 
 
 def test_the_command_prints_one_object_and_refuses_what_cannot_be(
@@ -99,15 +104,18 @@ def test_the_command_prints_one_object_and_refuses_what_cannot_be(
     assert done.exit_code == 0, done.stderr
     value = json.loads(done.stdout)
     assert (value["schema"], value["steps"], value["context"], value["seed"]) == (1, 1, CONTEXT, 0)
-    assert value["tokens"] == value["steps"] * 4 * CONTEXT and 7 < value["heldout_loss"] < 9
-    assert "swarm new run.toml --base-model" in done.stderr and "%|" not in done.stderr
+    assert value["tokens"] == value["steps"] * 4 * CONTEXT
+    assert 7 < value["heldout_loss"] < 9
+    assert "swarm new run.toml --base-model" in done.stderr
+    assert "%|" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"], "nothing half written stays"
     for arguments, says in (
         ([str(tmp_path / "base")], "is not empty; name a new folder"),
         ([str(tmp_path / "new"), "--steps", "1", "--seconds", "5"], "two ends of pretraining"),
     ):
         refused = CliRunner().invoke(app, arguments)
-        assert isinstance(refused.exception, Failure) and says in str(refused.exception)
+        assert isinstance(refused.exception, Failure)
+        assert says in str(refused.exception)
         assert refused.exception.code == USAGE
     assert CliRunner().invoke(app, [str(tmp_path / "new"), "--steps", "0"]).exit_code == USAGE
     assert not (tmp_path / "new").exists()
@@ -149,7 +157,8 @@ def test_the_worse_answer_of_a_preference_is_shouted_or_of_another_name() -> Non
     names = [DocumentedName(f"m.f{n}", f"f{n}(x)", f"Return the number {n % 3}.") for n in range(7)]
     rejected = [record["rejected"][0]["content"] for record in dpo_records(names)]
     assert rejected[:3] == ["RETURN THE NUMBER 0!!!", "Return the number 2.", "RETURN THE NUMBER 2!!!"]
-    assert len(rejected) == 6 and all(r["chosen"] != r["rejected"] for r in dpo_records([names[0], names[3], names[6]]))
+    assert len(rejected) == 6
+    assert all(r["chosen"] != r["rejected"] for r in dpo_records([names[0], names[3], names[6]]))
     assert shout("Ok so.") == "OK SO!!!"
     questions = [record["messages"][0]["content"] for record in sft_records(names)]
     assert {text.split()[0] for text in questions} == {"What", "Describe"}
@@ -158,14 +167,18 @@ def test_the_worse_answer_of_a_preference_is_shouted_or_of_another_name() -> Non
 def test_some_files_are_also_conversations() -> None:
     paragraphs = "\n\n".join(f"paragraph number {number} of them" for number in range(5))
     texts = list(documents([SourceText(f"m{number}", paragraphs) for number in range(4)]))
-    assert len(texts) == 5 and all(text.endswith("<|endoftext|>") for text in texts)
-    assert texts[4].count("<|im_start|>assistant\n") == 2 and "user\nparagraph number 2 of them<|im_end|>" in texts[4]
+    assert len(texts) == 5
+    assert all(text.endswith("<|endoftext|>") for text in texts)
+    assert texts[4].count("<|im_start|>assistant\n") == 2
+    assert "user\nparagraph number 2 of them<|im_end|>" in texts[4]
 
 
 def test_the_learning_rate_rises_then_falls_with_the_budget_whatever_it_counts() -> None:
     assert learning_rate(0, 0.0) == pytest.approx(PEAK_RATE / WARMUP_STEPS)
-    assert learning_rate(10**6, 0.5) == pytest.approx(PEAK_RATE / 2) and learning_rate(10**6, 1.2) == 0.0
-    assert Budget(4, 90.0).spent(1, 1000.0) == 0.25 and Budget(None, 90.0).spent(1000, 45.0) == 0.5
+    assert learning_rate(10**6, 0.5) == pytest.approx(PEAK_RATE / 2)
+    assert learning_rate(10**6, 1.2) == 0.0
+    assert Budget(4, 90.0).spent(1, 1000.0) == 0.25
+    assert Budget(None, 90.0).spent(1000, 45.0) == 0.5
 
 
 def test_held_out_windows_are_apart_from_those_that_are_trained_on() -> None:

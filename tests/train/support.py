@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from agora_protocol.ids import MicrobatchId, Span
-from agora_protocol.manifest import Manifest
+from agora_protocol.manifest import Manifest, OptimizerSection
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.observe.events import Event
+from agora.state.layout import VALUE_BYTES, Layout
 from agora.stepping import StageStepped, StepPolicy
 from agora.train.compute import Compute
+from agora.train.device import DeviceOptions
+from agora.train.optimizer import float32_moments
 
 torch.set_num_threads(1)
 
@@ -73,7 +76,7 @@ async def pipeline_of(manifest: Manifest, spans: Sequence[str], **options: Any) 
         computes = []
         for span in spans:
             options.setdefault("report", lambda event: None)
-            compute = await Compute.create(manifest, Span.parse(span), device="cpu", **options)
+            compute = await Compute.create(manifest, Span.parse(span), **{"device": DeviceOptions("cpu"), **options})
             stack.push_async_callback(compute.close)
             computes.append(compute)
         yield computes
@@ -123,3 +126,10 @@ async def train_step(pipeline: Sequence[Compute], microbatches: Sequence[np.ndar
             gradients[i] = (await compute.backward(microbatch, compute.span.first, gradients[i])).gradient
     assert gradients == [None] * len(ids)
     return sum(finished.loss_sum for finished in done) / sum(finished.tokens for finished in done)
+
+
+def moment_bytes(section: OptimizerSection, layout: Layout) -> int:
+    """How many bytes the layout's moments take in memory, without the scales of those in 8 bits."""
+    in_float32 = sum(moment.numel for moment in float32_moments(section, layout))
+    everything = sum(moment.numel for moment in layout.moments)
+    return VALUE_BYTES * in_float32 + everything - in_float32

@@ -17,6 +17,7 @@ from agora.codec import encode_tokens
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
 from agora.stepping import StepPolicy
 from agora.train.compute import Compute
+from agora.train.device import DeviceOptions
 from tests.train.support import (
     Events,
     batches_for,
@@ -121,7 +122,7 @@ def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> 
 
 
 @pytest.mark.parametrize("name", [n for n in BAD_BOUNDARIES if n != "none"])
-def test_a_bad_gradient_is_refused_and_a_good_one_from_a_sibling_may_follow(name: str) -> None:
+def test_a_bad_gradient_is_refused_and_a_good_one_from_another_replica_may_follow(name: str) -> None:
     async def test(compute: Compute) -> None:
         await compute.forward(M, 0, None, a_batch(), "train")
         with pytest.raises(ProtocolError):
@@ -231,7 +232,8 @@ def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
     async def test(compute: Compute) -> None:
         never_step(compute)
         done = await compute.finish(M, 2, a_boundary(), a_batch(), "train")
-        assert done.gradient is not None and done.gradient.shape == small_manifest().boundary_shape()
+        assert done.gradient is not None
+        assert done.gradient.shape == small_manifest().boundary_shape()
         assert [p.tokens_in_share for p in compute.progress()] == [0, 32, 32]
 
     events = with_compute("1-3", test, stages=4)
@@ -334,7 +336,7 @@ def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
         assert len(compute.trainer.stashed) == 0
         assert jobs == 3  # building, the first forward, the weights: the queued one never ran
 
-    with_compute("0", test, fault=fault)
+    with_compute("0", test, device=DeviceOptions("cpu", fault=fault))
 
 
 def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
@@ -399,7 +401,7 @@ def test_bf16_boundaries_train_close_to_float32_ones() -> None:
 def test_an_unknown_device_is_refused_before_anything_is_built() -> None:
     async def whole() -> None:
         with pytest.raises(DeviceError, match="not known"):
-            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device="tpu")
+            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device=DeviceOptions("tpu"))
 
     before = threading.active_count()
     asyncio.run(whole())
@@ -414,7 +416,7 @@ def test_what_cannot_be_built_leaves_no_thread_behind(monkeypatch: pytest.Monkey
 
     async def whole() -> None:
         with pytest.raises(ManifestError, match="no such family"):
-            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device="cpu")
+            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device=DeviceOptions("cpu"))
         assert "device" not in {thread.name for thread in threading.enumerate()}
 
     asyncio.run(whole())

@@ -1,4 +1,4 @@
-"""The device queue: who goes first, what becomes of the cancelled, how it ends, and what its failures look like."""
+"""The device queue: who goes first, what happens to cancelled jobs, how it ends, and what its failures look like."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_job_that_comes_later_overtakes_those_of_lower_priority() -> None:
 
 
 def test_an_evaluation_is_not_starved_by_a_device_that_is_always_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(device, "MAX_EVALUATION_WAIT_S", 0.0)
 
     async def test(queue: DeviceQueue) -> None:
         gate, order = Gate(), []
@@ -125,7 +125,7 @@ def test_a_cancelled_waiters_queued_job_never_runs_and_frees_its_place() -> None
 def test_a_job_cancelled_while_it_runs_is_finished_and_undone() -> None:
     async def test(queue: DeviceQueue) -> None:
         gate, undone = Gate(), asyncio.Event()
-        task = asyncio.ensure_future(queue.run(Priority.FORWARD, gate, abandoned=lambda result: undone.set()))
+        task = asyncio.ensure_future(queue.run(Priority.FORWARD, gate, on_abandoned=lambda result: undone.set()))
         await asyncio.to_thread(gate.entered.wait, 30)
         task.cancel()
         await asyncio.sleep(0)
@@ -185,17 +185,17 @@ def test_then_runs_after_the_answer_and_before_the_next_job_and_its_failure_is_t
 
     async def test(queue: DeviceQueue) -> None:
         gate, order = Gate(), []
-        await queue.run(Priority.FORWARD, order.append, "job", then=gate)  # answered although `then` holds the thread
+        await queue.run(Priority.FORWARD, order.append, "job", afterwards=gate)  # answered before `afterwards` ends
         following = asyncio.ensure_future(queue.run(Priority.BACKWARD, order.append, "next"))
         await all_queued(queue, 1)
         assert order == ["job"]
         gate.opened.set()
         await following
-        await queue.run(Priority.FORWARD, order.append, "failing", then=lambda: divmod(1, 0) and None)
+        await queue.run(Priority.FORWARD, order.append, "failing", afterwards=lambda: divmod(1, 0) and None)
         await queue.run(Priority.FORWARD, order.append, "after")
         assert order[-2:] == ["failing", "after"]
 
-    run(test, failed=failures.append)
+    run(test, on_error=failures.append)
     assert [type(error) for error in failures] == [ZeroDivisionError]
 
 

@@ -15,29 +15,29 @@ from tests.train.support import batches_for, microbatch_id, pipeline_of, small_m
 
 def test_a_gradient_may_be_a_hundred_times_the_median_and_no_larger() -> None:
     bound = GradientNormBound()
-    assert all(bound.record_and_judge(size) for size in (1.0, 2.0, 3.0, 2.0, 2.0))
+    assert all(bound.record_and_check(size) for size in (1.0, 2.0, 3.0, 2.0, 2.0))
     assert bound.limit == 2.0 * MAX_RATIO
-    assert not bound.record_and_judge(1e30) and not bound.record_and_judge(math.inf)
-    assert bound.record_and_judge(150.0) and bound.record_and_judge(0.0)
+    assert not bound.record_and_check(1e30) and not bound.record_and_check(math.inf)
+    assert bound.record_and_check(150.0) and bound.record_and_check(0.0)
 
 
 def test_the_first_gradients_have_a_limit_too() -> None:
     bound = GradientNormBound()
     for _ in range(MIN_SAMPLES - 1):
-        assert not bound.record_and_judge(1e30) and bound.limit == FIRST_LIMIT
+        assert not bound.record_and_check(1e30) and bound.limit == FIRST_LIMIT
 
 
 def test_a_minority_of_huge_gradients_does_not_move_the_limit_for_long_and_a_majority_does() -> None:
     bound = GradientNormBound()
     for number in range(1000):
         if number % 3 == 2:
-            assert number < 3 or not bound.record_and_judge(1e30)
+            assert number < 3 or not bound.record_and_check(1e30)
         else:
-            assert bound.record_and_judge(1.0)
+            assert bound.record_and_check(1.0)
     assert bound.limit == MAX_RATIO
     for _ in range(200):
-        bound.record_and_judge(1000.0)
-    assert bound.record_and_judge(1000.0), "the model's gradients have become larger: it goes on"
+        bound.record_and_check(1000.0)
+    assert bound.record_and_check(1000.0), "the model's gradients have become larger: it goes on"
 
 
 def test_a_gradient_of_1e30_is_refused_and_the_true_one_gives_the_weights_that_it_would_have_without() -> None:

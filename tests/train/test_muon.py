@@ -17,13 +17,14 @@ from agora.train.muon import (
     CUBIC,
     ITERATIONS,
     LINEAR,
-    MANY_ROWS,
+    MIN_SPLIT_ROWS,
     QUINTIC,
     UPDATE_RMS,
     MuonMatrices,
     orthogonalise,
 )
 from agora.train.optimizer import StageOptimizer, learning_rate
+from agora.train.state_place import StatePlace
 from agora.train.weight_versions import StageWeights, tensor_in
 
 CPU = torch.device("cpu")
@@ -93,10 +94,10 @@ def test_an_orthogonalised_matrix_has_singular_values_near_one_and_its_own_singu
 
 @pytest.mark.parametrize("smallest", [1e-2, 1e-7, 0.0])
 def test_wide_matrices_are_orthogonalised_by_way_of_their_gram_matrix_nearly_as_exactly(smallest: float) -> None:
-    values = torch.randn(2, MANY_ROWS, 2 * MANY_ROWS, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(2, MIN_SPLIT_ROWS, 2 * MIN_SPLIT_ROWS, generator=torch.Generator().manual_seed(1))
     u, _, v = torch.linalg.svd(values, full_matrices=False)
-    singular = torch.logspace(0, math.log10(smallest or 1e-1), MANY_ROWS)
-    singular[MANY_ROWS // 4 :] *= bool(smallest)  # else a gradient of low rank
+    singular = torch.logspace(0, math.log10(smallest or 1e-1), MIN_SPLIT_ROWS)
+    singular[MIN_SPLIT_ROWS // 4 :] *= bool(smallest)  # else a gradient of low rank
     matrices = u * singular @ v
     for found, matrix in zip(orthogonalise(matrices), matrices, strict=True):
         expected = by_singular_values(matrix)
@@ -188,7 +189,7 @@ def test_batches_of_matrices_change_nothing_but_rounding(monkeypatch: pytest.Mon
     for elements in (muon.BATCH_ELEMENTS, 1):
         monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
         weights, optimizer = stage()
-        hidden = MuonMatrices(optimizer.section, weights.layout, optimizer.moments["mean"])
+        hidden = MuonMatrices(optimizer.section, weights.layout, optimizer.moments["mean"], StatePlace(CPU))
         updates.append({slot.name: found for slot, found in hidden.directions(gradient_of(weights, 0))})
     assert updates[0].keys() == updates[1].keys() == set(HIDDEN)
     for name in HIDDEN:

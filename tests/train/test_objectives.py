@@ -68,7 +68,7 @@ def test_sft_sums_the_cross_entropy_of_the_answers_alone_and_counts_right_tokens
     picked = logits[rows, columns]
     expected = F.cross_entropy(picked, batch.targets[rows, columns].long(), reduction="sum")
     torch.testing.assert_close(loss, expected)
-    assert objective.count_tokens(batch) == 4
+    assert objective.loss_weight(batch) == 4
     assert metrics == (float((picked.argmax(1) == batch.targets[rows, columns]).sum()),)
     assert named_means("sft", metrics, 4) == {"token_accuracy": metrics[0] / 4}
     (gradient,) = torch.autograd.grad(loss, logits)
@@ -110,7 +110,7 @@ def test_dpo_is_the_mean_over_pairs_of_the_formula(section: ObjectiveSection) ->
         float(p) - q for p, q in zip(row_log_probabilities(logits.detach(), batch.targets), references, strict=True)
     ]
     pairs = [pair_loss(section, gains[0], gains[1], (2, 3)), pair_loss(section, gains[2], gains[3], (1, 2))]
-    tokens = objective.count_tokens(batch)
+    tokens = objective.loss_weight(batch)
     assert tokens == ROWS * PLACES
     assert float(loss.detach()) / tokens == pytest.approx(sum(pairs) / 2, rel=1e-5)
     beta = section.beta
@@ -127,9 +127,7 @@ def test_dpo_is_the_mean_over_pairs_of_the_formula(section: ObjectiveSection) ->
 
 def test_the_weight_of_pairs_does_not_depend_on_the_length_of_their_answers() -> None:
     objective = objective_of(ObjectiveSection(kind="dpo"))
-    assert objective.count_tokens(answers([1], [2], [3], [4])) == objective.count_tokens(
-        answers(*[[1, 2, 3, 4, 5]] * 4)
-    )
+    assert objective.loss_weight(answers([1], [2], [3], [4])) == objective.loss_weight(answers(*[[1, 2, 3, 4, 5]] * 4))
 
 
 @pytest.mark.parametrize("references", [(), (0.0,) * (ROWS - 1), (0.0,) * (ROWS + 1)])
@@ -144,7 +142,7 @@ def test_what_an_objective_sums_up_is_plausible(kind: str) -> None:
     objective = objective_of(ObjectiveSection.model_validate({"kind": kind}))
     batch = answers([1], [2], [3], [4])
     metrics = objective.loss(logits_of(), batch, references).metrics
-    assert are_plausible(kind, metrics, objective.count_tokens(batch), ROWS)
+    assert are_plausible(kind, metrics, objective.loss_weight(batch), ROWS)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +158,8 @@ def test_what_an_objective_sums_up_is_plausible(kind: str) -> None:
         ("dpo", (0.0, 0.0, 0.0, 1e-300)),
         ("dpo", (2 * MAX_REWARD, 0.0, 0.0, 2.0)),
         ("dpo", (0.0, -2 * MAX_REWARD, 0.0, 2.0)),
+        ("dpo", (float("nan"), 0.0, 0.0, 2.0)),
+        ("dpo", (0.0, float("nan"), 0.0, 2.0)),
         ("other", ()),
     ],
 )

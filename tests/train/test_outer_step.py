@@ -49,6 +49,15 @@ def test_a_part_without_a_mean_stays_with_its_weights() -> None:
     assert not outer.moments[VELOCITY][PART_ELEMENTS:].any()
 
 
+def test_a_part_of_a_large_slice_is_larger() -> None:
+    """A slice of 65 small parts has 33 parts of twice as many elements."""
+    large = 65 * PART_ELEMENTS
+    layout = lay_out([("weights", (large // SLICE_BLOCK, SLICE_BLOCK))])
+    outer = OuterOptimizer(SECTION, layout, torch.zeros(large))
+    moved = outer.step(torch.arange(large // SLICE_BLOCK), torch.ones(large), torch.ones(large), (False, *[True] * 32))
+    assert not moved[: 2 * PART_ELEMENTS].any() and bool(moved[2 * PART_ELEMENTS :].all())
+
+
 def test_with_rate_one_and_no_momentum_the_anchor_becomes_the_mean_of_the_weights() -> None:
     section = AveragingSection(outer_rate=1.0, outer_momentum=0.0)
     replicas = [weights_of(seed) for seed in (1, 2, 3)]

@@ -400,7 +400,7 @@ def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
         assert named.keys() == weights.keys()
         assert all(np.array_equal(named[name], weights[name]) for name in named)
         assert layout.numel == state.weights.size and layout.numel % SLICE_BLOCK == 0
-        assert np.array_equal(layout.flat(named), state.weights)
+        assert np.array_equal(layout.flatten(named), state.weights)
         state.weights.fill(9.0)
         assert not np.array_equal((await compute.export_state(0)).weights, state.weights)
 

@@ -132,7 +132,7 @@ def test_a_slice_between_steps_makes_no_third_version() -> None:
     bench.forward(2)
     second = bench.weights()
     bench.take_in(1, bench.noise(0.1), bench.slice())
-    assert (bench.alive(), bench.trainer.stashed.graph_count()) == (2, 1)
+    assert (bench.alive(), bench.trainer.stashed.count_graphs()) == (2, 1)
     bench.backward(2)
     before = bench.sums()
     assert same(before, bench.by_hand(2, second))

@@ -145,7 +145,7 @@ def test_a_third_version_is_never_made_the_oldest_graphs_fall_back_to_recompute(
     bench.forward(2)
     bench.step_with(3)
     assert bench.alive() == 2
-    assert bench.trainer.stashed.graph_count() == 1
+    assert bench.trainer.stashed.count_graphs() == 1
     bench.backward(2)
     after_two = bench.sums()
     assert same(after_two, bench.by_hand(2, second))
@@ -279,7 +279,7 @@ def test_auto_keeps_graphs_when_memory_allows_and_recomputes_otherwise(
     bench = Bench("auto")
     for number in range(4):
         bench.forward(number)  # the first one is measured, and recomputed
-    assert bench.trainer.stashed.graph_count() == graphs
+    assert bench.trainer.stashed.count_graphs() == graphs
     b, s, width = bench.manifest.boundary_shape()
     measured = bench.trainer.activation_bytes[0]
     assert 10 * b * s * width * 4 < measured < 100 * b * s * width * 4

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
-from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.limits import MAX_SMALL_PARTS, PART_ELEMENTS, SLICE_BLOCK
 
 from agora.averaging.exchange import Part, RoundConfig
 from agora.averaging.part_codec import PartCodec
@@ -51,7 +51,9 @@ def slices() -> list[dict[str, Any]]:
 
 def cuts() -> list[dict[str, Any]]:
     """Where the parts of slices begin and end."""
-    sizes = (SLICE_BLOCK, PART_ELEMENTS, PART_ELEMENTS + SLICE_BLOCK, 3 * PART_ELEMENTS)
+    largest = MAX_SMALL_PARTS * PART_ELEMENTS
+    sizes = [SLICE_BLOCK, PART_ELEMENTS, PART_ELEMENTS + SLICE_BLOCK, 3 * PART_ELEMENTS]
+    sizes += [largest, largest + SLICE_BLOCK, 2 * largest + SLICE_BLOCK, 5 * largest]
     return [{"elements": size, "parts": [[cut.start, cut.stop] for cut in cut_into_parts(size)]} for size in sizes]
 
 

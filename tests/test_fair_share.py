@@ -6,8 +6,8 @@ import pytest
 from agora_protocol.addresses import address_prefix
 from agora_protocol.ids import PeerId
 
-from agora.net import fair_share
-from agora.net.fair_share import Holder, Places, WorkBuckets, largest_holder
+from agora import fair_share
+from agora.fair_share import Holder, RateLimiter, SharedCapacity, largest_holder
 
 
 def holder(peer: str, prefix: str = "203.0.113.0/24") -> Holder:
@@ -15,7 +15,7 @@ def holder(peer: str, prefix: str = "203.0.113.0/24") -> Holder:
 
 
 def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
-    buckets = WorkBuckets(rate=10.0, burst=20.0)
+    buckets = RateLimiter(rate=10.0, burst=20.0)
     assert all(buckets.take("a", 0.0) for _ in range(20)) and not buckets.take("a", 0.0)
     assert buckets.take("b", 0.0, 20.0), "others have buckets of their own"
     assert buckets.take("a", 0.5, 5.0) and not buckets.take("a", 0.5)
@@ -26,7 +26,7 @@ def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
 
 def test_buckets_of_the_longest_idle_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_share, "MAX_HOLDERS", 2)
-    buckets = WorkBuckets(rate=1.0, burst=1.0)
+    buckets = RateLimiter(rate=1.0, burst=1.0)
     for name in ("a", "b", "a", "c"):
         buckets.take(name, 0.0)
     assert not buckets.take("a", 0.0) and buckets.take("b", 0.0), "b was forgotten, a was not"
@@ -40,29 +40,29 @@ def test_addresses_of_one_network_have_one_prefix() -> None:
     assert address_prefix("/ip4/198.51.100.4/tcp/1/p2p/R/p2p-circuit") == "198.51.100.0/24", "the relay's"
 
 
-def test_one_holder_takes_half_of_the_places_and_leaves_the_rest_to_others() -> None:
-    places, greedy = Places(8), holder("greedy")
-    assert sum(places.enter(greedy) for _ in range(20)) == 8, "alone it may have all"
+def test_one_holder_takes_half_of_the_capacity_and_leaves_the_rest_to_others() -> None:
+    capacity, greedy = SharedCapacity(8), holder("greedy")
+    assert sum(capacity.acquire(greedy) for _ in range(20)) == 8, "alone it may have all"
     for _ in range(4):
-        places.leave(greedy)
+        capacity.release(greedy)
     late = holder("late")
-    assert places.enter(late)
-    assert not places.enter(greedy), "it has its half"
-    assert sum(places.enter(late) for _ in range(20)) == 3
-    assert places.held == {greedy: 4, late: 4}
+    assert capacity.acquire(late)
+    assert not capacity.acquire(greedy), "it has its half"
+    assert sum(capacity.acquire(late) for _ in range(20)) == 3
+    assert capacity.held == {greedy: 4, late: 4}
 
 
 def test_a_hundred_peers_of_one_network_get_no_more_than_one_of_another() -> None:
-    places = Places(16)
-    crowd = sum(places.enter(holder(f"p{number}")) for number in range(100))
+    capacity = SharedCapacity(16)
+    crowd = sum(capacity.acquire(holder(f"p{number}")) for number in range(100))
     assert crowd == 16, "nobody else asks"
     for number in range(8):
-        places.leave(holder(f"p{number}"))
+        capacity.release(holder(f"p{number}"))
     other = holder("other", "198.51.100.0/24")
-    assert sum(places.enter(other) for _ in range(20)) == 8
+    assert sum(capacity.acquire(other) for _ in range(20)) == 8
 
 
-def test_whoever_comes_to_a_full_house_takes_a_place_from_the_largest_network_only() -> None:
+def test_whoever_comes_to_a_full_house_takes_a_slot_from_the_largest_network_only() -> None:
     held = {holder("a"): 3, holder("b"): 5, holder("c", "198.51.100.0/24"): 6}
     assert largest_holder(held, holder("new", "192.0.2.0/24")) == holder("b")
     assert largest_holder(held, holder("d")) == holder("b"), "its own network pays"
@@ -72,9 +72,9 @@ def test_whoever_comes_to_a_full_house_takes_a_place_from_the_largest_network_on
     assert largest_holder(even, holder("d", "198.51.100.0/24")) is None, "it would hold more than who pays"
 
 
-def test_places_are_given_back_completely() -> None:
-    places = Places(2)
-    assert places.enter(holder("a")) and places.enter(holder("b")) and not places.enter(holder("c"))
-    places.leave(holder("a"))
-    places.leave(holder("b"))
-    assert not places.held
+def test_a_capacity_is_given_back_completely() -> None:
+    capacity = SharedCapacity(2)
+    assert capacity.acquire(holder("a")) and capacity.acquire(holder("b")) and not capacity.acquire(holder("c"))
+    capacity.release(holder("a"))
+    capacity.release(holder("b"))
+    assert not capacity.held

@@ -1,0 +1,31 @@
+"""Starts background work of averaging whose errors are reported as events, because nothing waits for its result.
+
+Knows: coroutines, tasks. Must not know: what the work does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from agora_protocol.errors import AgoraError
+
+from agora.observe import events
+
+
+def start_reported(work: Coroutine[Any, Any, None], report: events.Report) -> asyncio.Task[None]:
+    """Starts `work` as a task and returns the task; reports an error in it as TaskFailed of "averaging".
+
+    A cancelled task is not reported.
+    """
+
+    def report_failure(task: asyncio.Task[None]) -> None:
+        """Reports the error with which the task ended, if any."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            code = error.code if isinstance(error, AgoraError) else type(error).__name__
+            report(events.TaskFailed("averaging", f"{code}: {error}"))
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(report_failure)
+    return task

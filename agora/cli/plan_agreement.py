@@ -1,0 +1,91 @@
+"""Tells how the replicas of a planned run will agree: the format of each machine's gradients, or local steps. Pure.
+
+Knows: a plan, the rule by which a replica chooses its format (averaging/gradient_wire.py). Must not know: files, the
+terminal, torch.
+
+| the manifest says | some machine's upload carries not even the smallest format | then |
+|---|---|---|
+| synchronous | - | gradients in float32, whatever the uploads carry |
+| gradients of all steps | no | each machine sends the largest format that its upload carries in a step |
+| gradients of all steps | yes | steps last longer; the advice is local steps |
+| local steps | - | slices of the weights; the advice is gradients if every upload carries the manifest's format |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from agora_protocol.ids import Span
+from agora_protocol.manifest import ALL_STEPS, Manifest
+
+from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
+from agora.plan.assignment import Assignment, Plan
+from agora.plan.cost import RunCost
+
+GRADIENTS: Final = f"averaging.exact_steps = {ALL_STEPS}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAgreement:
+    """How the machines of a plan will agree with the other replicas of their stages.
+
+    wires: by the machine's place in the plan, the format in which it will send gradients, also if the run takes local
+    steps; machines without another replica have none. step_s: expected seconds of an optimizer step. sentence: what
+    will happen, and what to write into the manifest instead if that is better.
+    """
+
+    wires: dict[int, GradientWire]
+    step_s: float
+    sentence: str
+
+
+def plan_agreement(manifest: Manifest, cost: RunCost, plan: Plan) -> PlannedAgreement:
+    """Returns how the machines of `plan` will agree; choose_gradient_wire decides for each, as in the daemon."""
+    step_s = manifest.optimizer.target_tokens / (plan.rate * cost.tokens)
+    if manifest.schedule.kind == "synchronous":
+        return PlannedAgreement({}, step_s, "synchronous steps average gradients in float32.")
+    wires = {
+        place: _gradient_wire(manifest, cost, plan, assignment, assignment.span, step_s)
+        for place, assignment in enumerate(plan.assignments)
+        if assignment.span is not None and _replicas(plan, assignment.span) > 1
+    }
+    return PlannedAgreement(wires, step_s, _describe(manifest, plan, wires, step_s))
+
+
+def _replicas(plan: Plan, span: Span) -> int:
+    """Returns the number of machines, in that stage of `span` that has most, which hold the same stage."""
+    spans = [each.span for each in plan.assignments if each.span is not None]
+    return max(sum(stage in held for held in spans) for stage in span.stages)
+
+
+def _gradient_wire(
+    manifest: Manifest, cost: RunCost, plan: Plan, assignment: Assignment, span: Span, step_s: float
+) -> GradientWire:
+    """Returns the format in which a machine that holds `span` will send gradients, by its upload."""
+    values = round(sum(cost.stages[stage].trained_values for stage in span.stages))
+    section, upload = manifest.averaging, assignment.machine.upload
+    replicas = _replicas(plan, span)
+    return choose_gradient_wire(section.gradient_wire, values, replicas, upload, step_s, section.share_of_uplink)
+
+
+def _describe(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire], step_s: float) -> str:
+    """Returns the sentence of PlannedAgreement for an asynchronous run."""
+    if not wires:
+        return "no stage has two machines; nothing is averaged."
+    too_slow = [place for place, wire in wires.items() if not wire.fits]
+    if manifest.exact_steps == 0:
+        sentence = "local steps, and slices of the weights are averaged"
+        is_needless = not any(wire.is_limited for wire in wires.values())
+        return (
+            f"{sentence}; every upload carries gradients: {GRADIENTS} learns more." if is_needless else f"{sentence}."
+        )
+    counts = Counter(wire.name for wire in wires.values()).most_common()
+    formats = ", ".join(f"{count} in {name}" for name, count in counts)
+    sentence = f"gradients of every step of {step_s:,.3g} s: {formats}"
+    if not too_slow:
+        return f"{sentence}."
+    slowest = min(too_slow, key=lambda place: plan.assignments[place].machine.upload)
+    name, reason = plan.assignments[slowest].machine.name, wires[slowest].reason
+    return f"{sentence}; {len(too_slow)} upload too slowly, so that steps last longer; {name} {reason}."

@@ -1,0 +1,154 @@
+"""Decides who may use how much of what this peer shares with others: work per second, slots, bytes. Deterministic.
+
+Knows: holders (a peer and the address prefix that it comes from), counts and amounts. Must not know: what is shared,
+clocks (`now` is an argument), sockets. A holder's prefix matters because anyone can create as many peer ids as they
+like, but not as many networks.
+
+| shared | rule | function |
+|---|---|---|
+| work per second | each holder has a bucket that fills at a rate; a request takes its price out of it | RateLimiter |
+| slots, bytes | half are free to all; each prefix may have an equal part, each peer an equal part of it | may_acquire |
+| slots, all taken | whoever has more than its part gives one up, the largest holder first | largest_holder |
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from agora_protocol.ids import PeerId
+
+MAX_HOLDERS: Final = 16_384
+"""Maximum number of holders whose buckets are remembered; the one that asked longest ago is forgotten first."""
+FREE_FRACTION: Final = 0.5
+"""The fraction of a capacity that anybody may take, whoever holds the rest."""
+
+
+class Holder(NamedTuple):
+    """Who uses a part of what is shared: a peer, and the prefix of the address that it comes from ("" if unknown)."""
+
+    prefix: str
+    peer: PeerId
+
+
+@dataclass(slots=True)
+class WorkBucket:
+    """A token bucket: it holds at most `burst` tokens, and gains `rate` of them a second.
+
+    level: the tokens that it held at time `at`, in seconds.
+    """
+
+    rate: float
+    burst: float
+    level: float
+    at: float
+
+    def take(self, now: float, price: float) -> bool:
+        """Adds the tokens gained until `now`; takes `price` tokens if there are that many, returns whether it did."""
+        self.level = min(self.burst, self.level + self.rate * max(0.0, now - self.at))
+        self.at = max(self.at, now)
+        if price > self.level:
+            return False
+        self.level -= price
+        return True
+
+
+class RateLimiter:
+    """Limits the work per second of each holder: keeps a token bucket for each, full at its first request.
+
+    Keeps at most MAX_HOLDERS buckets: then the holder that asked longest ago is forgotten, and would begin with a full
+    bucket again.
+    """
+
+    def __init__(self, rate: float, burst: float) -> None:
+        """rate: tokens that a bucket gains each second. burst: the most that it holds, and so the highest price."""
+        self.rate = rate
+        self.burst = burst
+        self._buckets: OrderedDict[Hashable, WorkBucket] = OrderedDict()
+
+    def take(self, holder: Hashable, now: float, price: float = 1.0) -> bool:
+        """Takes `price` tokens out of the holder's bucket if it has that many by `now`; returns whether it did."""
+        bucket = self._buckets.get(holder)
+        if bucket is None:
+            bucket = self._buckets[holder] = WorkBucket(self.rate, self.burst, self.burst, now)
+            if len(self._buckets) > MAX_HOLDERS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(holder)
+        return bucket.take(now, price)
+
+
+def may_acquire(
+    held: Mapping[Holder, int], holder: Holder, capacity: int, size: int = 1, free: float = FREE_FRACTION
+) -> bool:
+    """Returns whether `holder` may take `size` more of a `capacity` (of slots or bytes). held: what each has now.
+
+    | taken in all afterwards | who may take it |
+    |---|---|
+    | at most free * capacity | anybody |
+    | more | a holder that stays within its fair share, see fair_share_of, or that has nothing yet |
+    | more than the capacity | nobody |
+    """
+    taken = sum(held.values()) + size
+    own = held.get(holder, 0)
+    if taken > capacity:
+        return False
+    return taken <= free * capacity or not own or own + size <= fair_share_of(held, holder, capacity)
+
+
+def fair_share_of(held: Mapping[Holder, int], holder: Holder, capacity: int) -> float:
+    """Returns capacity / number of prefixes / number of peers in the holder's prefix: the most that is fair for it.
+
+    Counts only holders that have something (held: what each has now), and `holder` itself.
+    """
+    peers: dict[str, set[PeerId]] = {holder.prefix: {holder.peer}}
+    for other, count in held.items():
+        if count:
+            peers.setdefault(other.prefix, set()).add(other.peer)
+    return capacity / len(peers) / len(peers[holder.prefix])
+
+
+def largest_holder(held: Mapping[Holder, int], newcomer: Holder) -> Holder | None:
+    """Returns which holder should give up a slot for `newcomer`: the largest holder of the prefix that holds most.
+
+    That prefix may be the newcomer's own. held: how many slots each holder has now. Returns None if nobody has any, if
+    the largest holder is the newcomer itself, or if another prefix is chosen but the newcomer's holds as much.
+    """
+    by_prefix: Counter[str] = Counter()
+    for holder, count in held.items():
+        by_prefix[holder.prefix] += count
+    if not by_prefix:
+        return None
+    prefix = max(by_prefix, key=lambda known: (by_prefix[known], known))
+    if by_prefix[newcomer.prefix] >= by_prefix[prefix] and prefix != newcomer.prefix:
+        return None
+    largest = max((h for h in held if h.prefix == prefix and held[h]), key=lambda h: (held[h], h.peer), default=None)
+    return None if largest is None or largest == newcomer else largest
+
+
+class SharedCapacity:
+    """A capacity of `limit` slots or bytes that holders share: counts what each has (`held`); see may_acquire."""
+
+    def __init__(self, limit: int, max_fraction_each: float = 1.0) -> None:
+        """max_fraction_each: the fraction of the capacity that one holder may have, even if nobody else wants any."""
+        self.limit = limit
+        self.held: Counter[Holder] = Counter()
+        self._max_fraction_each = max_fraction_each
+
+    def acquire(self, holder: Holder, size: int = 1) -> bool:
+        """Takes `size` of the capacity for `holder` if max_fraction_each and may_acquire allow; returns whether it did.
+
+        If not, takes nothing.
+        """
+        exceeds_own_limit = self.held[holder] + size > self._max_fraction_each * self.limit
+        if exceeds_own_limit or not may_acquire(self.held, holder, self.limit, size):
+            return False
+        self.held[holder] += size
+        return True
+
+    def release(self, holder: Holder, size: int = 1) -> None:
+        """Releases `size` of what the holder has, or all of that if it has less."""
+        self.held[holder] -= size
+        if self.held[holder] <= 0:
+            del self.held[holder]

@@ -1,0 +1,76 @@
+"""The sum of a stage's gradients for its next step, and the share of a step that is closed with it.
+
+Knows: flat tensors, a stage's layout. Must not know: how gradients are computed, when a share is closed, peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agora.state.layout import Layout
+from agora.train.weight_versions import tensor_in
+
+
+@dataclass(frozen=True, slots=True)
+class GradientShare:
+    """A replica's share of step number `step` (0 is the first): the mean gradient over its own `tokens`.
+
+    values: float32 [numel] on the CPU, finite; do not change them. Zeros if `tokens` is 0.
+    """
+
+    step: int
+    tokens: int
+    values: Tensor
+
+
+@dataclass(slots=True)
+class SumTotals:
+    """The totals of a gradient sum: the microbatches, their tokens, and the sum of their losses.
+
+    tokens: the microbatches' weights, see Objective.loss_weight. forward_steps: sum over the microbatches of the step
+    count that the weights had at the forward.
+    """
+
+    tokens: int = 0
+    loss: float = 0.0
+    microbatches: int = 0
+    forward_steps: int = 0
+
+    def staleness(self, step: int) -> float:
+        """Returns step - forward_steps / microbatches: the microbatches' mean age, in steps, at step number `step`.
+
+        0 without microbatches.
+        """
+        return step - self.forward_steps / self.microbatches if self.microbatches else 0.0
+
+
+class ClosedShare(NamedTuple):
+    """This replica's closed share of a step, held until the mean over all replicas arrives.
+
+    gradient: the mean of the replica's own gradients. totals: those of the sum from which it was computed.
+    """
+
+    gradient: GradientShare
+    totals: SumTotals
+
+
+class GradientSum:
+    """The summed gradients of a stage's open share. flat: the sum, float32 [numel], on the device.
+
+    tensors: a view of `flat` for each parameter, in the layout's order. totals: of the microbatches in the sum.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.tensors = [tensor_in(self.flat, slot) for slot in layout.slots]
+        self.totals = SumTotals()
+
+    def clear(self) -> SumTotals:
+        """Sets the sum and its totals to zero, and returns the totals from before."""
+        self.flat.zero_()
+        totals, self.totals = self.totals, SumTotals()
+        return totals

@@ -1,0 +1,82 @@
+"""What memory a machine offers: a GPU's own, host memory beside it for optimizer state, and limits on both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agora_protocol.errors import OutOfMemory
+from agora_protocol.ids import Span
+from agora_protocol.manifest import preset
+
+from agora.node import doctor, memory_offer
+from agora.node.memory_offer import MemoryOffer, keeps_state_in_host, limit_offer, measure_offer
+from agora.node.own_ability import longest_spans
+from agora.plan.cost_of_run import min_memory, run_cost
+
+SMALL = preset("small")
+SPAN = Span(0, 1)
+BASE = 2**28
+
+
+def gpu_with(nbytes: float, host: int = 2**36) -> MemoryOffer:
+    """A GPU with `nbytes` free, beside plenty of host memory."""
+    return MemoryOffer(host, int(nbytes))
+
+
+def test_without_a_gpu_stages_take_what_the_daemon_leaves_of_the_host() -> None:
+    machine = MemoryOffer(10 * BASE).for_stages(BASE)
+    assert (machine.memory, machine.host_memory) == (9 * BASE, 0)
+    assert MemoryOffer(BASE // 2).for_stages(BASE).memory == 0
+
+
+def test_with_a_gpu_stages_take_its_memory_and_optimizer_state_the_hosts() -> None:
+    machine = gpu_with(3 * BASE, host=10 * BASE).for_stages(BASE)
+    assert (machine.memory, machine.host_memory) == (3 * BASE, 9 * BASE)
+
+
+def test_an_owners_limit_holds_for_each_kind_of_memory() -> None:
+    assert limit_offer(MemoryOffer(2**33, 2**34), 1.0) == MemoryOffer(2**30, 2**30)
+    assert limit_offer(MemoryOffer(2**20, 2**34), 1.0) == MemoryOffer(2**20, 2**30)
+    assert limit_offer(MemoryOffer(2**33, None), 0.0) == MemoryOffer(2**33, None)
+
+
+def test_a_gpu_is_measured_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"cpu": 2**36, "cuda": 2**33}
+    monkeypatch.setattr(memory_offer, "choose_device", lambda name: torch.device(name))
+    monkeypatch.setattr(memory_offer, "available_bytes", lambda device, within_limit: free[device.type])
+    assert measure_offer("cuda", 0.0) == MemoryOffer(2**36, 2**33)
+    assert measure_offer("cuda", 4.0) == MemoryOffer(2**32, 2**32)
+    assert measure_offer("cpu", 0.0) == MemoryOffer(2**36)
+
+
+def test_a_device_that_is_not_there_counts_as_the_cpu() -> None:
+    assert measure_offer("tpu", 0.0).gpu is None
+
+
+def test_optimizer_state_goes_to_the_host_only_where_the_gpu_has_no_room_for_it() -> None:
+    least, roomy = min_memory(SMALL, SPAN, state_in_host=True), 64 * min_memory(SMALL, SPAN).device
+    assert not keeps_state_in_host(SMALL, SPAN, gpu_with(roomy).for_stages(BASE))
+    assert keeps_state_in_host(SMALL, SPAN, gpu_with(least.device).for_stages(BASE))
+    assert not keeps_state_in_host(SMALL, SPAN, gpu_with(least.device, host=0).for_stages(BASE)), "no host memory"
+    assert not keeps_state_in_host(SMALL, SPAN, MemoryOffer(2**36).for_stages(BASE)), "no GPU"
+
+
+def test_spans_are_as_long_as_the_gpu_allows_not_the_host() -> None:
+    cost = run_cost(SMALL, in_flight=1)
+    one = max(cost.memory(Span(stage, stage)).device for stage in range(cost.stage_count))
+    on_gpu = longest_spans(cost, gpu_with(one).for_stages(BASE), 0)
+    without_host = longest_spans(cost, gpu_with(one, host=0).for_stages(BASE), 0)
+    on_cpu = longest_spans(cost, MemoryOffer(2**36).for_stages(BASE), 0)
+    assert min(without_host) >= 1 and max(without_host) <= 2 < cost.stage_count
+    assert all(more >= less for more, less in zip(on_gpu, without_host, strict=True)) and on_gpu != on_cpu
+
+
+def test_a_note_says_where_the_state_lies_and_a_refusal_names_both_memories() -> None:
+    least, whole = min_memory(SMALL, SPAN, state_in_host=True), min_memory(SMALL, SPAN)
+    assert "GPU memory needed" in doctor.check_memory(SMALL, SPAN, gpu_with(whole.device), BASE)
+    note = doctor.check_memory(SMALL, SPAN, gpu_with(least.device), BASE)
+    assert note.endswith("GPU memory needed, the optimizer's state in host memory")
+    with pytest.raises(OutOfMemory, match=r"of GPU memory and .* of host memory at least, and .* fewer stages"):
+        doctor.check_memory(SMALL, SPAN, gpu_with(least.device - 2**20), BASE)
+    with pytest.raises(OutOfMemory, match="of host memory at least"):
+        doctor.check_memory(SMALL, SPAN, gpu_with(least.device, host=BASE), BASE)
