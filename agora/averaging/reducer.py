@@ -32,7 +32,7 @@ from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Exchange, Part, RoundConfig
 from agora.averaging.part_codec import EncodedPart
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Members
-from agora.averaging.round_record import KeptPartMean, RoundRecord
+from agora.averaging.round_record import KeptPartMean, RoundRecord, drop_oldest_means
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import faults
@@ -49,11 +49,6 @@ MAX_GATHERINGS: Final = 4096
 """Maximum number of parts whose contributions are collected at the same time."""
 RECORD_LIFETIME: Final = 10.0
 """A round is remembered for this many times round_s after it began here, for late contributions and for Recall."""
-MIN_KEPT_ROUNDS: Final = 4
-"""Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size."""
-MAX_KEPT_BYTES: Final = 2**28
-"""Bytes of kept means of a stage and kind, beyond which those of older rounds are dropped. They are kept because a
-replica that has just joined asks for the means of the steps that were taken while it fetched the state."""
 
 
 class ReducerView(Protocol):
@@ -128,6 +123,10 @@ class PartReducer:
             if gathered.round == part.round:
                 self._stop_expecting(gathered, gathering, peer)
 
+    def has_waiting_contributions(self, first_part: Part) -> bool:
+        """Returns whether members wait here for the mean of any part of a round. first_part: part 0 of the round."""
+        return any(part.round == first_part.round for part in self._gatherings)
+
     async def close(self) -> None:
         """Cancels all gatherings and recalls, and awaits the recalls; callers waiting for a mean get CancelledError."""
         for gathering in self._gatherings.values():
@@ -197,21 +196,14 @@ class PartReducer:
     def keep_mean(self, part: Part, mean: PartMean) -> None:
         """Keeps a part's mean for late contributions and recalls, if it is encoded and none of the part is kept yet.
 
-        Drops means of the stage and kind beyond MAX_KEPT_BYTES, oldest rounds first, but not of the newest
-        MIN_KEPT_ROUNDS.
+        Then drops means of the oldest rounds of the stage and kind, see drop_oldest_means.
         """
         record = self._round_record(part)
         if part.part in record.means or mean.encoded is None:
             return
         record.means[part.part] = KeptPartMean(mean.message, mean.encoded.tensors, len(mean.values))
         record.nbytes += mean.encoded.nbytes
-        total = 0
-        numbers = sorted((name[2] for name in self._rounds if name[:2] == part[:2]), reverse=True)
-        for number in numbers:
-            kept_round = self._rounds[part.stage, part.what, number]
-            total += kept_round.nbytes
-            if total > MAX_KEPT_BYTES and number <= numbers[0] - MIN_KEPT_ROUNDS:
-                kept_round.drop_means()
+        drop_oldest_means({name[2]: kept for name, kept in self._rounds.items() if name[:2] == part[:2]})
 
     def _find_kept_mean(self, part: Part) -> KeptPartMean | None:
         """Returns the part's mean if it is kept here, else None."""

@@ -6,13 +6,19 @@ Knows: peers, encoded means. Must not know: how values are averaged, calls, time
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Averaged
 from agora_protocol.tensors import WireTensor
+
+MIN_KEPT_ROUNDS: Final = 4
+"""Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size."""
+MAX_KEPT_BYTES: Final = 2**28
+"""Bytes of kept means of a stage and kind, beyond which those of older rounds are dropped. They are kept because a
+replica that has just joined asks for the means of the steps that were taken while it fetched the state."""
 
 
 class KeptPartMean(NamedTuple):
@@ -41,3 +47,15 @@ class RoundRecord:
         """Drops the kept means; keeps the other fields, so that a second contribution is still noticed."""
         self.means.clear()
         self.nbytes = 0
+
+
+def drop_oldest_means(rounds: Mapping[int, RoundRecord]) -> None:
+    """Drops kept means beyond MAX_KEPT_BYTES, oldest rounds first, but not those of the newest MIN_KEPT_ROUNDS.
+
+    rounds: the records of a stage and kind, by the round's number. Changes them in place.
+    """
+    numbers, total = sorted(rounds, reverse=True), 0
+    for number in numbers:
+        total += rounds[number].nbytes
+        if total > MAX_KEPT_BYTES and number <= numbers[0] - MIN_KEPT_ROUNDS:
+            rounds[number].drop_means()

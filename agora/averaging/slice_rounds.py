@@ -119,14 +119,17 @@ class SliceRounds:
         |---|---|
         | below RECALL_FIRST | the round; for failed parts, replicas that keep their means |
         | RECALL_FIRST or more | replicas that keep them; if a part is missing then, as above |
-        | slices.count or more | replicas that keep them, which are asked once |
+        | slices.count or more, and contributions wait here | as for RECALL_FIRST or more |
+        | slices.count or more otherwise | replicas that keep them, which are asked once |
 
-        A round that was cancelled before is not repeated, see `stop`: its means come from replicas only.
+        The waiting contributions show which rounds the others are in: without that, replicas that are all late might
+        take part in different rounds forever. A round that was cancelled before is not repeated, see `stop`: its means
+        come from replicas only. Those of failed parts are not asked for again once the slice's next round is due.
         """
         first_part = Part(self._stage, "slice", number, 0)
         cuts = cut_into_parts(len(difference))
         result = RoundResult(difference.clone(), [False for _ in cuts])
-        is_superseded = rounds_late >= self._slices.count
+        is_superseded = rounds_late >= self._slices.count and not self._reducer.has_waiting_contributions(first_part)
         if rounds_late >= min(RECALL_FIRST, self._slices.count):
             await recall_failed_parts(self._reducer, self._group, first_part, result)
         if result.failed_parts and number > self._last_contributed and not is_superseded:
@@ -137,7 +140,8 @@ class SliceRounds:
                 if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
                     result.mean[cut] = recalled.mean[cut]
                     result.averaged[index] = True
-        if result.failed_parts and not is_superseded:
+        is_slice_due = self._stages.step_of(self._stage) // self._every - number >= self._slices.count
+        if result.failed_parts and not is_slice_due:
             await recall_repeatedly(self._reducer, self._group, first_part, result)
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from agora_protocol.messages import Contribute
 
-from agora.averaging import reducer
+from agora.averaging import round_record
 from agora.averaging.exact_steps import FETCH_TRIES
 from agora.averaging.group import LEADING_STEP_INTERVAL_S
 from agora.averaging.next_action import RESUME_AFTER_S
@@ -108,7 +108,7 @@ def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        monkeypatch.setattr(reducer, "MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr(round_record, "MAX_KEPT_BYTES", 0)
         world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **EXACT)
         async with world:
             late = world.all[2]

@@ -15,11 +15,13 @@ from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.averaging import reducer as reducer_module
+from agora.averaging import round_record
 from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Part
 from agora.averaging.part_codec import EncodedPart, PartCodec
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER
-from agora.averaging.reducer import MIN_KEPT_ROUNDS, RECALL_FRACTION
+from agora.averaging.reducer import RECALL_FRACTION
+from agora.averaging.round_record import MIN_KEPT_ROUNDS
 from agora.averaging.rounds import RoundResult
 from agora.observe.events import PartFailed, RoundDone
 from agora.sim.virtual_time import run
@@ -491,7 +493,7 @@ def kept_rounds(member: Member, what: str) -> list[int]:
 @pytest.mark.parametrize("rounds_kept", [1, 6, 12])
 def test_means_are_kept_up_to_a_limit_of_bytes(rounds_kept: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(reducer_module, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
+        monkeypatch.setattr(round_record, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
         world = World(SIZE)
         members = world.add(*identities(2))
         for number in range(12):

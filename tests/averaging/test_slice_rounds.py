@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from agora_protocol.messages import Averaged
 from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Part
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices
+from agora.averaging.recall import MAX_RECALLS, RECALL_PAUSE
 from agora.averaging.replica_progress import SILENT_S
 from agora.averaging.rounds import RoundResult
 from agora.averaging.slice_rounds import RECALL_FIRST, SliceRounds
@@ -161,6 +163,36 @@ def test_halves_that_were_apart_become_one_again() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("apart_s", [0.5, 1.3, 2.1, 3.4])
+def test_replicas_whose_rounds_fell_apart_meet_in_the_same_ones_again(replicas: int, apart_s: float) -> None:
+    """Ten steps of a second's tenth, rounds that wait for others 1.2 s, and slices that are due again after four steps.
+
+    Of three replicas one dies while the two others are apart.
+    """
+
+    async def main() -> None:
+        async with world_of(*[10.0 * TARGET / replicas] * replicas, exact_steps=0) as world:
+            await asyncio.sleep(5.0)
+            first, second, *others = world.all
+            for gone in others:
+                await world.kill(gone)
+            world.network.broken.add(frozenset((first.peer, second.peer)))
+            await asyncio.sleep(apart_s)
+            world.network.broken.clear()
+            await asyncio.sleep(3.0)
+            counts = [len(slice_rounds(peer)) for peer in (first, second)]
+            await asyncio.sleep(10.0)
+            for peer, count in zip((first, second), counts, strict=True):
+                rounds = slice_rounds(peer)[count:]
+                whole = [done for done in rounds if done.contributors == 2 and not done.failed_parts]
+                assert len(whole) > 0.8 * max(len(rounds), 10 * 10 / replicas), f"{len(whole)} of {len(rounds)}"
+            await at_one_slice(first, second)
+            assert_one_anchor(first, second)
+
+    run(main())
+
+
 def test_a_replica_that_missed_rounds_asks_for_what_the_others_keep_of_them() -> None:
     async def main() -> None:
         async with world_of(2000.0, 2000.0, 2000.0) as world:
@@ -197,6 +229,10 @@ class Stages:
     def __init__(self) -> None:
         self.applied: list[tuple[int, Any]] = []
         self.refused: set[int] = set()
+        self.step = 0
+
+    def step_of(self, stage: int) -> int:
+        return self.step
 
     async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(NUMEL // 4), torch.zeros(NUMEL // 4)
@@ -230,9 +266,19 @@ class SlowRounds:
         return RoundResult(values * number, [True])
 
 
+class EmptyReducer:
+    """A reducer at which no contributions wait, but those of the rounds in `waiting`."""
+
+    def __init__(self, waiting: Collection[int] = ()) -> None:
+        self.waiting = waiting
+
+    def has_waiting_contributions(self, first_part: Part) -> bool:
+        return first_part.number in self.waiting
+
+
 def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[SliceRounds, Stages, SlowRounds]:
     stages, group = Stages(), SlowRounds(seconds)
-    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, None, group, lambda event: None)  # type: ignore[arg-type]
+    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, EmptyReducer(), group, lambda event: None)  # type: ignore[arg-type]
     return rounds, stages, group
 
 
@@ -253,10 +299,11 @@ def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by
     run(main())
 
 
-class PartKept:
+class PartKept(EmptyReducer):
     """A reducer whose only other replica keeps the mean of part 0: threes, where this replica has ones."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.exchange = self
 
     def check_magnitude(self, part: Part, own: torch.Tensor, mean: torch.Tensor) -> None:
@@ -302,6 +349,7 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
 def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_ends() -> None:
     async def main() -> None:
         rounds, stages, group = slow_world({})
+        stages.step = 200
         began = asyncio.get_running_loop().time()
         while (number := rounds.next_due(200, agreed=stages.applied[-1][0] if stages.applied else 0)) is not None:
             rounds.begin(number, 200)
@@ -313,10 +361,48 @@ def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_en
     run(main())
 
 
+def test_a_round_whose_slice_is_due_again_is_taken_part_in_if_others_wait_in_it() -> None:
+    async def main() -> None:
+        stages, group, slices = Stages(), SlowRounds({}), Slices(NUMEL, 0.25, 0)
+        rounds = SliceRounds(0, slices, 1, stages, EmptyReducer({7}), group, lambda event: None)  # type: ignore[arg-type]
+        stages.step = 20
+        for number in range(5, 9):
+            rounds.begin(number, 20)
+        await asyncio.sleep(1.0)
+        assert group.weights.keys() == {7}
+        assert [(step, averaged[1]) for step, averaged in stages.applied] == [
+            (number, (number == 7,)) for number in range(5, 9)
+        ]
+
+    run(main())
+
+
+def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
+    """Else it holds its place while further steps are taken, and the replica comes late to all rounds after it."""
+
+    async def main() -> None:
+        class Failing(SlowRounds):
+            async def run_round(self, stage: int, what: str, number: int, values: Any, weight: float) -> RoundResult:
+                await super().run_round(stage, what, number, values, weight)
+                return RoundResult(values, [False])
+
+        for step, seconds in ((4, RECALL_PAUSE * (MAX_RECALLS - 1) * 20.0), (5, 0.0)):
+            stages, group, slices = Stages(), Failing({}), Slices(NUMEL, 0.25, 0)
+            rounds = SliceRounds(0, slices, 1, stages, EmptyReducer(), group, lambda event: None)  # type: ignore[arg-type]
+            stages.step = step
+            rounds.begin(1, 1)
+            began = asyncio.get_running_loop().time()
+            while not stages.applied:
+                await asyncio.sleep(0.01)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(seconds, abs=0.1)
+
+    run(main())
+
+
 def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     async def main() -> None:
         stages, group = Stages(), SlowRounds({1: 3.0})
-        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, None, group, lambda event: None)  # type: ignore[arg-type]
+        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, EmptyReducer(), group, lambda event: None)  # type: ignore[arg-type]
         rounds.begin(1, 1)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
@@ -329,7 +415,7 @@ def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on() -> N
     async def main() -> None:
         stages, group, told = Stages(), SlowRounds({}), []
         stages.refused.add(1)
-        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, None, group, told.append)  # type: ignore[arg-type]
+        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, EmptyReducer(), group, told.append)  # type: ignore[arg-type]
         rounds.begin(1, 2)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
