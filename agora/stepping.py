@@ -17,7 +17,7 @@ class StepPolicy:
     """When the device thread takes a stage's step along its gradient sum, or closes its share of a step for the mean.
 
     `own_tokens`, `alone` and `closes_share` hold for step number `step` only (counted from 0). The stage may be at a
-    later step by now, for which the policy says nothing; there the last column holds, which is always safe.
+    later step by now: for it the last column holds, which never counts too few tokens and closes no share.
 
     | question                                 | step `step`                             | any other step      |
     |------------------------------------------|-----------------------------------------|---------------------|

@@ -39,7 +39,10 @@ class ExactStepGroup(RoundGroup, Protocol):
         """
 
     async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Replaces the stage's state by that of a source with at least `at_least` steps; Unavailable if none has it."""
+        """Replaces the stage's state by a source's of at least `at_least` steps; the result has no meaning here.
+
+        Raises Unavailable if no source has such a state.
+        """
 
 
 class ExactSteps:

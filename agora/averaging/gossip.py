@@ -50,7 +50,7 @@ class GossipListing(Protocol):
     """Protocol: which replicas this peer sees; part of ReplicaListing."""
 
     def replicas_in_view(self, stage: int) -> Collection[PeerId]:
-        """Returns the ids of a stage's replicas in this peer's view, with or without this peer."""
+        """Returns the ids of the stage's serving replicas in the view, this peer included if it serves."""
 
     def has_connections(self) -> bool:
         """Returns whether this peer has any connection; without one, failed calls do not show that others are down."""

@@ -101,7 +101,7 @@ class ReplicaGroup:
         self.gossip = gossip = StepGossip(
             me, stages.span, caller, listing, self._counts, self._decide_and_start, interval_s=interval_s
         )
-        self._bounds = StepBounds(stages, self._mean_step_s, gossip.furthest_step, config, report_offence)
+        self._bounds = StepBounds(stages, self._recent_step_s, gossip.furthest_step, config, report_offence)
         gossip.bounds = self._bounds
         self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
@@ -189,9 +189,9 @@ class ReplicaGroup:
     def round_s(self, stage: int) -> float:
         """Returns the seconds that a round may take: the manifest's `averaging.round_s`.
 
-        In an asynchronous run at most max(MIN_ROUND_S, ROUND_STEPS * a step's mean seconds), once these are known.
+        In an asynchronous run at most max(MIN_ROUND_S, ROUND_STEPS * a recent step's seconds), once these are known.
         """
-        step_s, manifest_s = self._mean_step_s(stage), self._averaging.round_s
+        step_s, manifest_s = self._recent_step_s(stage), self._averaging.round_s
         if self._config.synchronous or step_s is None:
             return manifest_s
         return min(manifest_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
@@ -199,8 +199,8 @@ class ReplicaGroup:
     def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
 
-        In asynchronous runs also those that have not reported yet, and those that were more than 1 step (for a slice
-        MAX_REPORT_LAG + 1 steps) behind the part's step when they last reported.
+        In asynchronous runs also others that have not reported yet (after step 0), or were more than 1 step (for slices
+        MAX_REPORT_LAG + 1) behind the part's step when they did. That of a slice is its number * averaging.every.
         """
         known = self.gossip.known_progress(part.stage)
         not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
@@ -303,14 +303,14 @@ class ReplicaGroup:
         self.gossip.tick()
 
     def _origins_wait(self, stage: int) -> bool:
-        """Returns StepMeter.should_origins_wait; False in synchronous runs, at local steps, without other replicas."""
+        """Returns StepMeter.should_origins_wait; False if synchronous, at local steps, and while the quota is 0."""
         meter = self._stage_states[stage].meter
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return False
         return meter.quota_now > 0 and meter.should_origins_wait(loop_time())
 
-    def _mean_step_s(self, stage: int) -> float | None:
-        """Returns the measured average duration of the stage's steps in seconds, None before the first."""
+    def _recent_step_s(self, stage: int) -> float | None:
+        """Returns the moving average of the durations of the stage's steps in seconds, None before the first."""
         return self._stage_states[stage].meter.step_s.value
 
     def _choose_gradient_wire(self, stage: int) -> None:
@@ -318,7 +318,7 @@ class ReplicaGroup:
         if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
             return
         numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))
-        uplink, step_s = self._listing.uplink_bytes_per_s(), self._mean_step_s(stage)
+        uplink, step_s = self._listing.uplink_bytes_per_s(), self._recent_step_s(stage)
         section, exchange = self._averaging, self.reducer.exchange
         chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
         if chosen.name != exchange.gradient_wire:

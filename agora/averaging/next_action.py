@@ -107,8 +107,9 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     """Returns what the stage does next, by the first rule that applies, and the reason in words.
 
     The rules, in order: wait while leaving or busy; fetch if diverged; begin the slice round that is due; fetch, replay
-    or catch up if behind; wait while tokens are missing; take the step, alone or together. docs/averaging.md has them
-    as a table. now: seconds on the same clock as the times in `others`.
+    or catch up if behind the others or the leading stage; wait while tokens are missing; take the step, alone or, once
+    others answer, together. docs/averaging.md has them as a table. now: seconds on the clock of the times in `own` and
+    `others`.
     """
     if own.is_leaving:
         return Action("wait"), "this peer is leaving"

@@ -86,7 +86,8 @@ def _scale_codes(sizes: Tensor) -> tuple[int, Tensor]:
     """Returns the exponent e of a vector and the codes c of its blocks' scales 2^(e - c / 8), uint8 [blocks].
 
     sizes: root mean square of each block, float32 [blocks]; above 2^MAX_EXPONENT it counts as that. e is log2 of the
-    largest size, rounded up, or -MAX_EXPONENT if all sizes are 0. A size of 0 or far below the largest gets ZERO_SCALE.
+    largest size, rounded up, but at least -MAX_EXPONENT, also if all sizes are 0. A size of 0 or far below the largest
+    gets ZERO_SCALE.
     """
     sizes = sizes.clamp(max=2.0**MAX_EXPONENT)
     largest = float(sizes.max()) if len(sizes) else 0.0

@@ -72,8 +72,9 @@ class PartCodec:
         self.name = name
 
     def encode(self, values: Tensor, dither: str | None = None) -> list[WireTensor]:
-        """Returns `values`, float32 [n] on the CPU and finite, as wire tensors; int8 clips magnitudes near 2^107.
+        """Returns `values`, float32 [n] on the CPU and finite, as wire tensors.
 
+        int8 clips magnitudes above about 2^107; normal2 to normal4 treat a block's root mean square as at most 2^100.
         dither: the label for dither_fractions, which int8 adds before it rounds; `decode` needs the same. None adds
         nothing. The other formats ignore the label. float32 tensors share the memory of `values`, which must not change
         until they are sent.

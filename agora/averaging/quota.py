@@ -107,7 +107,8 @@ class StepMeter:
     rate: TokenRate = field(default_factory=TokenRate)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     quota_now: int = 0
-    """Tokens at which this replica closes its share of the present step; 0 where there is no other replica."""
+    """Tokens at which this replica closes its share of the present step; 0 without another replica, or where
+    this one is far slower than the others."""
     expected_s: float = 0.0
     """Seconds in which all replicas together count the target of a step, at their last known rates; 0 while a rate is
     unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured

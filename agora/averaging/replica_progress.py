@@ -52,7 +52,7 @@ class ReplicaCounts(NamedTuple):
     """The step for whose share it counts now: `step` + its closed shares whose means are not known yet (0 to 2)."""
     tokens: int = 0  # tokens counted for `open_step`
     tokens_counted: int = 0  # all tokens counted since the replica started
-    agreed: int = 0  # the last step whose mean, of gradients or of a slice, it has applied
+    agreed: int = 0  # steps it had taken at the last mean, of gradients or of a slice, that it has applied
     lineage: int = 0  # a digest of all means up to `agreed`, 0 when unknown
     start_step: int = 0  # steps of the state that it started with
 
@@ -150,10 +150,12 @@ def merge_gossip(
 ) -> dict[PeerId, ReplicaProgress]:
     """Returns a copy of `known` after `sender` reported `entries` about itself and about other replicas.
 
+    Adds replicas that are not known yet.
+
     | an entry is about | it is used when |
     |---|---|
     | the sender | always: a replica that has restarted reports lower numbers |
-    | another replica | it is at most SILENT_S old; and its counts are not smaller, or the replica is not live |
+    | another replica | it is at most SILENT_S old; and its counts, compared in order, are not less, or it is silent |
     | this peer (`me`) | never |
 
     An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.

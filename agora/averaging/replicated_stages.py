@@ -84,7 +84,10 @@ class ReplicaListing(Protocol):
     """Protocol: what this peer's view says of the run, and its uplink; implemented by the daemon."""
 
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns the stage's replicas in the view by id, with their bandwidths in bytes per second, 0 when unknown."""
+        """Returns the stage's serving replicas in the view by id, this peer included if it serves, with bandwidths.
+
+        The bandwidths, in bytes per second, choose the owners of parts: see partition.owning_bandwidths.
+        """
 
     def uplink_bytes_per_s(self) -> float | None:
         """Returns this peer's uplink in bytes per second, measured while data waits for it; None otherwise."""

@@ -17,8 +17,8 @@ from agora.clock import loop_time, slept_s
 from agora.swarm.conduct import Offence, ReportOffence
 
 
-class SteppingStages(Protocol):
-    """Protocol: this peer's stages; part of ReplicatedStages."""
+class StagesWithSteps(Protocol):
+    """Protocol: which stages this peer holds, and at which step each is; part of ReplicatedStages."""
 
     @property
     def span(self) -> Span:
@@ -37,7 +37,7 @@ class StepBounds:
 
     def __init__(
         self,
-        stages: SteppingStages,
+        stages: StagesWithSteps,
         step_s: Callable[[int], float | None],
         furthest_step: Callable[[int], int],
         config: ActionConfig,

@@ -80,7 +80,7 @@ def run(options: DataOptions, *, as_json: bool) -> int:
             lambda count: display.show(count, f"{count:,} samples read"),
         )
     if as_json:
-        console.print_json(fields_of(file, tokenizer, found))
+        console.print_json(survey_fields(file, tokenizer, found))
     else:
         _print_survey(file, tokenizer, found)
     return console.DONE
@@ -103,7 +103,7 @@ def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
     return chosen
 
 
-def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
+def survey_fields(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
     """Returns the JSON object that `swarm data --json` prints: format, columns, counts, lengths, samples shown."""
     low, median, high, most = _quantiles(found)
     return {
@@ -279,5 +279,6 @@ def _shorten(text: str) -> str:
 def _escape(text: str) -> str:
     """Returns `text` with escapes such as "\\x1b" in place of characters that are not printable, except newlines."""
     return "".join(
-        sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text
+        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
+        for character in text
     )

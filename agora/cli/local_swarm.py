@@ -250,8 +250,8 @@ class LocalSwarm:
     def check_alive(self) -> None:
         """Raises SwarmFailed if daemons have ended by themselves; the text names them and their last words.
 
-        Returns at once if none has. Otherwise first waits up to CAUSE_S, since others may end for the same cause. Which
-        daemons count is decided by `has_failed`.
+        Returns at once if none has. Otherwise first blocks up to CAUSE_S, or until no daemon is alive, since others
+        may end for the same cause. Which daemons count is decided by `has_failed`.
         """
         deadline = time.monotonic() + CAUSE_S
         while failed := [d for d in self.daemons.values() if self.has_failed(d)]:

@@ -19,7 +19,7 @@ def make_key(path: Path, *, as_json: bool) -> int:
     Returns exit code DONE. Raises DiskError when the key cannot be written, InputError for a file that does not contain
     a key.
     """
-    public = wireguard.write_key(path)
+    public = wireguard.ensure_key(path)
     console.print_to_stderr(
         f"the private key is in {path} and stays there; this is the public one, for the list of machines:"
     )

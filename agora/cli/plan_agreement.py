@@ -8,6 +8,7 @@ terminal, torch.
 | synchronous | - | gradients in float32, whatever the uploads carry |
 | gradients of all steps | no | each machine sends the largest format that its upload carries in a step |
 | gradients of all steps | yes | steps last longer; the advice is local steps |
+| gradients of the first steps | yes or no | as above for these, then slices of the weights |
 | local steps | - | slices of the weights; the advice is gradients if every upload carries the manifest's format |
 """
 
@@ -51,7 +52,7 @@ def plan_agreement(manifest: Manifest, cost: RunCost, plan: Plan) -> PlannedAgre
         for place, assignment in enumerate(plan.assignments)
         if assignment.span is not None and _replicas(plan, assignment.span) > 1
     }
-    return PlannedAgreement(wires, step_s, _describe(manifest, plan, wires, step_s))
+    return PlannedAgreement(wires, step_s, _agreement_sentence(manifest, plan, wires, step_s))
 
 
 def _replicas(plan: Plan, span: Span) -> int:
@@ -70,8 +71,11 @@ def _gradient_wire(
     return choose_gradient_wire(section.gradient_wire, values, replicas, upload, step_s, section.share_of_uplink)
 
 
-def _describe(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire], step_s: float) -> str:
-    """Returns the sentence of PlannedAgreement for an asynchronous run."""
+def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire], step_s: float) -> str:
+    """Returns what the replicas of an asynchronous run will do, and advice if another setting is better.
+
+    The module's table has the cases. step_s: seconds of an optimizer step.
+    """
     if not wires:
         return "no stage has two machines; nothing is averaged."
     too_slow = [place for place, wire in wires.items() if not wire.fits]
@@ -83,7 +87,10 @@ def _describe(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire], st
         )
     counts = Counter(wire.name for wire in wires.values()).most_common()
     formats = ", ".join(f"{count} in {name}" for name, count in counts)
-    sentence = f"gradients of every step of {step_s:,.3g} s: {formats}"
+    steps = "every step" if manifest.exact_steps >= ALL_STEPS else f"the first {manifest.exact_steps:,} steps"
+    sentence = f"gradients of {steps} of {step_s:,.3g} s: {formats}"
+    if manifest.exact_steps < ALL_STEPS:
+        sentence += "; then local steps, and slices of the weights are averaged"
     if not too_slow:
         return f"{sentence}."
     slowest = min(too_slow, key=lambda place: plan.assignments[place].machine.upload)

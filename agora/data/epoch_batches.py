@@ -33,8 +33,8 @@ class SampleCounts:
     """How many samples (in dpo runs: pairs) the swarm has trained on, as far as this origin knows.
 
     epoch: the first epoch that is not complete. seen: samples trained on at least once in an epoch, summed over the
-    epochs. repeated: how often a sample was trained on again in the same epoch. missed: samples that are not done yet,
-    of all epochs but the newest one in progress.
+    epochs. repeated: how often a sample was trained on again in the same epoch. missed: samples not trained on yet, in
+    epochs in progress that are older than the newest.
     """
 
     epoch: int

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from agora.data.block_order import EpochOrder
 from agora.data.epoch_state import EpochState
-from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, bit_number, lowest_bit
+from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, lowest_bit, position_of_set_bit
 
 
 class HeldByOthers:
@@ -71,7 +71,7 @@ def next_free(
         return None
     block = min(shared, key=lambda block: workers.get(block, 0))
     free = layout.full_mask(block) & ~taken.mask(block)
-    return block * layout.size + bit_number(free, order.hashes[block] % free.bit_count())
+    return block * layout.size + position_of_set_bit(free, order.hashes[block] % free.bit_count())
 
 
 def first_free(blocks: Iterable[int], taken: MicrobatchSet, workers: Mapping[int, int]) -> int | None:

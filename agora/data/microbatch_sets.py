@@ -136,10 +136,10 @@ def lowest_bit(mask: int) -> int:
     return (mask & -mask).bit_length() - 1
 
 
-def bit_number(mask: int, index: int) -> int:
-    """Returns the position of the set bit number `index` of a mask, counted from 0 for the lowest set bit.
+def position_of_set_bit(mask: int, index: int) -> int:
+    """Returns the position of a mask's set bit that has `index` set bits below it; positions count all bits from 0.
 
-    Positions count all bits, from 0. Raises IndexError if the mask has too few set bits.
+    Raises IndexError if the mask has too few set bits.
     """
     for bit, length in _bit_ranges(mask):
         if index < length:

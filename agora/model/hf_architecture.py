@@ -197,6 +197,6 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
 def architecture_of(model: HfSection) -> HfArchitecture:
     """Returns the architecture of a base model, by the model_type in its config; transformers is not imported.
 
-    Raises ValueError for a config that no run can train, which a manifest's own checks refuse before.
+    Raises ValueError for a config that no run can train, such as a checked manifest never has.
     """
     return ARCHITECTURES[sizes_in(parse_config(model.config)).model_type]

@@ -227,7 +227,9 @@ class SubspaceStage(Stage):
         return hidden
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the rotary table into its buffer; if the embedding is fixed, also derives U and T from the seed.
+        """Computes the rotary `table`; if the embedding is fixed, also derives the basis U and the embedding T.
+
+        These depend on `seed` only.
 
         Raises DerivationError if this machine would derive other values than the other peers.
         """

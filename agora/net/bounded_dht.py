@@ -339,10 +339,10 @@ class BoundedP2P:
 
 
 def _screen_nodes(result: Any, own_id: bytes) -> None:
-    """Removes nodes from a result: this node (`own_id`), those with an overlong peer id, or an id that is not its hash.
+    """Removes from a result this node (`own_id`), and each whose peer id is overlong or does not hash to the node's id.
 
-    hivemind's search takes for granted that nobody names this node. Raises ProtocolError for more than MAX_NODES, or
-    unless each node id has a peer id.
+    hivemind's search takes for granted that nobody names this node. Raises ProtocolError "too-large" for more than
+    MAX_NODES, or unless each node id has a peer id.
     """
     count = len(result.nearest_node_ids)
     if count > MAX_NODES or len(result.nearest_peer_ids) != count:

@@ -73,8 +73,8 @@ class Dialler:
     def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Replaces the known addresses of `peer` with those that it announces and WaysToReach.may_dial allows.
 
-        Keeps the known ones if none is allowed. Learns as well the addresses of the relays in them, for relays of which
-        no address is known.
+        Keeps the known ones if none is allowed. Where an allowed address goes through a relay of which no address is
+        known, learns the relay's own address from it.
         """
         usable = [address for address in addresses if self._ways.may_dial(address)]
         self.learn(peer, usable)

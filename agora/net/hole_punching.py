@@ -30,7 +30,7 @@ PUNCH_S: Final = 4.0
 AGAIN_S: Final = 0.1
 """Seconds from a refused connection to the next attempt."""
 MAX_HOLES: Final = 64
-"""Maximum number of holes that should be open, or being opened, at once; see HolePuncher.has_room."""
+"""Maximum number of holes that are open, or being opened, at once; see HolePuncher.has_room."""
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
@@ -40,10 +40,11 @@ class HolePuncher:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connecting = 0  # holes that `connect` is opening
 
     def has_room(self) -> bool:
-        """Returns whether fewer than MAX_HOLES are open, or being opened by `expect`. Neither method checks this."""
-        return len(self._tasks) < MAX_HOLES
+        """Returns whether fewer than MAX_HOLES are open or being opened; `connect` and `expect` do not check this."""
+        return len(self._tasks) + self._connecting < MAX_HOLES
 
     async def connect(self, peer: PeerId, address: str) -> None:
         """Opens a hole to `address` and has p2pd dial `peer` through it. `peer` must call `expect` at the same time.
@@ -51,7 +52,11 @@ class HolePuncher:
         The hole then stays open until the connection ends; it is closed at once if p2pd had a connection to `peer`
         already. Raises ConnectionBroken when the hole or the dial fails.
         """
-        hole = await self._open(address)
+        self._connecting += 1
+        try:
+            hole = await self._open(address)
+        finally:
+            self._connecting -= 1
         accepted: asyncio.Future[RawStream] = asyncio.get_running_loop().create_future()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

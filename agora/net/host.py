@@ -52,7 +52,7 @@ class Host:
 
     died: set when p2pd ends, or answers no more, before `close`. link, brake: they slow down all streams of frames,
     if a link is emulated or the owner has set limits; else None. own_addresses: those listened on or announced, without
-    /p2p/PEER. listen_endpoints: (host, port) of p2pd by "ip4" and "ip6". tunnel_ports: local ports of punched holes.
+    /p2p/PEER. listen_endpoints: (host, port) of p2pd by "ip4" and "ip6". tunnel_ports: ports of punched holes.
     """
 
     def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None, limits: RateLimits) -> None:

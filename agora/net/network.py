@@ -349,10 +349,11 @@ class Network:
             connection.abort("the peer is suspended")
 
     async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
-        """Connects to `peer` unless it is connected; returns whether it is a member now, False if that fails.
+        """Connects to `peer` unless it is connected; returns whether it is a usable member now.
 
-        reconnect: first aborts connections that `peer` does not know of any more. named_by: a connected peer that
-        is asked where `peer` can be dialled, if that fails at the known addresses.
+        False if it cannot be reached, or is refused or suspended, connected or not. reconnect: first aborts all
+        connections to `peer`, for a caller who knows that `peer` has none of them any more. named_by: a connected peer
+        that is asked where `peer` can be dialled, if that fails at the known addresses.
         """
         for connection in list(self._connections.get(peer, ())) if reconnect else ():
             connection.abort("the peer does not know of the connection")

@@ -18,7 +18,7 @@ MIN_BYTES_PER_S: Final = 2048.0
 
 
 class TransferWatch:
-    """Watches the bytes of one direction of one stream, by calls of `is_stalled` about twice a second."""
+    """Tells when one direction of one stream makes no progress: call `is_stalled` about twice a second."""
 
     def __init__(self) -> None:
         self._since: float | None = None  # the start of the present time window; None while nothing is under way

@@ -67,6 +67,8 @@ UNLIMITED: Final = RateLimits()
 class StreamBrake:
     """Computes how fast streams may go in one direction, so that all traffic together keeps to the limit.
 
+    Streams always get MIN_SHARE of the limit, even if the other traffic leaves them less.
+
     limit: of all traffic, in bytes per second; infinity for none. rate: bytes per second that are left for streams.
     """
 

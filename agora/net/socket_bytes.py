@@ -35,7 +35,7 @@ RECEIVED_AT, SENT_AT = 128, 200
 
 @dataclass(frozen=True, slots=True)
 class CarriedBytes:
-    """Bytes that sockets have sent and received, with an estimate of their TCP/IP headers."""
+    """Bytes that sockets have sent and received; both include an estimate of the TCP/IP headers."""
 
     sent: int = 0
     received: int = 0

@@ -139,6 +139,7 @@ class ControlSocket:
         """Runs the handler of the question in `line`; returns the answer, or an error, as a JSON line.
 
         An error answers a bad question, an AgoraError of the handler, and a handler that exceeds its deadline.
+        A TimeoutError of the handler counts as its deadline; any other exception is raised.
         """
         try:
             question, arguments = self._parse_question(line)

@@ -85,7 +85,7 @@ class SentTensors:
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
         """Counts the bytes of tensors that were sent with `request` or with the answer to it, by the request's type.
 
-        Of a Process counts only the first tensor: its others are tokens. Other types are not counted.
+        Of a Process, only the first tensor is counted; the others are tokens. Other types of requests are not counted.
         """
         sizes = [tensor.nbytes for tensor in tensors]
         match request:

@@ -143,7 +143,7 @@ def sign(
 def _with_signature(text: str, signed: SignedManifest) -> str:
     """Returns a draft's text with founder and [signed] added.
 
-    Keeps the comments, unless the result would be invalid: then returns the signed manifest's own text.
+    Keeps the comments, unless the result would not read as `signed`: then returns the signed manifest's own text.
     """
     from agora_protocol.manifest import SignedManifest
 

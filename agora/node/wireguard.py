@@ -1,4 +1,4 @@
-"""Writes the WireGuard configurations of a private mesh: one for each machine of a list. Only write_key writes a file.
+"""Writes the WireGuard configurations of a private mesh: one for each machine of a list. Only ensure_key writes a file.
 
 Knows: WireGuard's configuration files and keys. Must not know: runs, peers, the network. No configuration holds a
 private key: each machine makes its own, which stays there, and only the public ones are in the list.
@@ -136,11 +136,11 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_key(path: Path) -> str:
+def ensure_key(path: Path) -> str:
     """Generates a private key in the file `path`, mode 0600, unless the file exists; returns the public key, in base64.
 
     Leaves an existing file as it is. Raises DiskError if the file cannot be read or written, and then leaves no part of
-    a key; InputError if it is not a key.
+    a key; InputError if an existing file holds no private key.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

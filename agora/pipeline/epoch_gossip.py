@@ -66,16 +66,16 @@ class EpochGossip:
         *,
         report: events.Report,
         report_offence: ReportOffence,
-        on_news: Callable[[], None] = lambda: None,
+        on_exchange: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
     ) -> None:
-        """others: returns the other live origins. on_news: is called at every interval and for each received state."""
+        """others: returns the other live origins. on_exchange: is called at intervals and for each received state."""
         self._shares = shares
         self._caller = caller
         self._others = others
         self._report = report
         self._report_offence = report_offence
-        self._on_news = on_news
+        self._on_exchange = on_exchange
         self._rng = rng or random.Random()
         self._calls: dict[PeerId, asyncio.Task[None]] = {}
         self._sent_at = -HEARTBEAT_S
@@ -93,7 +93,7 @@ class EpochGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def tick(self) -> None:
-        """Encodes the state again, and sends it to up to TARGETS random origins if it is due; then calls `on_news`.
+        """Encodes the state again, and sends it to up to TARGETS random origins if it is due; then calls `on_exchange`.
 
         It is due if it has changed since the last tick, or was not sent for HEARTBEAT_S. Starts one task for each call,
         and does not wait. Origins to which a call is still open are left out.
@@ -107,13 +107,13 @@ class EpochGossip:
                 call = self._send_state(peer, GossipEpochs(state))
                 self._calls[peer] = asyncio.create_task(call, name=f"epochs {peer}")
             self._sent_at = now
-        self._on_news()
+        self._on_exchange()
 
     def answer(self, peer: PeerId, message: GossipEpochs) -> GossipedEpochs:
-        """Merges the state of the origin `peer`, calls `on_news`, and returns this origin's state as of its last tick.
+        """Merges the state of the origin `peer`, and returns this origin's state as of its last tick.
 
-        Before the first tick, the returned state is encoded again. A state of other rows is not merged but answered.
-        Raises ProtocolError for a malformed state.
+        Before the first tick, encodes the state by SharedEpochs.next_state, which counts as a tick. A state of other
+        rows is not merged, see _merge, but answered. Raises ProtocolError for a malformed state.
         """
         self._merge(peer, message.state)
         return GossipedEpochs(self._shares.last_state or self._shares.next_state())
@@ -136,10 +136,10 @@ class EpochGossip:
             del self._calls[peer]
 
     def _merge(self, peer: PeerId, state: Sequence[int]) -> None:
-        """Merges the state of `peer` into this origin's and calls `on_news`.
+        """Merges the state of `peer` into this origin's and calls `on_exchange`.
 
         If `peer` trains on other rows, merges nothing and reports TaskFailed, at most every REPEAT_S for each peer, but
-        calls `on_news` too. Raises ProtocolError for a malformed state.
+        calls `on_exchange` too. Raises ProtocolError for a malformed state.
         """
         try:
             self._shares.merge(peer, state)
@@ -147,4 +147,4 @@ class EpochGossip:
             if loop_time() - self._reported_at.get(peer, -REPEAT_S) >= REPEAT_S:
                 self._reported_at[peer] = loop_time()
                 self._report(events.TaskFailed("epochs", str(error)))
-        self._on_news()
+        self._on_exchange()

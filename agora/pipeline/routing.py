@@ -244,9 +244,9 @@ class RoutingTable:
         stats.sent_since = max(0, stats.sent_since - 1)
 
     def record_busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
-        """Ends an attempt that the peer refused as BUSY: takes back the charge, and calls the peer less.
+        """Ends an attempt that the peer refused as BUSY: takes back the charge, and limits further calls to the peer.
 
-        The number of calls that are open now, at least 1, becomes the limit of open calls. No call is made for
+        The number of calls to it that stay open, at least 1, becomes its limit of open calls. No call is made for
         retry_after_s, the seconds that the peer asked for, clamped to MIN_BUSY_S and MAX_BUSY_S.
         """
         self.record_abandoned(attempt)

@@ -149,10 +149,11 @@ def measure_profile(
 
 
 def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Returns a and b, both at least 0, of the line seconds = a + b * rows with the least squared errors.
+    """Returns a and b, both at least 0, of a line seconds = a + b * rows that fits `times`.
 
-    times: pairs of (rows, seconds), at least one. The line goes through zero (a is 0) if there is one time only, or if
-    the best line would begin below 0 or not rise.
+    It is the line of least squared errors; if that begins below 0 or does not rise, or if there is one time only, the
+    best line through zero (a is 0). times: pairs of (rows, seconds), at least one, of different, positive numbers of
+    rows.
     """
     through_zero = sum(rows * seconds for rows, seconds in times) / sum(rows**2 for rows, _ in times)
     if len(times) < 2:

@@ -50,8 +50,9 @@ class PlacementRules(Protocol):
 class FleetSimulation:
     """The peers of a simulation: adds, moves and removes them, and schedules their actions in `events`.
 
-    The owner of this object runs the events. rules: decide which span a peer holds. state_bytes: by stage, the bytes
-    that a newcomer fetches. startup_s: seconds from a peer's start to its first choice of a span.
+    The owner of this object calls `connect` before the first event, and runs the events. rules: decide which span a
+    peer holds. state_bytes: by stage, the bytes that a newcomer fetches. startup_s: seconds from a peer's start to its
+    first choice of a span.
     """
 
     def __init__(

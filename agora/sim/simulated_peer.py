@@ -112,7 +112,10 @@ class SimulatedPeer:
 
     @property
     def has_state(self) -> bool:
-        """Whether the machine has its stages' state and works on microbatches: it serves, or is leaving."""
+        """Whether it serves, or is leaving and may still work on microbatches; then it has its stages' state.
+
+        Also true of a peer that leaves before it has served; that one has no work.
+        """
         return self.presence in (Presence.SERVING, Presence.LEAVING)
 
 

@@ -279,7 +279,7 @@ class BaseFetch:
     async def _fetch_tensor_list(self, source: _BaseSource, size: int) -> TensorList:
         """Fetches the tensor list, of `size` bytes, from one source, piece after piece, and returns it.
 
-        Raises CorruptBaseError if the list does not have the manifest's hash, BaseModelError if malformed.
+        Raises CorruptBaseError unless the list has the manifest's hash, BaseModelError if a list with it is malformed.
         """
         data = bytearray()
         for piece in range(count_pieces(size)):

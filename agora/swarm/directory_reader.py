@@ -162,7 +162,7 @@ class DirectoryReader:
     @property
     def linger_s(self) -> float:
         """Seconds for which a peer of the reader's own stages or the next one stays in the view once it was read."""
-        return self._linger_s(self._plan.close_period)
+        return self._linger_after_s(self._plan.close_period)
 
     def stage_estimates(self, span: Span | None) -> dict[int, StageEstimate]:
         """Returns, by stage, the estimated number of its peers and the seconds within which each is read again.
@@ -174,7 +174,7 @@ class DirectoryReader:
         estimates = {}
         for stage in range(self._stage_count):
             reads = self._plan.close_period if _is_close(stage, stage, span) else self._plan.other_period
-            estimates[stage] = StageEstimate(estimate_peers(self._readings, stage), self._linger_s(reads))
+            estimates[stage] = StageEstimate(estimate_peers(self._readings, stage), self._linger_after_s(reads))
         return estimates
 
     def _split_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
@@ -186,15 +186,15 @@ class DirectoryReader:
         close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
         far = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
         return [
-            FoundRecords(far, self._linger_s(self._plan.other_period)),
-            FoundRecords(close, self._linger_s(self._plan.close_period)),
+            FoundRecords(far, self._linger_after_s(self._plan.other_period)),
+            FoundRecords(close, self._linger_after_s(self._plan.close_period)),
         ]
 
-    def _linger_s(self, reads: float) -> float:
+    def _linger_after_s(self, reads: float) -> float:
         """Returns the seconds for which a peer stays in the view, if its shard is read again only after `reads` reads.
 
-        This is `linger_s` of the latest read's time, and in a large run the longest that `reads` waits and reads take.
-        In a small run `reads` has no effect.
+        This is the function `linger_s` of the latest read's time; in a large run, plus the longest time that so many
+        waits and reads take. In a small run `reads` has no effect.
         """
         if self._plan.is_small:
             return linger_s(self._took_s)

@@ -253,7 +253,7 @@ class Compute:
     # --- how far the stages are, from any thread
 
     def progress(self) -> list[StageProgress]:
-        """Returns each stage's last progress snapshot (steps, tokens, staleness, lineages), in stage order."""
+        """Returns each stage's last progress (steps, tokens, staleness, lineages); any thread may call this."""
         return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:

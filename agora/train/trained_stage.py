@@ -53,7 +53,10 @@ class StageProgress:
 
     @property
     def agreed(self) -> int:
-        """The last step whose mean this replica has applied: an exact step's gradient, or a local step's slice."""
+        """Steps that this replica had taken at the last mean that it, or its loaded state, has applied; 0: none yet.
+
+        The mean is an exact step's gradient, or the slice that was due after a local step.
+        """
         return max(self.lineages)
 
     @property

@@ -104,7 +104,7 @@ def _grammar_problem(text: str) -> str | None:
 
 
 def address_problem(text: str) -> str | None:
-    """Returns what is wrong with a multiaddr in words, or None: its length, its parts, an end other than /p2p/PEER."""
+    """Returns in words what is wrong with a multiaddr (length, parts, an end other than /p2p/PEER); None: nothing."""
     if len(text) > MAX_ADDRESS_BYTES or not text.isascii():
         return f"must be at most {MAX_ADDRESS_BYTES} ASCII characters"
     return _grammar_problem(text)

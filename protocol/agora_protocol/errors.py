@@ -36,7 +36,10 @@ PROTOCOL_CODES: Final[dict[str, str]] = {
 
 
 class AgoraError(Exception):
-    """Base of every error raised on purpose. `code` is a word for programs, str(error) a sentence for people."""
+    """Base of the errors that peers, files, people or this machine cause; a caller's mistake is a ValueError.
+
+    `code` is a word for programs, str(error) a sentence for people.
+    """
 
     code: ClassVar[str] = "error"
 

@@ -30,7 +30,8 @@ _ADVICE: Final = "copy the whole line that `agora-node join` printed."
 class Invite:
     """A run's id, its name for people, 1 to MAX_ADDRESSES addresses of peers that were in it, and perhaps a ticket.
 
-    Immutable. ticket: the text of a tickets.InviteTicket, which reads it; "" for none. An invite with a bearer ticket
+    Immutable. ticket: a text that tickets.InviteTicket parses; "" for none. str(invite) is what a person sends, and
+    `parse` reads it. An invite with a bearer ticket
     is a secret: whoever has it may take part.
     """
 

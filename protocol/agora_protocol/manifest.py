@@ -74,9 +74,10 @@ SIGNED_VERSION: Final = 1
 
 
 class Manifest(Section):
-    """Everything that the peers of a run agree on; immutable, and checked when it is made from values.
+    """Everything that the peers of a run agree on; immutable.
 
-    `founder` is empty until it is signed.
+    from_values and from_toml check it and raise ManifestError; model_copy checks nothing. `founder` is empty until it
+    is signed.
     """
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="a name for people")
@@ -139,7 +140,7 @@ class Manifest(Section):
         return manifest_toml.manifest_text(self)
 
     def with_values(self, **overrides: Any) -> Manifest:
-        """Returns a checked copy with values changed, tables key by key: replaced(seed=1, stages={"count": 4})."""
+        """Returns a checked copy with values changed, tables key by key: with_values(seed=1, stages={"count": 4})."""
         return Manifest.from_values(_with_changes(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:

@@ -19,7 +19,10 @@ PathText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable; refuses undeclared fields, values that need conversion, and NaN."""
+    """Base of all sections: immutable; refuses undeclared fields, values that need conversion, and NaN.
+
+    The first line of a section's docstring is its comment in the manifest's TOML file.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -58,7 +58,10 @@ class Ticket(Structure):
     not_after: int = int_field(0, MAX_UNIX, doc="unix seconds after which the ticket counts no more")
 
     def find_problem(self) -> str | None:
-        """Returns a complaint for a bearer ticket that would make whoever finds it a delegate, else None."""
+        """The check of Structure: returns what is wrong with a bearer ticket of a delegate, else None.
+
+        Such a ticket would make whoever finds it a delegate.
+        """
         return "is a bearer ticket of a delegate" if self.bearer and self.role == DELEGATE else None
 
 
@@ -177,7 +180,7 @@ def _pair(value: object) -> tuple[bytes, bytes]:
 
 
 def _tickets_in(proof: bytes) -> tuple[bytes, ...]:
-    """Returns the sealed tickets in a proof, unread; () for b"". Raises ProtocolError "too-large" or "bad-ticket"."""
+    """Returns the sealed tickets in a proof, undecoded; () for b"". Raises ProtocolError "too-large", "bad-ticket"."""
     if not proof:
         return ()
     parts = unpack(proof, MAX_PROOF_BYTES, "bad-ticket")

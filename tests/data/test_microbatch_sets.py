@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.data.microbatch_sets import MAX_BLOCKS, BlockLayout, MicrobatchSet, bit_number, lowest_bit
+from agora.data.microbatch_sets import MAX_BLOCKS, BlockLayout, MicrobatchSet, lowest_bit, position_of_set_bit
 
 COUNTS = st.sampled_from([1, 2, 31, 511, 512, 513, 1500, 100_003])
 
@@ -76,9 +76,9 @@ def test_an_update_is_a_union(case: tuple[BlockLayout, set[int]], seed: int) -> 
 @given(st.integers(1, 2**70))
 def test_the_bits_of_a_mask_are_numbered_from_the_lowest(mask: int) -> None:
     bits = [bit for bit in range(71) if mask >> bit & 1]
-    assert [bit_number(mask, index) for index in range(len(bits))] == bits and lowest_bit(mask) == bits[0]
+    assert [position_of_set_bit(mask, index) for index in range(len(bits))] == bits and lowest_bit(mask) == bits[0]
     with pytest.raises(IndexError):
-        bit_number(mask, len(bits))
+        position_of_set_bit(mask, len(bits))
 
 
 @pytest.mark.parametrize("numbers", [(-1, 2), (0, 0), (39, 2), (40, 1)])

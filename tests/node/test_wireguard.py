@@ -13,7 +13,7 @@ from agora_protocol.errors import DiskError, InputError
 from typer.testing import CliRunner
 
 from agora.cli.main_swarm import app
-from agora.node.wireguard import configuration_of, read_mesh, write_key
+from agora.node.wireguard import configuration_of, ensure_key, read_mesh
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "wireguard" / "machines.toml"
 
@@ -66,16 +66,16 @@ def test_machines_with_endpoints_know_all_and_those_without_reach_each_other_thr
 
 def test_a_key_is_made_once_is_private_and_stands_in_no_configuration(tmp_path: Path) -> None:
     file = tmp_path / "agora.key"
-    public = write_key(file)
+    public = ensure_key(file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert write_key(file) == public and len(base64.b64decode(public)) == 32
+    assert ensure_key(file) == public and len(base64.b64decode(public)) == 32
     mesh = read_mesh(listed(PUBLIC, "").replace(key(0), public), "list")
     for machine in mesh.machines:
         text = configuration_of(mesh, machine)
         assert file.read_text().strip() not in text and "PrivateKey" not in text
     file.write_text("no key")
     with pytest.raises(InputError, match="not a WireGuard key"):
-        write_key(file)
+        ensure_key(file)
 
 
 def test_a_key_that_the_disk_does_not_take_leaves_no_file(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ def test_a_key_that_the_disk_does_not_take_leaves_no_file(tmp_path: Path) -> Non
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(DiskError, match="Cannot write .*; name another file"):
-            write_key(file)
+            ensure_key(file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not file.exists() and len(write_key(file)) == 44
+    assert not file.exists() and len(ensure_key(file)) == 44
 
 
 @pytest.mark.parametrize(

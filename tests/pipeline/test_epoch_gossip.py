@@ -71,7 +71,7 @@ class Circle:
             lambda: self.shares.keys() - {peer},
             report=self.events.append,
             report_offence=lambda who, offence, text: self.offences.append((who, offence)),
-            on_news=self._count_news,
+            on_exchange=self._count_news,
             rng=random.Random(len(self.shares)),
         )
         if answer is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agora.cli.local_swarm import LocalSwarm
-from agora.node.wireguard import KEY_FILE, configuration_of, read_mesh, write_key
+from agora.node.wireguard import KEY_FILE, configuration_of, ensure_key, read_mesh
 from tests.process.harness import last_step, tiny
 from tests.process.sites import Sites, can_make_sites
 
@@ -51,7 +51,7 @@ def test_machines_behind_nats_train_together_through_the_hub_of_a_mesh(tmp_path:
         for name in names:
             sites.add_machine("a", name)
         keys = {name: tmp_path / f"{name}.key" for name in names}
-        tables = [f'[[machine]]\nname = "{name}"\npublic_key = "{write_key(keys[name])}"' for name in names]
+        tables = [f'[[machine]]\nname = "{name}"\npublic_key = "{ensure_key(keys[name])}"' for name in names]
         tables[0] += f'\nendpoint = "{sites.address_of("hub")}"'
         mesh = read_mesh("\n".join(tables), "machines.toml")
         swarm = LocalSwarm(tmp_path, tiny(2).to_toml(), corpus=tmp_path.parent / "corpus", launch=sites.launch)
