@@ -100,6 +100,22 @@ def test_a_ledger_that_takes_nothing_new_still_answers_repeats_and_lets_work_be_
     run(work())
 
 
+def test_callers_of_work_that_is_cancelled_at_the_end_are_told_to_ask_another_peer() -> None:
+    async def work() -> None:
+        entries = Entries()
+        waiting = [entries.enter(1), entries.enter(1)]
+        gone = entries.enter(1, 2)
+        await asyncio.sleep(1.0)
+        ending = asyncio.create_task(entries.ledger.finish(1.0, "moving to other stages"))
+        await asyncio.sleep(1.25)  # the work is cancelled, and has not ended yet
+        gone.cancel()
+        assert not await ending
+        errors = await asyncio.gather(*waiting, gone, return_exceptions=True)
+        assert [type(error) for error in errors] == [Busy, Busy, asyncio.CancelledError]
+
+    run(work())
+
+
 def test_a_microbatch_is_counted_once_per_stage_whichever_spans_this_peer_held() -> None:
     async def work() -> None:
         entries = Entries()
