@@ -122,21 +122,21 @@ class Hop:
     async def _join_or_start(self, request: HopRequest, on_progress: OnProgress) -> HopAnswer:
         """Waits at the barrier, then starts the request's work in the ledger or joins it; returns the work's answer.
 
-        A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy, before
-        the wait, for a training microbatch that entered this peer at another stage and overlaps this request's stages,
-        and for one whose step is too far ahead; after it, as StepBarrier.wait_for_step and WorkLedger.run do.
+        A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy before
+        the wait for a step that is too far ahead, and after it as StepBarrier.wait_for_step and WorkLedger.run do, and
+        for a training microbatch that entered this peer at another stage and overlaps this request's stages.
         """
         first = request.message.stage
         last = self._span.last
         step = request.message.step
         key = WorkKey(request.message.microbatch, first)
-        if request.is_training:
-            self._ledger.refuse_overlap(key, last)
         if isinstance(self._barrier, MeanBarrier) and request.is_training:
             await self._barrier.wait_for_mean(first, request.deadline)
         elif isinstance(self._barrier, StepBarrier) and step:
             self._barrier.refuse_early(first, step)
             await self._barrier.wait_for_step(first, step, request.deadline)
+        if request.is_training:
+            self._ledger.refuse_overlap(key, last)  # not before the wait, in which another entry may begin its work
         return await self._ledger.run(
             key, last, request.deadline, on_progress, lambda work: self._perform(request, work), request.holder
         )
