@@ -16,7 +16,7 @@ from agora_protocol.messages import Advance, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.net.answer_share import AnswerBudget
+from agora.net.answer_budget import AnswerBudget
 from agora.net.connection import Connection
 from agora.net.gate import Gate
 from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
