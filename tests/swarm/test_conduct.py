@@ -21,7 +21,7 @@ def test_every_offence_has_a_penalty() -> None:
 
 
 @pytest.mark.parametrize("offence", Offence)
-def test_the_third_offence_within_ten_minutes_shuts_a_peer_out_for_five_minutes_and_nobody_else(
+def test_the_third_offence_within_ten_minutes_suspends_a_peer_for_five_minutes_and_nobody_else(
     offence: Offence,
 ) -> None:
     conduct = Conduct()
