@@ -359,8 +359,9 @@ class IncomingCalls:
     async def _answer(self, number: int, call: IncomingCall) -> Buffers:
         """Runs the handler until the call's deadline; returns the ANSWER frame, or a REFUSAL with its AgoraError.
 
-        A missed deadline is refused as PeerFailed. So are other exceptions and invalid answers, which are also
-        reported. An ANSWER is counted as sent (`count_sent`).
+        A missed deadline is refused as PeerFailed, and so is a handler that ends as cancelled although nobody has
+        cancelled this call. So are other exceptions and invalid answers, which are also reported. An ANSWER is counted
+        as sent (`count_sent`).
         """
         refusal: AgoraError
         try:
@@ -368,6 +369,12 @@ class IncomingCalls:
                 reply = await self._network.handle(call)
         except AgoraError as error:
             refusal = error
+        except asyncio.CancelledError:
+            this_call = asyncio.current_task()
+            if this_call is None or this_call.cancelling():
+                raise
+            # What the handler waited for was given up, such as a mean when a stage is closed; the caller must hear it.
+            refusal = PeerFailed("the peer has given this work up")
         except Exception as error:
             if timeout.expired():
                 refusal = PeerFailed("the deadline of the call passed")
