@@ -101,7 +101,7 @@ class Hop:
         for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
         stage 0. on_progress is called with each Advance of this and later hops. holder: who asks; None for this peer's
         own origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before any work if too little
-        time is left; Unavailable and errors of the compute during the work, and Busy when WorkLedger.finish cancels it.
+        time is left; Unavailable and errors of the compute during the work, PeerFailed when WorkLedger.finish ends it.
         After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
         """
         try:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from agora_protocol.errors import Busy, DeviceError, NotMyStage, ProtocolError, Unavailable
+from agora_protocol.errors import Busy, DeviceError, NotMyStage, PeerFailed, ProtocolError, Unavailable
 from agora_protocol.ids import MicrobatchId, Span, microbatch_id
 from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
@@ -480,7 +480,7 @@ def test_leaving_waits_for_what_has_a_slot_but_not_for_ever() -> None:
         started = asyncio.get_running_loop().time()
         assert not await node.ledger.finish(5.0, "leaving")
         assert asyncio.get_running_loop().time() - started == pytest.approx(5.0)
-        with pytest.raises(Busy, match="ask another"):
+        with pytest.raises(PeerFailed, match="ask another"):
             await task
         assert node.ledger.taken == 0
         assert not node.compute.held

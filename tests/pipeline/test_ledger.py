@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from agora_protocol.errors import Busy, NotMyStage, OutOfMemory
+from agora_protocol.errors import Busy, NotMyStage, OutOfMemory, PeerFailed
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Process, Processed
 
@@ -111,7 +111,7 @@ def test_callers_of_work_that_is_cancelled_at_the_end_are_told_to_ask_another_pe
         gone.cancel()
         assert not await ending
         errors = await asyncio.gather(*waiting, gone, return_exceptions=True)
-        assert [type(error) for error in errors] == [Busy, Busy, asyncio.CancelledError]
+        assert [type(error) for error in errors] == [PeerFailed, Busy, asyncio.CancelledError]
 
     run(work())
 
