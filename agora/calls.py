@@ -17,7 +17,7 @@ from agora_protocol.tensors import WireTensor
 BROKEN: Final = "broken"
 """The code of the error that ends a call when its connection broke or could not be opened."""
 OnProgress = Callable[[Advance], None]
-"""Takes one progress frame of a call that is still open. Must not block and must not raise."""
+"""Takes one progress message (Advance) of a call that is still open. Must not block and must not raise."""
 
 
 @dataclass(slots=True)

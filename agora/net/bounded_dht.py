@@ -161,10 +161,7 @@ class BoundedP2P:
         if len(raw) > MAX_REQUEST_BYTES:
             raise ProtocolError("too-large", f"A DHT request of {len(raw)} bytes; {MAX_REQUEST_BYTES} are the most.")
         self._charge(peer, 1.0 + len(raw) / 1024)
-        try:
-            request = message_type.FromString(raw)
-        except DecodeError as error:
-            raise ProtocolError("bad-record", "A DHT request is malformed.") from error
+        request = _parse(message_type, raw)
         if kind == "rpc_find":
             self._check_find(request, peer)
         elif kind == "rpc_store":
@@ -255,20 +252,20 @@ class BoundedP2P:
         """Calls another node after HELLO; returns its reply, without a foreign node id or a find's invalid contents.
 
         Raises NotAdmitted for a node that is not a member of the run; ProtocolError, after it is counted and reported,
-        for a find's reply that is malformed or exceeds a bound; DecodeError for a reply that is no such message;
-        TimeoutError when none comes in RPC_S; or hivemind's errors when the call fails.
+        for a malformed reply, and for a find's reply that exceeds a bound; TimeoutError when none comes in RPC_S; or
+        hivemind's errors when the call fails.
         """
         raw = await self._call_greeted(peer_id, name, input.SerializeToString())
-        response = output_protobuf_type.FromString(raw)
+        try:
+            response = _parse(output_protobuf_type, raw)
+            if name.endswith("rpc_find"):
+                await self._screen(response, input.keys, PeerId(str(peer_id)))
+        except ProtocolError as error:
+            self._validator.refused[error.code] += 1
+            self.report_violation(PeerId(str(peer_id)), error)
+            raise
         if response.peer.node_id and response.peer.node_id != node_id_of(peer_id).to_bytes():
             response.ClearField("peer")
-        if name.endswith("rpc_find"):
-            try:
-                await self._screen(response, input.keys, PeerId(str(peer_id)))
-            except ProtocolError as error:
-                self._validator.refused[error.code] += 1
-                self.report_violation(PeerId(str(peer_id)), error)
-                raise
         return response
 
     async def _call_greeted(self, peer_id: Any, name: str, request: bytes) -> bytes:
@@ -336,6 +333,14 @@ class BoundedP2P:
             result.type, result.value = dht_pb2.NOT_FOUND, b""
         elif len(kept) < len(entries):
             result.value = pack_dictionary(kept)
+
+
+def _parse(message_type: Any, raw: bytes) -> Any:
+    """Returns the protobuf message in `raw`. Raises ProtocolError for bytes that are no message of this type."""
+    try:
+        return message_type.FromString(raw)
+    except DecodeError as error:
+        raise ProtocolError("bad-record", f"The bytes of a DHT {message_type.__name__} are malformed.") from error
 
 
 def _screen_nodes(result: Any, own_id: bytes) -> None:

@@ -101,7 +101,7 @@ class Host:
             ports = own_addresses.HeldPorts()
             undo.callback(ports.close)
             if not allow_private:
-                listen = [ports.hold_free_port(address) for address in listen]
+                listen = ports.hold_free_ports(listen)
             announced = announce if allow_private or upnp else _public_addresses(listen, announce)
             host = cls(await start_p2pd(identity_path, listen, announced, sockets.path, upnp), sockets, link, limits)
             host._ports = ports

@@ -25,7 +25,7 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
 from agora.fair_share import Holder
-from agora.net.answer_share import AnswerBudget
+from agora.net.answer_budget import AnswerBudget
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import Buffers
 from agora.net.streams import Frame, FrameStream, PayloadAction
@@ -41,7 +41,7 @@ class NetLimits:
     max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES  # of one frame, as the run's manifest implies
     max_held_bytes: int = 2 * limits.MAX_PAYLOAD_BYTES  # of all payloads that have come, or begun to, and are in use
     max_calls: int = limits.MAX_CALLS_PER_CONNECTION  # open at once on one connection, each way
-    max_answer_bytes: int = 67_108_864  # of answers made or being made that the peer has not read yet; see answer_share
+    max_answer_bytes: int = 67_108_864  # of answers that are not written yet; see answer_budget
     max_connections: int = 512
     max_silent: int = 64  # how many of them readers and peers without a HELLO may have opened
     patience_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
@@ -104,8 +104,8 @@ class PayloadBudget:
     def release(self, size: int) -> None:
         """Releases `size` bytes, then serves waiting connections in their order until the first whose bytes do not fit.
 
-        To serve one ends its wait and reserves its bytes. A nested call, from within the end of a wait, only releases
-        the bytes; the outer call goes on with the queue.
+        Serving a connection ends its wait and reserves its bytes. A nested call, from within the end of a wait, only
+        releases the bytes; the outer call goes on with the queue.
         """
         self.used -= size
         if self._is_releasing:  # one that is served may release others at once: the outer call goes on with the queue
@@ -359,8 +359,9 @@ class IncomingCalls:
     async def _answer(self, number: int, call: IncomingCall) -> Buffers:
         """Runs the handler until the call's deadline; returns the ANSWER frame, or a REFUSAL with its AgoraError.
 
-        A missed deadline is refused as PeerFailed. So are other exceptions and invalid answers, which are also
-        reported. An ANSWER is counted as sent (`count_sent`).
+        A missed deadline is refused as PeerFailed, and so is a handler that ends as cancelled although nobody has
+        cancelled this call. So are other exceptions and invalid answers, which are also reported. An ANSWER is counted
+        as sent (`count_sent`).
         """
         refusal: AgoraError
         try:
@@ -368,6 +369,12 @@ class IncomingCalls:
                 reply = await self._network.handle(call)
         except AgoraError as error:
             refusal = error
+        except asyncio.CancelledError:
+            this_call = asyncio.current_task()
+            if this_call is None or this_call.cancelling():
+                raise
+            # What the handler waited for was given up, such as a mean when a stage is closed; the caller must hear it.
+            refusal = PeerFailed("the peer has given this work up")
         except Exception as error:
             if timeout.expired():
                 refusal = PeerFailed("the deadline of the call passed")

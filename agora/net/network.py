@@ -28,7 +28,7 @@ from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
 from agora.fair_share import Holder, largest_holder
 from agora.net.address_book import MAX_PEERS
-from agora.net.answer_share import AnswerBudget
+from agora.net.answer_budget import AnswerBudget
 from agora.net.connection import Connection
 from agora.net.dialling import Dialler
 from agora.net.gate import Gate

@@ -17,7 +17,7 @@ class SimultaneousOpen(AgoraError):
     p2pd then backs off for some seconds; the peer with the lower id dials again first, see dialling.py.
     """
 
-    code = "crossed"
+    code = "simultaneous-open"
 
 
 class DeadlinePassed(AgoraError):

@@ -97,21 +97,30 @@ class HeldPorts:
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
-    def hold_free_port(self, address: str) -> str:
-        """Returns a TCP multiaddr with a free port in place of port 0, held until `close`; any other as it is.
+    def hold_free_ports(self, listen: Sequence[str]) -> list[str]:
+        """Returns the multiaddrs `listen`; in those of TCP port 0, puts free ports, which are held until `close`.
 
-        Raises OSError if its host is not an address of this machine.
+        Leaves out addresses of an IP version that this machine's kernel does not have, unless none would be left.
+        Raises LocalError for a host that is not an address of this machine.
         """
+        present = [address for address in listen if _has_ip_version_of(address)]
+        return [self._hold_free_port(address) for address in present or listen]
+
+    def _hold_free_port(self, address: str) -> str:
+        """Returns a TCP multiaddr of port 0 with a port held for it, any other as it is. Raises as hold_free_ports."""
         parts = host_and_port(address)
         if parts is None or parts[2] != 0:
             return address
         kind, host, _ = parts
-        held = socket.socket(_FAMILIES[kind])
-        self._sockets.append(held)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if kind == "ip6":
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        held.bind((host, 0))
+        try:
+            held = socket.socket(_FAMILIES[kind])
+            self._sockets.append(held)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if kind == "ip6":
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            held.bind((host, 0))
+        except OSError as error:
+            raise _listen_error(address, 0, error) from error
         return f"/{kind}/{host}/tcp/{held.getsockname()[1]}"
 
     def close(self) -> None:
@@ -127,14 +136,31 @@ def check_port(address: str, family: str, host: str, port: int) -> None:
     address: the multiaddr that the error names. family: "ip4" or "ip6", of `host`.
     """
     # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and share the callers of the first.
-    with socket.socket(_FAMILIES[family]) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(_FAMILIES[family]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             probe.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                why = f"port {port} is taken; choose another with --listen, or stop the program that listens there"
-            else:
-                why = f"{error.strerror}; choose an address of this machine, such as /ip4/0.0.0.0/tcp/{port}"
-            raise LocalError(f"Cannot listen on {address}: {why}.") from error
+    except OSError as error:
+        raise _listen_error(address, port, error) from error
+
+
+def _has_ip_version_of(address: str) -> bool:
+    """Returns whether this machine's kernel has the IP version of a direct TCP multiaddr; True for any other text."""
+    parts = host_and_port(address)
+    if parts is None:
+        return True
+    try:
+        socket.socket(_FAMILIES[parts[0]]).close()
+    except OSError as error:
+        return error.errno != errno.EAFNOSUPPORT
+    return True
+
+
+def _listen_error(address: str, port: int, error: OSError) -> LocalError:
+    """Returns the error to raise when this machine cannot listen on `address`, whose TCP port is `port`."""
+    if error.errno == errno.EADDRINUSE:
+        why = f"port {port} is taken; choose another with --listen, or stop the program that listens there"
+    else:
+        why = f"{error.strerror}; choose an address of this machine, such as /ip4/0.0.0.0/tcp/{port}"
+    return LocalError(f"Cannot listen on {address}: {why}.")

@@ -158,8 +158,8 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
         """Removes the bytes of one turn from the queue; returns their number, whether they end a message, the bytes."""
-        most = self._link.sent_at_once
-        room = most
+        max_bytes = self._link.sent_at_once
+        room = max_bytes
         pieces = []
         ends = False
         while self._queue and room:
@@ -170,7 +170,7 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             pieces.append(view)
             room -= len(view)
             ends = ends or last
-        size = most - room
+        size = max_bytes - room
         self._queued -= size
         return size, ends, pieces
 

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from agora_protocol.errors import AgoraError, DataError, ProtocolError
 from agora_protocol.ids import PeerId
+from agora_protocol.message_base import Message
 from agora_protocol.messages import GossipedEpochs, GossipEpochs
 
 from agora.calls import Caller
@@ -69,7 +70,7 @@ class EpochGossip:
         on_exchange: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
     ) -> None:
-        """others: returns the other live origins. on_exchange: is called at intervals and for each received state."""
+        """others: returns the other live origins. on_exchange: called at every tick, and for each received state."""
         self._shares = shares
         self._caller = caller
         self._others = others
@@ -121,19 +122,24 @@ class EpochGossip:
     async def _send_state(self, peer: PeerId, request: GossipEpochs) -> None:
         """Sends `request` to `peer` and merges the state in the answer; in the end removes the call from the open ones.
 
-        Reports a malformed answer as an offence of `peer`; ignores a call that fails for another reason.
+        Ignores a call that fails or is refused.
         """
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
-            if not isinstance(reply.message, GossipedEpochs):
-                raise ProtocolError("bad-message", f"answered gossip with {type(reply.message).__name__}")
-            self._merge(peer, reply.message.state)
-        except ProtocolError as error:
-            self._report_offence(peer, Offence.BAD_ANSWER, f"{error.code}: {error}")
+            self._merge_answer(peer, reply.message)
         except AgoraError:
             pass  # an origin that cannot be reached now gets the state at a later interval, or is not live
         finally:
             del self._calls[peer]
+
+    def _merge_answer(self, peer: PeerId, answer: Message) -> None:
+        """Merges the state in the answer of `peer`, see `_merge`; reports a wrong or malformed answer as an offence."""
+        try:
+            if not isinstance(answer, GossipedEpochs):
+                raise ProtocolError("bad-message", f"answered gossip with {type(answer).__name__}")
+            self._merge(peer, answer.state)
+        except ProtocolError as error:
+            self._report_offence(peer, Offence.BAD_ANSWER, f"{error.code}: {error}")
 
     def _merge(self, peer: PeerId, state: Sequence[int]) -> None:
         """Merges the state of `peer` into this origin's and calls `on_exchange`.

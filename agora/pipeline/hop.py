@@ -101,8 +101,8 @@ class Hop:
         for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
         stage 0. on_progress is called with each Advance of this and later hops. holder: who asks; None for this peer's
         own origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before any work if too little
-        time is left; Unavailable and errors of the compute during the work. After each of these errors the gradient is
-        not counted here. Reports a refusal as HopRefused.
+        time is left; Unavailable and errors of the compute during the work, PeerFailed when WorkLedger.finish ends it.
+        After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -122,21 +122,21 @@ class Hop:
     async def _join_or_start(self, request: HopRequest, on_progress: OnProgress) -> HopAnswer:
         """Waits at the barrier, then starts the request's work in the ledger or joins it; returns the work's answer.
 
-        A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy, before
-        the wait, for a training microbatch that entered this peer at another stage and overlaps this request's stages,
-        and for one whose step is too far ahead; after it, as StepBarrier.wait_for_step and WorkLedger.run do.
+        A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy before
+        the wait for a step that is too far ahead, and after it as StepBarrier.wait_for_step and WorkLedger.run do, and
+        for a training microbatch that entered this peer at another stage and overlaps this request's stages.
         """
         first = request.message.stage
         last = self._span.last
         step = request.message.step
         key = WorkKey(request.message.microbatch, first)
-        if request.is_training:
-            self._ledger.refuse_overlap(key, last)
         if isinstance(self._barrier, MeanBarrier) and request.is_training:
             await self._barrier.wait_for_mean(first, request.deadline)
         elif isinstance(self._barrier, StepBarrier) and step:
             self._barrier.refuse_early(first, step)
             await self._barrier.wait_for_step(first, step, request.deadline)
+        if request.is_training:
+            self._ledger.refuse_overlap(key, last)  # not before the wait, in which another entry may begin its work
         return await self._ledger.run(
             key, last, request.deadline, on_progress, lambda work: self._perform(request, work), request.holder
         )

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from agora_protocol.errors import AgoraError, Busy, OutOfMemory
+from agora_protocol.errors import AgoraError, Busy, OutOfMemory, PeerFailed
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.messages import Advance, Process
 
@@ -210,7 +210,8 @@ class WorkLedger:
         last: the last stage that the work runs here. holder: who asks; None for this peer's own origin. Joining reports
         RepeatServed and passes the work's latest progress on at once. If joined work fails before `deadline` (loop
         time), this caller starts it again; the deadline does not end the wait for an answer. Raises what the work
-        raises, and Busy as _start does or when an earlier, cancelled attempt has not ended by `deadline`.
+        raises, PeerFailed when `finish` cancels the work, and Busy as _start does or when an earlier, cancelled attempt
+        has not ended by `deadline`.
         """
         while True:
             work = self._works.get(key)
@@ -244,8 +245,8 @@ class WorkLedger:
     async def finish(self, within_s: float, reason: str) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
-        Waits up to MAX_ENDING_S for the cancelled work. Returns whether all work ended without being cancelled here.
-        reason: as for stop_accepting.
+        The callers of cancelled work get PeerFailed. Waits up to MAX_ENDING_S for that work to end. Returns whether all
+        work ended without being cancelled here. reason: as for stop_accepting.
         """
         self.stop_accepting(reason)
         if self._works:
@@ -324,11 +325,18 @@ class WorkLedger:
     async def _wait(self, work: RunningWork, on_progress: OnProgress) -> HopAnswer:
         """Joins the work's callers, waits for its answer and returns it, or raises the work's error.
 
-        When this wait ends or is cancelled and no other caller is left, cancels the work unless it is committed.
+        Raises PeerFailed if the work was cancelled although this caller waits. When this wait ends or is cancelled and
+        no other caller is left, cancels the work unless it is committed.
         """
         work.callers.append(on_progress)
         try:
             return await asyncio.shield(work.task)
+        except asyncio.CancelledError:
+            this_caller = asyncio.current_task()
+            if not work.task.cancelled() or (this_caller is not None and this_caller.cancelling()):
+                raise
+            # Passed on, it would end the caller's request without any answer, and the caller would wait in vain.
+            raise PeerFailed("this peer has given up its work on this microbatch; ask another") from None
         finally:
             work.callers.remove(on_progress)
             if not work.callers and not work.committed:

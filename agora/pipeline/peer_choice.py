@@ -21,7 +21,7 @@ BACKOFF_S = 0.25
 """Minimum seconds that a peer is not called after its first failure; they double with each further failure in a row."""
 MAX_BACKOFF_S = 60.0
 """Maximum seconds that a failing peer is not called."""
-MAX_BACKOFF_WITHOUT_SIBLING_S = 4.0
+MAX_BACKOFF_IF_ALL_FAIL_S = 4.0
 """Maximum seconds that a failing peer is not called while every peer of its stage fails."""
 ACCEPTANCE_WAITS = 128
 """Number of latest times from sending to acceptance that are kept of a peer."""
@@ -194,14 +194,14 @@ def _ready_at(stats: PeerStats, is_any_healthy: bool, is_any_measured: bool) -> 
     | as many calls are open as call_limit allows                       | infinite          | busy        |
     | always                                                            | busy_until        | busy        |
 
-    The pause doubles with each failure, up to MAX_BACKOFF_S (MAX_BACKOFF_WITHOUT_SIBLING_S if all peers fail). A time
+    The pause doubles with each failure, up to MAX_BACKOFF_S (MAX_BACKOFF_IF_ALL_FAIL_S if all peers fail). A time
     in the past means ready, whatever the obstacle. is_any_healthy: whether any peer of the stage has no failures.
     is_any_measured: whether any has answered.
     """
     if stats.failures:
         if stats.open_calls and is_any_healthy:
             return math.inf, "on trial"
-        longest = MAX_BACKOFF_S if is_any_healthy else MAX_BACKOFF_WITHOUT_SIBLING_S
+        longest = MAX_BACKOFF_S if is_any_healthy else MAX_BACKOFF_IF_ALL_FAIL_S
         backoff_s = min(longest, max(BACKOFF_S, stats.wasted_s) * 2.0 ** min(stats.failures - 1, 30))
         return stats.failed_at + backoff_s, "backing off"
     if is_any_measured and not stats.answers and stats.open_calls >= NEWCOMER_CALLS:

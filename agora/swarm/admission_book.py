@@ -17,6 +17,7 @@ from agora_protocol.limits import MAX_REVOCATIONS
 from agora_protocol.tickets import Revocation, Ticket, open_proof, open_revocation
 
 from agora.swarm.admission import (
+    TICKET,
     Admission,
     AdmissionPolicy,
     NoAdmission,
@@ -102,7 +103,7 @@ class AdmissionBook:
         found = judge_admission(self._verify(known), peer, now_unix, self.policy, self._revocations)
         if isinstance(found, Admission) and found.is_member:
             return ""
-        if self.policy.mode == "ticket" and not known and not self._revocations.is_banned(peer):
+        if self.policy.mode == TICKET and not known and not self._revocations.is_banned(peer):
             return ""
         return found.reason if isinstance(found, NoAdmission) else "it may only read the status"
 

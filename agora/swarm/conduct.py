@@ -70,22 +70,29 @@ class Consequence:
 class ReportOffence(Protocol):
     """Protocol of the function that records an offence of `peer`, such as OffenceLog.report_offence; it never raises.
 
-    text: what was wrong, in words. occasion: names an event, such as one averaging round: an offence is not recorded if
-    the peer's last one of the same kind had the same occasion. "" if each offence counts.
+    text: what was wrong, in words. occasion: names an event, such as one averaging round: the peer's offences of one
+    kind on one occasion count once, see Conduct.record. "" if each offence counts.
     """
 
     def __call__(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedOffence:
+    """One offence that was recorded, and whose points have not expired."""
+
+    offence: Offence
+    occasion: str  # "" for none
+    points: int
+    expires_at: float  # when its points expire, on the clock of `record`'s `now`
 
 
 @dataclass(slots=True)
 class _Record:
     """What is remembered of one peer that has offended."""
 
-    active: list[tuple[float, int]] = field(default_factory=list)
-    """The newest offences that still count, at most POINTS_TO_SUSPEND: (time when its points expire, points)."""
+    active: list[_CountedOffence] = field(default_factory=list)  # the newest, at most POINTS_TO_SUSPEND
     suspended_until: float = 0.0  # when the suspension ends, on the same clock; 0.0 if the peer never was suspended
-    occasions: dict[Offence, str] = field(default_factory=dict)
-    """For each kind of offence, the occasion of the latest one."""
 
 
 class Conduct:
@@ -104,20 +111,21 @@ class Conduct:
 
         If the sum of points that have not expired is POINTS_TO_SUSPEND or more, the peer is suspended for the penalty's
         time from `now`, also if it is suspended already; a suspension is never shortened. Returns None, and adds
-        nothing, if the peer's last offence of this kind had the same `occasion`, unless that is "".
+        nothing, if `occasion` is not "" and one of the peer's newest POINTS_TO_SUSPEND offences that count is of this
+        kind and had the same occasion.
         """
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
         if len(self._records) > MAX_PEERS:
             self._records.popitem(last=False)
-        if occasion and record.occasions.get(offence) == occasion:
+        active = [known for known in record.active if known.expires_at >= now]
+        if occasion and any((known.offence, known.occasion) == (offence, occasion) for known in active):
             return None
-        record.occasions[offence] = occasion
         penalty = self._penalties[offence]
-        active = [entry for entry in record.active if entry[0] >= now]
-        # Entries older than the newest three could not change what follows.
-        record.active = [*active, (now + penalty.expires_after_s, penalty.points)][-POINTS_TO_SUSPEND:]
-        points = sum(points for _, points in record.active)
+        added = _CountedOffence(offence, occasion, penalty.points, now + penalty.expires_after_s)
+        # Older offences than the newest three could not change what follows.
+        record.active = [*active, added][-POINTS_TO_SUSPEND:]
+        points = sum(known.points for known in record.active)
         if points >= POINTS_TO_SUSPEND:
             record.suspended_until = max(record.suspended_until, now + penalty.suspension_s)
         seconds = self.suspended_s(peer, now)

@@ -106,8 +106,8 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
 def _patience_s(replicas: Sequence[PeerView]) -> float:
     """Returns after how many seconds without a step a stage with these replicas counts as stalled.
 
-    This is PATIENCE_STEPS times the shortest mean step time that a replica reports, but at least MIN_PATIENCE_S;
-    MIN_PATIENCE_S if none reports one.
+    This is PATIENCE_STEPS times the shortest known PeerView.mean_step_s of a replica, but at least MIN_PATIENCE_S;
+    MIN_PATIENCE_S if none is known.
     """
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)

@@ -97,7 +97,10 @@ class Meetings:
         return chosen
 
     def was_dialled(self, peer: PeerId) -> bool:
-        """Returns whether `choose` has chosen this peer since it became a stranger; False if it is not a stranger."""
+        """Returns whether `choose` has chosen this peer since it became a stranger.
+
+        Returns False if the peer was not a stranger at the last `choose`.
+        """
         return peer in self._dialled
 
     def _is_due(self, peer: PeerId, now: float) -> bool:

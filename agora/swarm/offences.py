@@ -27,8 +27,8 @@ class OffenceLog:
     def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
         """Records an offence of `peer`, detected now, and reports it and what follows as an OffenceRecorded event.
 
-        The offence may suspend the peer. text: what was wrong, in words. Does nothing if the peer's last offence of
-        this kind had the same `occasion`, such as one averaging round; "" for none.
+        The offence may suspend the peer. text: what was wrong, in words. occasion: names an event, such as one
+        averaging round, on which the peer's offences of this kind count once, see Conduct.record; "" for none.
         """
         if consequence := self._conduct.record(peer, offence, loop_time(), occasion):
             self._report(events.OffenceRecorded(peer, offence.value, text, consequence.reason, consequence.suspended_s))

@@ -66,7 +66,10 @@ class StageSupply:
     """
 
     def __init__(self, view: View, demands: StageDemands, own_speed: float = 0.0) -> None:
-        """own_speed: that of the asking peer, 0 if unknown; it is the usual speed if the view has no known speed."""
+        """own_speed: the asking peer's microbatches per second for one stage of mean work; 0 if unknown.
+
+        It counts only where the view has no known speed: then it is the usual speed.
+        """
         self.demands = demands
         self.stage_count = demands.stage_count
         self._work = list(accumulate(demands.work, initial=0.0))
@@ -75,7 +78,7 @@ class StageSupply:
         self.is_measured = bool(known) or own_speed > 0
         """Whether some speed is known, so that rates are microbatches per second."""
         self.usual_speed = median(known) if known else own_speed or 1.0
-        """The median of the known speeds; without any the asking peer's, or 1, so that rates count heads."""
+        """The median of the known speeds; without any, own_speed; without that, 1, so that rates count holders."""
         self.rates = [0.0] * self.stage_count
         self.holders = [0] * self.stage_count
         """Rates and holders by stage; if only some of a stage's peers are read, scaled up to its estimated size."""

@@ -117,8 +117,9 @@ class View:
         """Returns a copy of the view from whose peers and strangers `peers` are removed; the view itself if none."""
         if not peers:
             return self
-        remaining = {other: known for other, known in self.peers.items() if other not in peers}
-        strangers = {other: known for other, known in self.strangers.items() if other not in peers}
+        removed = frozenset(peers)
+        remaining = {other: known for other, known in self.peers.items() if other not in removed}
+        strangers = {other: known for other, known in self.strangers.items() if other not in removed}
         return View(remaining, self.estimates, strangers)
 
     def of_members(self, is_member: Callable[[PeerId], bool]) -> View:

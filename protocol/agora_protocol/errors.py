@@ -11,7 +11,7 @@
     `-- LocalError           this machine cannot do it: DiskError | OutOfMemory | DeviceError | IdentityError
 
 Every text is one sentence; it ends with what the reader can do, where there is something to do. Knows nothing of the
-wire: messages.py turns these errors into a Refusal and back.
+wire: refusals.py turns these errors into a Refusal and back.
 """
 
 from collections.abc import Sequence

@@ -12,11 +12,11 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Advance, Processed
+from agora_protocol.messages import Advance, Processed, Refusal
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.net.answer_share import AnswerBudget
+from agora.net.answer_budget import AnswerBudget
 from agora.net.connection import Connection
 from agora.net.gate import Gate
 from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
@@ -260,6 +260,30 @@ def test_news_that_nobody_reads_is_dropped_and_cuts_nobody_off() -> None:
         assert news == list(range(len(news)))
         assert 300 < len(news) < 1_000
         assert line.heard()[-1] == (FrameType.ANSWER, 1)
+
+    run(work())
+
+
+def test_a_handler_whose_work_is_given_up_still_answers_and_one_that_the_caller_cancels_does_not() -> None:
+    async def work() -> None:
+        given_up = asyncio.get_running_loop().create_future()
+        owner = Owner()
+
+        async def handle(call: IncomingCall) -> Reply:
+            await asyncio.shield(given_up)
+            raise AssertionError("the future has no result")
+
+        owner.handle = handle  # type: ignore[method-assign]
+        line = await Line(owner).greeted()
+        line.say(request(1, 100), request(3, 100))
+        await asyncio.sleep(0.5)
+        line.say(frame(FrameType.CANCEL, 3, None))
+        await asyncio.sleep(0.5)
+        given_up.cancel()
+        await asyncio.sleep(0.5)
+        ((prefix, message),) = [heard for heard in line.frames() if heard[0].call]
+        assert (prefix.type, prefix.call) == (FrameType.REFUSAL, 1) and isinstance(message, Refusal)
+        assert message.code == "failed" and not owner.errors and not owner.tasks
 
     run(work())
 

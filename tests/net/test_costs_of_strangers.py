@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agora_protocol.errors import ProtocolError
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.limits import MAX_KEY_RECORDS
@@ -145,8 +146,8 @@ def reply_of(count: int) -> Any:
 class Replies:
     """Stands for p2p: answers every call with the same bytes."""
 
-    def __init__(self, peer: Any, reply: Any) -> None:
-        self.peer_id, self._raw, self._client = peer, reply.SerializeToString(), self
+    def __init__(self, peer: Any, raw: bytes) -> None:
+        self.peer_id, self._raw, self._client = peer, raw, self
 
     async def call_unary_handler(self, *_: object) -> bytes:
         return self._raw
@@ -155,7 +156,8 @@ class Replies:
 def bounded(reply: Any) -> tuple[BoundedP2P, list[str]]:
     """A node's side of a call that is answered so, and the violations that it reports."""
     validator, violations = SignedRecords(RUN_ID, 4), list[str]()
-    made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), reply), validator, 4, OpenGuard())
+    raw = reply if isinstance(reply, bytes) else reply.SerializeToString()
+    made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), raw), validator, 4, OpenGuard())
     made.report_violation = lambda peer, error: violations.append(error.code)
     return made, violations
 
@@ -178,6 +180,23 @@ def test_a_reply_of_60_000_nodes_is_not_followed_and_who_sent_it_pays() -> None:
                 await asyncio.sleep(0.01)
         watch.judge("3 replies of 60,000 nodes")
         assert violations == ["too-large"] * 3
+
+    run(main)
+
+
+def test_a_reply_that_is_no_message_is_an_offence_of_who_sent_it_whatever_was_asked() -> None:
+    async def main() -> None:
+        made, violations = bounded(b"\xff")
+        ping = made.call_protobuf_handler(
+            PeerID.from_base58(Identity.generate().peer),
+            "DHTProtocol.rpc_ping",
+            dht_pb2.PingRequest(),
+            dht_pb2.PingResponse,
+        )
+        for call in (find(made, bytes(20)), ping):
+            with pytest.raises(ProtocolError, match="Response are malformed"):
+                await call
+        assert violations == ["bad-record"] * 2
 
     run(main)
 

@@ -216,7 +216,7 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
     run(main)
 
 
-def test_three_violations_shut_a_peer_out_for_a_while_and_nobody_else() -> None:
+def test_three_violations_suspend_a_peer_for_a_while_and_nobody_else() -> None:
     suspension_s = 4.0
     events = list[Any]()
     offences = OffenceLog(events.append, Conduct(dict.fromkeys(Offence, Penalty(suspension_s=suspension_s))))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
+from agora_protocol.errors import LocalError
 
 from agora.net.own_addresses import (
     HeldPorts,
+    check_port,
     host_and_port,
     interface_addresses,
     is_private,
@@ -51,16 +54,41 @@ def test_only_direct_tcp_addresses_have_a_host_and_a_port() -> None:
 
 def test_a_held_port_is_free_for_one_who_shares_it_and_for_nobody_else() -> None:
     ports = HeldPorts()
-    address = ports.hold_free_port("/ip4/127.0.0.1/tcp/0")
+    address, fixed = ports.hold_free_ports(["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/tcp/4001"])
     parts = host_and_port(address)
     assert parts is not None and parts[2] != 0
-    assert ports.hold_free_port("/ip4/127.0.0.1/tcp/4001") == "/ip4/127.0.0.1/tcp/4001"
+    assert fixed == "/ip4/127.0.0.1/tcp/4001"
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("127.0.0.1", parts[2]))
     with socket.socket() as sharing:
         sharing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sharing.bind(("127.0.0.1", parts[2]))
     ports.close()
+
+
+def test_an_address_that_is_not_this_machines_is_named_with_what_to_do() -> None:
+    with pytest.raises(LocalError, match="choose an address of this machine"):
+        HeldPorts().hold_free_ports(["/ip4/192.0.2.1/tcp/0"])
+
+
+def test_a_machine_without_ipv6_listens_on_ipv4_alone_and_says_so_when_that_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class SocketWithoutIpv6(socket.socket):
+        def __init__(self, family: int = socket.AF_INET) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family)
+
+    monkeypatch.setattr("agora.net.own_addresses.socket.socket", SocketWithoutIpv6)
+    ports = HeldPorts()
+    (address,) = ports.hold_free_ports(["/ip4/127.0.0.1/tcp/0", "/ip6/::/tcp/0"])
+    assert address.startswith("/ip4/127.0.0.1/tcp/")
+    ports.close()
+    with pytest.raises(LocalError, match="Address family not supported"):
+        ports.hold_free_ports(["/ip6/::/tcp/0"])
+    with pytest.raises(LocalError, match="Address family not supported"):
+        check_port("/ip6/::/tcp/4001", "ip6", "::", 4001)
 
 
 def test_a_machine_that_listens_everywhere_has_its_interfaces_addresses() -> None:

@@ -14,7 +14,7 @@ from agora_protocol.messages import Chunk, GetChunk, GetStatus, Refusal, StatusA
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
-from agora.net.answer_share import MAX_FRACTION_EACH, STATUS_BURST
+from agora.net.answer_budget import MAX_FRACTION_EACH, STATUS_BURST
 from agora.net.gate import Gate
 from agora.net.incoming import IncomingCall, NetLimits
 from agora.net.network import Network

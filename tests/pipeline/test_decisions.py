@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from agora.pipeline.hop import is_hopeless
 from agora.pipeline.opening import Pace, equal_quota, measured_credit, staleness_limit
 from agora.pipeline.peer_choice import (
+    MAX_BACKOFF_IF_ALL_FAIL_S,
     MAX_BACKOFF_S,
-    MAX_BACKOFF_WITHOUT_SIBLING_S,
     NEWCOMER_CALLS,
     PathHint,
     PeerStats,
@@ -182,7 +182,7 @@ def test_the_only_replica_of_a_stage_is_not_left_alone_for_long() -> None:
     cost = replace(measured(0.1), failures=30, failed_at=100.0)
     choice = choose({A: cost}, 100.0)
     assert choice.peer is None
-    assert choice.look_again_at == 100.0 + MAX_BACKOFF_WITHOUT_SIBLING_S
+    assert choice.look_again_at == 100.0 + MAX_BACKOFF_IF_ALL_FAIL_S
 
 
 def test_one_broken_connection_counts_once_however_many_calls_it_carried() -> None:

@@ -177,6 +177,16 @@ async def test_an_answer_that_is_none_is_an_offence(circle: Circle) -> None:
 
 
 @in_circle(2)
+async def test_an_origin_that_refuses_the_state_has_not_offended(circle: Circle) -> None:
+    async def refuse(call: MemoryCall) -> Reply:
+        raise ProtocolError("bad-message", "that is no state for me")
+
+    circle.add(peer_id("newer version"), refuse)
+    await asyncio.sleep(30.0)
+    assert circle.network.calls.total() > 0 and circle.offences == []
+
+
+@in_circle(2)
 async def test_a_malformed_request_is_refused(circle: Circle) -> None:
     first = next(iter(circle.gossips.values()))
     with pytest.raises(ProtocolError):

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from agora_protocol.errors import AgoraError, Busy, DeviceError, NotMyStage, ProtocolError, Unavailable
+from agora_protocol.errors import Busy, DeviceError, NotMyStage, PeerFailed, ProtocolError, Unavailable
 from agora_protocol.ids import MicrobatchId, Span, microbatch_id
 from agora_protocol.messages import Advance, Process
 from agora_protocol.tensors import WireTensor
@@ -362,6 +362,21 @@ def test_a_microbatch_that_was_here_at_another_stage_is_refused_rather_than_coun
     run(work())
 
 
+def test_two_entries_that_wait_at_the_barrier_together_are_not_both_counted() -> None:
+    async def work() -> None:
+        world, awaited = World(3), {1, 2}
+        wide = world.add("wide", "1-2", barrier=MeanBarrier(Span(1, 2), awaited.__contains__))
+        entries = [asyncio.create_task(enter(wide, stage)) for stage in (1, 2)]
+        await asyncio.sleep(10.0)
+        assert not any(entry.done() for entry in entries)
+        awaited.clear()
+        outcomes = await asyncio.gather(*entries, return_exceptions=True)
+        assert sum(isinstance(outcome, Busy) for outcome in outcomes) == 1
+        assert max(counted(world)) == 1
+
+    run(work())
+
+
 def test_a_failure_of_our_own_device_is_passed_up_and_counts_nothing() -> None:
     async def work() -> None:
         world = World(2)
@@ -465,7 +480,7 @@ def test_leaving_waits_for_what_has_a_slot_but_not_for_ever() -> None:
         started = asyncio.get_running_loop().time()
         assert not await node.ledger.finish(5.0, "leaving")
         assert asyncio.get_running_loop().time() - started == pytest.approx(5.0)
-        with pytest.raises((AgoraError, asyncio.CancelledError)):
+        with pytest.raises(PeerFailed, match="ask another"):
             await task
         assert node.ledger.taken == 0
         assert not node.compute.held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from agora_protocol.errors import Busy, NotMyStage, OutOfMemory
+from agora_protocol.errors import Busy, NotMyStage, OutOfMemory, PeerFailed
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Advance, Process, Processed
 
@@ -63,7 +63,7 @@ def test_the_same_work_is_started_once_and_both_callers_get_its_answer() -> None
     run(work())
 
 
-def test_running_work_takes_a_seat_until_it_has_ended_also_when_it_was_cancelled() -> None:
+def test_running_work_takes_a_slot_until_it_has_ended_also_when_it_was_cancelled() -> None:
     async def work() -> None:
         entries = Entries(slots=2)
         tasks = [entries.enter(1, number) for number in (1, 2)]
@@ -96,6 +96,22 @@ def test_a_ledger_that_takes_nothing_new_still_answers_repeats_and_lets_work_be_
         assert entries.ledger.answer_repeat(process(1), lambda news: None) is await one
         entries.ledger.start_accepting()
         await entries.enter(1, 2)
+
+    run(work())
+
+
+def test_callers_of_work_that_is_cancelled_at_the_end_are_told_to_ask_another_peer() -> None:
+    async def work() -> None:
+        entries = Entries()
+        waiting = [entries.enter(1), entries.enter(1)]
+        gone = entries.enter(1, 2)
+        await asyncio.sleep(1.0)
+        ending = asyncio.create_task(entries.ledger.finish(1.0, "moving to other stages"))
+        await asyncio.sleep(1.25)  # the work is cancelled, and has not ended yet
+        gone.cancel()
+        assert not await ending
+        errors = await asyncio.gather(*waiting, gone, return_exceptions=True)
+        assert [type(error) for error in errors] == [PeerFailed, Busy, asyncio.CancelledError]
 
     run(work())
 
@@ -147,7 +163,7 @@ def test_kept_answers_are_bounded_in_bytes_and_in_age() -> None:
     assert cache.get(keys[2], 103.0) is None and cache.nbytes == 0 and cache.last_stages_of(MB, 103.0) == {}
 
 
-def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_answers() -> None:
+def test_work_that_runs_out_of_memory_costs_a_slot_which_comes_back_after_many_answers() -> None:
     async def work() -> None:
         entries = Entries(slots=4)
         ledger, until = entries.ledger, asyncio.get_running_loop().time() + 1e6
@@ -175,7 +191,7 @@ def test_work_that_runs_out_of_memory_costs_a_seat_which_comes_back_after_many_a
     run(work())
 
 
-def test_a_caller_that_has_its_part_of_the_seats_leaves_the_last_one_to_others() -> None:
+def test_a_caller_that_has_its_share_of_the_slots_leaves_the_last_one_to_others() -> None:
     async def work() -> None:
         entries, waiting = Entries(slots=8), list[asyncio.Task[HopAnswer]]()
         greedy, other = Holder("203.0.113.0/24", peer_id("greedy")), Holder("198.51.100.0/24", peer_id("other"))

@@ -21,7 +21,7 @@ def test_every_offence_has_a_penalty() -> None:
 
 
 @pytest.mark.parametrize("offence", Offence)
-def test_the_third_offence_within_ten_minutes_shuts_a_peer_out_for_five_minutes_and_nobody_else(
+def test_the_third_offence_within_ten_minutes_suspends_a_peer_for_five_minutes_and_nobody_else(
     offence: Offence,
 ) -> None:
     conduct = Conduct()
@@ -64,6 +64,21 @@ def test_offences_of_one_occasion_count_once() -> None:
     assert counted == [True, False, False, True, False, True]
     assert conduct.suspended_s(ONE, 0.0) == 300.0
     assert conduct.record(OTHER, Offence.BAD_AVERAGE, 0.0, "round 3"), "an occasion is one peer's"
+
+
+def test_offences_of_two_occasions_at_once_count_once_each_whatever_their_order() -> None:
+    conduct = Conduct()
+    rounds = ["stage 1", "stage 2"] * 4
+    counted = [conduct.record(ONE, Offence.BAD_AVERAGE, 0.0, occasion) is not None for occasion in rounds]
+    assert counted == [True, True] + 6 * [False] and conduct.suspended_s(ONE, 0.0) == 0.0
+    assert conduct.record(ONE, Offence.IMPLAUSIBLE_STEP, 0.0, "stage 1"), "an occasion is of one kind of offence"
+
+
+def test_an_occasion_is_forgotten_when_its_points_expire() -> None:
+    conduct = Conduct()
+    times = (0.0, 600.0, 601.0)
+    counted = [conduct.record(ONE, Offence.BAD_AVERAGE, now, "round 1") is not None for now in times]
+    assert counted == [True, False, True]
 
 
 def test_the_memory_of_offenders_is_bounded_and_the_oldest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How reachable a peer is, where it holds places, and what it announces."""
+"""How reachable a peer is, at which relays it holds reservations, and what it announces."""
 
 from __future__ import annotations
 
