@@ -158,7 +158,7 @@ def bounded(reply: Any) -> tuple[BoundedP2P, list[str]]:
     validator, violations = SignedRecords(RUN_ID, 4), list[str]()
     raw = reply if isinstance(reply, bytes) else reply.SerializeToString()
     made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), raw), validator, 4, OpenGuard())
-    made.report_violation = lambda peer, error: violations.append(error.code)
+    made.report_protocol_error = lambda peer, error: violations.append(error.code)
     return made, violations
 
 
