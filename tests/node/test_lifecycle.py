@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import pytest
 from agora_protocol.errors import LocalError
-from agora_protocol.ids import Span
+from agora_protocol.ids import PeerId, Span
 
-from agora.node import lifecycle
 from agora.node.hours import Hours
 from agora.node.lifecycle import Daemon
+from agora.node.paths import RUNTIME_VARIABLE, Home
+from agora.node.watchdog import Notifier
+from agora.observe.reporter import Reporter
+from agora.swarm.swarm_clock import SwarmClock
 
 
 class LoadsNothing(Daemon):
@@ -21,11 +24,16 @@ class LoadsNothing(Daemon):
 
     def __init__(self, home: Path) -> None:
         startup = SimpleNamespace(
-            home=SimpleNamespace(paused=home / "paused"),
-            settings=SimpleNamespace(work_hours=Hours.parse("")),
-            clock=SimpleNamespace(unix=lambda: 0.0),
+            me=PeerId("12D3KooW"),
+            reference=SimpleNamespace(run="", name="poems"),
+            home=Home(home),
+            settings=SimpleNamespace(work_hours=Hours.parse(""), link=""),
+            incarnation=1,
+            clock=SwarmClock(0.0, lambda: 0.0),
+            reporter=Reporter(),
             report_event=lambda _event: None,
-            notifier=None,
+            notifier=Notifier({}),
+            steps=SimpleNamespace(current=""),
             age_s=lambda: 0.0,
         )
         super().__init__(cast(Any, startup))
@@ -91,7 +99,10 @@ def test_a_pause_that_ends_while_the_work_is_being_cancelled_still_closes_what_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class ResumedWhileItEnds(LoadsNothing):
-        happened: list[str]
+        def __init__(self, home: Path) -> None:
+            super().__init__(home)
+            self.signed = self.loaded = None
+            self.happened: list[str] = []
 
         async def _start_and_serve(self) -> None:
             self.happened.append("opened")
@@ -109,23 +120,10 @@ def test_a_pause_that_ends_while_the_work_is_being_cancelled_still_closes_what_w
             assert not self.pause.reason
             self.happened.append("closed")
 
-        async def _leave(self, reason: str) -> None:
-            self.happened.append("left")
-
-        async def _close(self) -> None:
-            pass
-
-    async def nothing() -> None:
-        pass
-
     async def main() -> None:
-        socket = SimpleNamespace(start=nothing, close=nothing)
-        monkeypatch.setattr(lifecycle, "ControlSocket", lambda _path, _questions: socket)
-        monkeypatch.setattr(lifecycle.paths, "socket_of", lambda _home: tmp_path / "socket")
+        monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path))
         daemon = ResumedWhileItEnds(tmp_path)
-        daemon.happened = []
-        daemon._watchdog = cast(Any, SimpleNamespace(run=nothing))
         await asyncio.wait_for(daemon.run(), 20)
-        assert daemon.happened == ["opened", "closed", "opened", "left"]
+        assert daemon.happened == ["opened", "closed", "opened"]
 
     asyncio.run(main())
