@@ -129,7 +129,10 @@ def fields_of(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) ->
         "left_out": found.left_out,
         "packing": None if found.rows is None else {"sequences": found.rows, "efficiency": found.efficiency},
         "shown": [
-            [[{"text": text, "supervised": kind} for text, kind in _split_by_supervision(part)] for part in sample]
+            [
+                [{"text": text, "supervised": is_supervised} for text, is_supervised in _split_by_supervision(side)]
+                for side in sample
+            ]
             for sample in found.shown
         ],
     }
