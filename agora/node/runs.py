@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agora_protocol.addresses import address_problem
 from agora_protocol.errors import DiskError, InputError, ManifestError
 from agora_protocol.ids import RunId, is_run_id
 from agora_protocol.invite import SCHEME, Invite
@@ -172,19 +173,23 @@ def remember_manifest(home: paths.Home, signed: SignedManifest) -> None:
 
 
 def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> None:
-    """Writes addresses of the run's peers to the data directory, in place of earlier ones. Raises OSError.
+    """Writes addresses of the run's peers to the data directory, atomically, in place of earlier ones. Raises OSError.
 
     The run's directory must exist.
     """
-    home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
+    paths.replace_text(home.peers(run), "".join(f"{address}\n" for address in addresses))
 
 
 def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
-    """Returns at most 16 of the addresses that remember_addresses wrote last, in order; () if none can be read."""
+    """Returns at most 16 of the addresses that remember_addresses wrote last, in order; () if none can be read.
+
+    Leaves out malformed ones, such as a line that was cut off or edited.
+    """
     try:
-        return tuple(home.peers(run).read_text(encoding="utf-8").split()[:16])
+        texts = home.peers(run).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError):
         return ()
+    return tuple(text for text in texts if address_problem(text) is None)[:16]
 
 
 def _by_name(text: str, home: paths.Home) -> RunReference:

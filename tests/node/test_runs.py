@@ -109,6 +109,14 @@ def test_an_invite_is_joined_by_addresses_that_were_remembered(home: Home) -> No
     assert found.addresses == (ADDRESS + signed.founder, other) and found.signed is None and found.name == "poems"
 
 
+def test_a_damaged_line_of_remembered_addresses_costs_that_address_alone(home: Home) -> None:
+    signed = SignedManifest.sign(preset("tiny"), Identity.generate())
+    runs.remember_manifest(home, signed)
+    whole = ADDRESS + signed.founder
+    home.peers(signed.run_id).write_text(f"/ip4/203.0.113.6/tcp\n# mine\n{whole}\n{whole[:-20]}")
+    assert runs.remembered_addresses(home, signed.run_id) == (whole,)
+
+
 @pytest.mark.parametrize(
     ("text", "error", "expected"),
     [
