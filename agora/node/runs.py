@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -130,15 +131,24 @@ def sign(
                 found = SignedManifest.from_toml(text, str(path))
                 on_signed(found)
                 return found, f"{path} was signed meanwhile"
-            file.seek(0)
-            file.write(_with_signature(text, signed))
-            file.truncate()
-            file.flush()
+            _overwrite(file.fileno(), _with_signature(text, signed).encode())
             on_signed(signed)
     except OSError as error:
         on_signed(signed)
         return signed, f"{path} stays unsigned ({error.strerror}); the signed copy is in the data directory"
     return signed, f"signed {path} as founder"
+
+
+def _overwrite(descriptor: int, data: bytes) -> None:
+    """Writes `data` in place of an open file's content. Raises OSError, and then leaves the old content as it is."""
+    old_size = os.fstat(descriptor).st_size
+    try:
+        os.posix_fallocate(descriptor, 0, len(data))  # a full disk says so here, before anything is overwritten
+    except OSError:
+        os.ftruncate(descriptor, old_size)
+        raise
+    os.pwrite(descriptor, data, 0)
+    os.ftruncate(descriptor, len(data))
 
 
 def _with_signature(text: str, signed: SignedManifest) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_a_draft_is_the_run_that_a_daemon_on_this_machine_founded_from_it(tmp_pa
     entry = paths.DaemonEntry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
     other = paths.DaemonEntry("b" * 64, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
     assert draft.is_of(entry) and not draft.is_of(other)
+
+
+def test_a_file_for_whose_signature_the_disk_has_no_room_keeps_its_text(tmp_path: Path, home: Home) -> None:
+    path = write(tmp_path)
+    reference, text = runs.resolve(str(path), home), path.read_text()
+    _, hard = former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(text) + 20, hard))
+    try:
+        signed, note = runs.sign(reference, Identity.generate(), lambda signed: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    signed.verify()
+    assert "stays unsigned" in note and path.read_text() == text
 
 
 def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home) -> None:
