@@ -6,6 +6,7 @@ import io
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 
+import agora.net
 from agora.cli import console, sample_command
 from agora.cli.status_command import fetch, lines_of
-from agora.net import light
 from agora.node import paths
 from agora.observe import events
 from agora.observe.log import EventLog
@@ -89,9 +90,11 @@ def test_a_peers_malformed_status_is_a_sentence(
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path))
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity(bytes([1]) * 32).peer}"
     invite = str(Invite(RunId("ab" * 32), (address,), "poems"))
-    monkeypatch.setattr(light, "fetch_status", lambda *_args, **_kwargs: GOOD_STATUS)
+    status = dict(GOOD_STATUS)
+    light = SimpleNamespace(fetch_status=lambda *_args, **_kwargs: status)  # py-libp2p and hivemind exclude each other
+    monkeypatch.setattr(agora.net, "light", light, raising=False)
     assert fetch(invite, paths.Home(tmp_path)) == GOOD_STATUS
-    monkeypatch.setattr(light, "fetch_status", lambda *_args, **_kwargs: GOOD_STATUS | wrong)
+    status |= wrong
     shown = fetch(invite, paths.Home(tmp_path))
     assert shown["health"]["state"] == "UNREACHABLE"
     assert "malformed status" in shown["health"]["why"]
