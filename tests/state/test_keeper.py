@@ -120,7 +120,7 @@ def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
-    monkeypatch.setattr("agora.state.keeper.PATIENCE_S", 0.2)
+    monkeypatch.setattr("agora.state.keeper.TIMEOUT_S", 0.2)
 
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0"]) as (compute,):
