@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from agora.cli import console
+from agora.cli.tuning_data import check_objective
 from agora.data.chat_template import split_supervised
 from agora.data.data_survey import DataSurvey, survey
 from agora.data.model_tokenizer import ModelTokenizer, open_model_tokenizer
-from agora.data.record_formats import OBJECTIVES, parse_columns
+from agora.data.record_formats import parse_columns
 from agora.data.sample_file import SampleFile, open_samples
 from agora.data.supervision import TokenSequence, tokenise
 
@@ -60,13 +61,8 @@ def run(options: DataOptions, *, as_json: bool) -> int:
     The survey has the recognised format, SHOWN_SAMPLES samples and the lengths. Raises Failure and InputError for wrong
     flags, DataError if the file is wrong, DiskError if it cannot be read.
     """
-    if options.objective not in (None, *OBJECTIVES):
-        raise console.Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", console.USAGE)
-    file = open_samples(
-        options.file,
-        parse_columns(options.columns) if options.columns else {},
-        options.objective,
-    )
+    objective = check_objective(options.objective)
+    file = open_samples(options.file, parse_columns(options.columns) if options.columns else {}, objective)
     tokenizer = open_model_tokenizer(options.base_model, datetime.now())
     context = _choose_context(options.context, tokenizer)
     is_lm = file.objective == "lm"
@@ -129,7 +125,10 @@ def survey_fields(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
         "left_out": found.left_out,
         "packing": None if found.rows is None else {"sequences": found.rows, "efficiency": found.efficiency},
         "shown": [
-            [[{"text": text, "supervised": kind} for text, kind in _split_by_supervision(part)] for part in sample]
+            [
+                [{"text": text, "supervised": is_supervised} for text, is_supervised in _split_by_supervision(side)]
+                for side in sample
+            ]
             for sample in found.shown
         ],
     }

@@ -203,12 +203,13 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
             yield Path(temporary)
         return
     directory = chosen.expanduser().absolute()
-    if directory.exists() and any(directory.iterdir()):
-        raise Failure(f"{directory} is not empty; name a new directory, or remove it first", console.USAGE)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(directory.iterdir())
     except OSError as error:
         raise Failure(f"cannot make {directory} ({error.strerror}); choose another --dir") from None
+    if not is_empty:
+        raise Failure(f"{directory} is not empty; name a new directory, or remove it first", console.USAGE)
     yield directory
 
 

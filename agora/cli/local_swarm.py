@@ -55,7 +55,7 @@ class LocalDaemon:
         self.name = name
         self.root = root
         self.process = process
-        self.end_is_intended = False  # its end is a failure of the swarm unless this is set
+        self.end_is_intended = False
         self._journal = Follower(root)
         self._socket = paths.socket_of(paths.Home(root))
         self._history: list[dict[str, Any]] = []

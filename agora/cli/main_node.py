@@ -222,9 +222,10 @@ def ban(
 ) -> None:
     """Have nothing to do with a peer on this machine, in any run.
 
-    The running daemon ends its connection at once and forgets it. Without a daemon, leave RUN out: the ban is then only
-    noted for the next start. It stays in banned.txt in the data directory; remove the line and start again to lift it.
-    Others go on with the peer: a founder bans it for all with `swarm ban`.
+    The running daemon ends its connection at once and forgets it; a paused one notes the ban for when it resumes.
+    Without a daemon, leave RUN out: the ban is then only noted for the next start. It stays in banned.txt in the data
+    directory; remove the line and start again to lift it. Others go on with the peer: a founder bans it for all with
+    `swarm ban`.
 
     \b
     Example:

@@ -8,7 +8,7 @@ terminal, torch.
 | synchronous | - | gradients in float32, whatever the uploads carry |
 | gradients of all steps | no | each machine sends the largest format that its upload carries in a step |
 | gradients of all steps | yes | steps last longer; the advice is local steps |
-| gradients of the first steps | yes or no | as above for these, then slices of the weights |
+| gradients of the first steps | as above | as above; later steps are local, with slices of the weights |
 | local steps | - | slices of the weights; the advice is gradients if every upload carries the manifest's format |
 """
 
@@ -22,7 +22,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
 from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
-from agora.plan.assignment import Assignment, Plan
+from agora.plan.assignment import Plan
 from agora.plan.cost import RunCost
 
 GRADIENTS: Final = f"averaging.exact_steps = {ALL_STEPS}"
@@ -48,7 +48,7 @@ def plan_agreement(manifest: Manifest, cost: RunCost, plan: Plan) -> PlannedAgre
     if manifest.schedule.kind == "synchronous":
         return PlannedAgreement({}, step_s, "synchronous steps average gradients in float32.")
     wires = {
-        place: _gradient_wire(manifest, cost, plan, assignment, assignment.span, step_s)
+        place: _gradient_wire(manifest, cost, plan, assignment.span, assignment.machine.upload, step_s)
         for place, assignment in enumerate(plan.assignments)
         if assignment.span is not None and _replicas(plan, assignment.span) > 1
     }
@@ -62,11 +62,11 @@ def _replicas(plan: Plan, span: Span) -> int:
 
 
 def _gradient_wire(
-    manifest: Manifest, cost: RunCost, plan: Plan, assignment: Assignment, span: Span, step_s: float
+    manifest: Manifest, cost: RunCost, plan: Plan, span: Span, upload: float, step_s: float
 ) -> GradientWire:
-    """Returns the format in which a machine that holds `span` will send gradients, by its upload."""
+    """Returns the format in which a machine that holds `span` will send gradients. upload: in bytes per second."""
     values = round(sum(cost.stages[stage].trained_values for stage in span.stages))
-    section, upload = manifest.averaging, assignment.machine.upload
+    section = manifest.averaging
     replicas = _replicas(plan, span)
     return choose_gradient_wire(section.gradient_wire, values, replicas, upload, step_s, section.share_of_uplink)
 
@@ -87,10 +87,10 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
         )
     counts = Counter(wire.name for wire in wires.values()).most_common()
     formats = ", ".join(f"{count} in {name}" for name, count in counts)
-    steps = "every step" if manifest.exact_steps >= ALL_STEPS else f"the first {manifest.exact_steps:,} steps"
+    steps = "every step" if manifest.exact_steps == ALL_STEPS else f"the first {manifest.exact_steps:,} steps"
     sentence = f"gradients of {steps} of {step_s:,.3g} s: {formats}"
     if manifest.exact_steps < ALL_STEPS:
-        sentence += "; then local steps, and slices of the weights are averaged"
+        sentence += "; later steps are local, with slices of the weights"
     if not too_slow:
         return f"{sentence}."
     slowest = min(too_slow, key=lambda place: plan.assignments[place].machine.upload)

@@ -6,13 +6,14 @@ Knows: where to ask and how to show the answer. Must not know: how it is made (a
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agora_protocol.errors import AgoraError, NotAdmitted
+from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError
 from agora_protocol.ids import RunId
 
 from agora.cli import console
@@ -66,9 +67,9 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
 def fetch(run: str, home: paths.Home) -> Status:
     """Returns a run's status from a daemon of this machine; if none answers, from a peer over the network.
 
-    If no peer answers either, returns a status without stages and peers, with health UNREACHABLE and the reason. run:
-    as the user named it. home: the data directory in which the run, this machine's key and its ticket are looked up.
-    Raises what runs.resolve raises.
+    If no peer answers either, or its status is malformed, returns a status without stages and peers, with health
+    UNREACHABLE and the reason. run: as the user named it. home: the data directory in which the run, this machine's key
+    and its ticket are looked up. Raises what runs.resolve raises.
     """
     reference = runs.resolve(run, home)
     for entry in paths.find_running_daemons():
@@ -83,7 +84,9 @@ def fetch(run: str, home: paths.Home) -> Status:
         try:
             identity, proof = _credentials(reference, home)
             credentials = light.Credentials(identity, proof) if identity is not None else None
-            return light.fetch_status(reference.addresses, RunId(reference.run), credentials=credentials)
+            status = light.fetch_status(reference.addresses, RunId(reference.run), credentials=credentials)
+            check_status(status)
+            return status
         except AgoraError as error:
             why, do = str(error), "ask for a newer invite, or check this machine's network"
             if isinstance(error, NotAdmitted):
@@ -99,6 +102,17 @@ def fetch(run: str, home: paths.Home) -> Status:
         "stages": [],
         "peers": [],
     }
+
+
+def check_status(status: Status) -> None:
+    """Raises ProtocolError unless a peer's status has all that is shown of it, in types that can be shown."""
+    try:
+        lines_of(status)
+        EXIT_CODES.get(status["health"]["state"])
+        json.dumps(status, allow_nan=False)
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"[:100]
+        raise ProtocolError("bad-message", f"The peer that was asked sent a malformed status ({reason}).") from None
 
 
 def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identity | None, bytes]:

@@ -43,7 +43,7 @@ class TuningTotals:
     trainable_parameters: int
     step_tokens: int
     samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SAMPLE_COUNTS, 0))
-    steps: list[MetricSums] = field(default_factory=lambda: [MetricSums()])  # per `step_tokens` tokens; last: partial
+    steps: list[MetricSums] = field(default_factory=lambda: [MetricSums()])
     evaluated: MetricSums = field(default_factory=MetricSums)
 
     def add(self, fields: Mapping[str, Any]) -> None:

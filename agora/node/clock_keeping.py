@@ -73,15 +73,17 @@ class ClockKeeper:
         calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
         running = calls
         timeout_s = ASK_S
-        while running:
-            done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                break
-            if any(call.exception() is None for call in done):
-                timeout_s = MORE_ANSWERS_S
-        for call in running:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        try:
+            while running:
+                done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                if any(call.exception() is None for call in done):
+                    timeout_s = MORE_ANSWERS_S
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     def _correct_clock(self, boot_unix: Sequence[float]) -> None:
         """Corrects the clock by what other peers told; reports a new remark on a wrong clock to the owner (OwnerTold).

@@ -157,7 +157,7 @@ class ControlSocket:
         """
         try:
             asked = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _BadQuestion("bad-line", "a line that is not JSON") from None
         if not isinstance(asked, dict) or not isinstance(asked.get("ask"), str):
             raise _BadQuestion("bad-line", 'a question is an object with "ask"')

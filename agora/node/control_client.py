@@ -40,8 +40,11 @@ def ask(path: Path, question: str, *, timeout_s: float = 5.0, **arguments: Any) 
                 answer = json.loads(lines.readline(MAX_ANSWER_BYTES) or "null")
     except (OSError, ValueError) as error:
         raise DaemonUnreachable(f"no answer on {path}: {error}") from error
-    if not isinstance(answer, dict):
-        raise DaemonUnreachable(f"the daemon closed its connection on {path} without an answer")
-    if "error" in answer:
-        raise DaemonRefused(answer["error"]["code"], answer["error"]["text"])
-    return dict(answer["answer"])
+    match answer:
+        case {"answer": dict(answered)}:
+            return answered
+        case {"error": {"code": str(code), "text": str(text)}}:
+            raise DaemonRefused(code, text)
+        case None:
+            raise DaemonUnreachable(f"the daemon closed its connection on {path} without an answer")
+    raise DaemonUnreachable(f"the daemon's answer on {path} is malformed")

@@ -18,7 +18,8 @@ _RANGE: Final = re.compile(r"(\d{1,2})(?::(\d{2}))?-(\d{1,2})(?::(\d{2}))?")
 class Hours:
     """The hours of work: ranges of minutes of the day, [begin, end), in local time; () is all day.
 
-    A range whose end is not after its begin goes on past midnight. str() gives a text that `parse` reads.
+    A range whose end is not after its begin goes on past midnight; one that ends at midnight may end with 0 or 1440.
+    str() gives a text that `parse` reads.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
@@ -55,7 +56,7 @@ def _parse_range(text: str) -> tuple[int, int]:
     begin, end = 60 * begin_h + begin_m, 60 * end_h + end_m
     if max(begin, end) > DAY_MINUTES or max(begin_m, end_m) > 59 or begin == end:
         raise ValueError(f"{text!r} has a time that no day has, or no length; write 22-07 or 22:30-07:00")
-    return begin % DAY_MINUTES, end % DAY_MINUTES
+    return begin % DAY_MINUTES, end
 
 
 def _format_minute(minute: int) -> str:

@@ -47,7 +47,7 @@ def is_free(family: str, host: str, port: int) -> bool:
     """Tries to listen on a TCP port of an IP address; returns whether that works. family: "ip4" or "ip6"."""
     try:
         check_port("", family, host, port)
-    except LocalError:
+    except (LocalError, OSError):  # OSError: the kernel has no IPv6 any more
         return False
     return True
 

@@ -93,10 +93,10 @@ class Daemon:
         self._tasks.start("watchdog", self._watchdog.run())
         try:
             while not self.stop.is_set():
-                if self.pause.reason:
-                    await self._stay_paused()
-                else:
+                if not self.pause.reason:
                     await self._serve_until_stopped()
+                if not self.stop.is_set():  # also if the pause has ended by now: what was opened must be closed first
+                    await self._stay_paused()
             await self._leave(self.leave_reason)
         except _FatalError as error:
             await self._leave(str(error))
@@ -188,14 +188,15 @@ class Daemon:
     async def _stay_paused(self) -> None:
         """Ends the work (see `_wind_down`), closes the span and the local peer, and waits; the control socket stays.
 
-        Returns when the daemon is to stop or to work again. Replaces `startup` by one with a higher incarnation number.
+        Returns when the daemon is to stop, or to work again: then `startup` is a new one with a higher incarnation.
         """
-        self._report_event(events.StateChanged("paused", self.pause.reason))
+        self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
         await self._wind_down("paused")
         await self._close()
         joining.register_paused(self.startup, self.signed)
         await wait_for_any(self.stop.wait(), self.pause.wait_until(paused=False))
-        self.startup = joining.startup_after_pause(self.startup, self.signed)
+        if not self.stop.is_set():
+            self.startup = joining.startup_after_pause(self.startup, self.signed)
 
     async def _start_and_serve(self) -> None:
         """Opens the local peer, serves a span, prints the invite, starts rebalancing if allowed; moves when asked."""
@@ -266,9 +267,7 @@ class Daemon:
             for wait in waits:
                 wait.cancel()
         if local_peer.host.died.is_set():
-            raise _FatalError(
-                "the network process p2pd ended by itself; start the daemon again, and look at its memory"
-            )
+            raise _FatalError("the network process p2pd ended by itself; start the daemon again and look at its memory")
         for task, error in (ended for group in groups if (ended := group.find_ended()) is not None):
             text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
             self._report_event(events.TaskFailed(task, text))
@@ -286,6 +285,8 @@ class Daemon:
 
         If loading fails, serves the former stages again and raises the error. Cancelling does not stop the move.
         """
+        if self.stop.is_set() or self.pause.reason:
+            raise LocalError(f"this daemon is {self.pause.reason or 'leaving'}, and does not move")
         if self._move is not None:
             raise LocalError(f"this daemon is moving to stages {self._move.span} already; wait until it serves them")
         held = self.serving_span().span
@@ -307,7 +308,7 @@ class Daemon:
         assert move is not None
         self._move_wanted.clear()
         self._report_event(events.StateChanged("moving", f"from stages {former.span} to stages {move.span}"))
-        failure: AgoraError | None = LocalError("this daemon is leaving, and has not moved")
+        failure: AgoraError | None = LocalError("this daemon has ended its work, and has not moved")
         try:
             await self._give_up_span(local_peer, former)
             try:
@@ -317,8 +318,8 @@ class Daemon:
                 failure = error
                 self._report_event(events.TaskFailed("move", f"{error.code}: {error}"))
                 await self._serve_span(local_peer, former.span)
-            self._move = None
         finally:
+            self._move = None
             if failure is None:
                 move.done.set_result(None)
             else:

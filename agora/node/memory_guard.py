@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -102,15 +101,11 @@ class MemoryGuard:
         self._report = report
         self._state = MemoryState()
 
-    async def run(self, read: Callable[[], int] | None = None) -> None:
-        """Reads the memory and calls `react_to` every POLL_S until cancelled. Raises OutOfMemory as `react_to` does.
-
-        read: returns the resident bytes, called in a thread; by default resident_bytes.
-        """
-        read = read or resident_bytes
+    async def run(self) -> None:
+        """Reads the memory and calls `react_to` every POLL_S until cancelled. Raises OutOfMemory as `react_to` does."""
         while True:
             await asyncio.sleep(POLL_S)
-            self.react_to(await asyncio.to_thread(read))
+            self.react_to(await asyncio.to_thread(resident_bytes))
 
     def react_to(self, used: int) -> None:
         """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.

@@ -118,11 +118,15 @@ class ControlAnswers:
     async def ban(self, peer: str = "") -> Answer:
         """Bans a peer from this machine, in every run of this data directory, until its line in banned.txt is removed.
 
-        Adds that line first, and then ends the connection. Raises InputError for what is not a peer id, DiskError when
-        banned.txt cannot be written; LocalError, with the line added, while the daemon starts or is paused.
+        Adds that line, and ends the connection. A paused daemon has no connections: it only adds the line, and reads it
+        when it joins again. Raises InputError for what is not a peer id, DiskError when banned.txt cannot be written;
+        LocalError while the daemon starts, and then adds nothing.
         """
+        is_closed = self._daemon.local_peer is None and self._daemon.pause.reason
+        admission = None if is_closed else self._require_admission()
         banned = admission_files.add_banned(self._daemon.startup.home, peer)
-        self._require_admission().ban_here(banned)
+        if admission is not None:
+            admission.ban_here(banned)
         return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}
 
     async def revoke(self, revocation: str = "") -> Answer:

@@ -127,11 +127,12 @@ class ReachabilityKeeper:
         """Asks neighbours to dial back if that is due, reserves relays if they are needed, and announces the addresses.
 
         Before the announcement it also replaces a circuit, see `_replace_a_circuit`, and writes the relays to
-        `findings`. With UPnP it first asks p2pd for its present addresses.
+        `findings`. With UPnP it first asks p2pd for its present addresses; without an answer the former ones stand.
         """
         if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
-            listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
-            self._own = tuple(dict.fromkeys((*self._host.own_addresses, *listed)))
+            with contextlib.suppress(ConnectionBroken):  # if p2pd is gone, the lifecycle notices that
+                listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
+                self._own = tuple(dict.fromkeys((*self._host.own_addresses, *listed)))
         if self.findings.is_due(loop_time()):
             await self._ask_neighbours()
         # Neighbours are asked first: a peer that can be dialled must not be met through a relay, since a circuit stays.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agora_protocol.addresses import address_problem
 from agora_protocol.errors import DiskError, InputError, ManifestError
 from agora_protocol.ids import RunId, is_run_id
 from agora_protocol.invite import SCHEME, Invite
@@ -129,15 +131,24 @@ def sign(
                 found = SignedManifest.from_toml(text, str(path))
                 on_signed(found)
                 return found, f"{path} was signed meanwhile"
-            file.seek(0)
-            file.write(_with_signature(text, signed))
-            file.truncate()
-            file.flush()
+            _overwrite(file.fileno(), _with_signature(text, signed).encode())
             on_signed(signed)
     except OSError as error:
         on_signed(signed)
         return signed, f"{path} stays unsigned ({error.strerror}); the signed copy is in the data directory"
     return signed, f"signed {path} as founder"
+
+
+def _overwrite(descriptor: int, data: bytes) -> None:
+    """Writes `data` in place of an open file's content. Raises OSError, and then leaves the old content as it is."""
+    old_size = os.fstat(descriptor).st_size
+    try:
+        os.posix_fallocate(descriptor, 0, len(data))  # a full disk says so here, before anything is overwritten
+    except OSError:
+        os.ftruncate(descriptor, old_size)
+        raise
+    os.pwrite(descriptor, data, 0)
+    os.ftruncate(descriptor, len(data))
 
 
 def _with_signature(text: str, signed: SignedManifest) -> str:
@@ -172,19 +183,23 @@ def remember_manifest(home: paths.Home, signed: SignedManifest) -> None:
 
 
 def remember_addresses(home: paths.Home, run: str, addresses: Sequence[str]) -> None:
-    """Writes addresses of the run's peers to the data directory, in place of earlier ones. Raises OSError.
+    """Writes addresses of the run's peers to the data directory, atomically, in place of earlier ones. Raises OSError.
 
     The run's directory must exist.
     """
-    home.peers(run).write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
+    paths.replace_text(home.peers(run), "".join(f"{address}\n" for address in addresses))
 
 
 def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
-    """Returns at most 16 of the addresses that remember_addresses wrote last, in order; () if none can be read."""
+    """Returns at most 16 of the addresses that remember_addresses wrote last, in order; () if none can be read.
+
+    Leaves out malformed ones, such as a line that was cut off or edited.
+    """
     try:
-        return tuple(home.peers(run).read_text(encoding="utf-8").split()[:16])
+        texts = home.peers(run).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError):
         return ()
+    return tuple(text for text in texts if address_problem(text) is None)[:16]
 
 
 def _by_name(text: str, home: paths.Home) -> RunReference:

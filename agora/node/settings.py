@@ -52,7 +52,7 @@ def _check_rate(text: str) -> str:
 class Settings(pydantic.BaseModel):
     """What the owner of a machine decides about its daemon: device, stages, addresses, limits, hours."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"

@@ -16,7 +16,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -90,7 +90,7 @@ def read_mesh(text: str, source: str) -> Mesh:
     owners: dict[str, str] = {}
     machines: list[MeshMachine] = []
     free = iter(network.hosts())
-    requested = {str(table.get("address")) for table in tables if isinstance(table, dict)}
+    requested = {_address_or_none(table.get("address")) for table in tables if isinstance(table, dict)}
     for number, table in enumerate(tables, 1):
         machine = _parse_machine(table, f"{source}: machine {number}", network, port, free, requested)
         for value in (machine.name, machine.public_key, str(machine.address)):
@@ -177,7 +177,9 @@ def _public_key_of(private: X25519PrivateKey) -> str:
     return base64.b64encode(private.public_key().public_bytes_raw()).decode()
 
 
-def _parse_machine(table: Any, source: str, network: Network, port: int, free: Any, requested: set[str]) -> MeshMachine:
+def _parse_machine(
+    table: Any, source: str, network: Network, port: int, free: Iterator[Any], requested: Container[Address | None]
+) -> MeshMachine:
     """Returns the machine that a [[machine]] table describes. Raises InputError, which begins with `source`.
 
     port: the mesh's, for an endpoint without one. free, requested: see _parse_address.
@@ -236,24 +238,31 @@ def _parse_network(text: Any, source: str) -> Network:
         raise InputError(f"{source}: network must look like {DEFAULT_NETWORK}.") from None
 
 
-def _parse_address(text: str, network: Network, free: Any, requested: set[str], source: str) -> Address:
+def _parse_address(
+    text: str, network: Network, free: Iterator[Any], requested: Container[Address | None], source: str
+) -> Address:
     """Returns the address in a text; for "" the next one of `free` that is not in `requested`.
 
-    free: an iterator over the network's addresses, which this advances. requested: the addresses that machines name, as
-    text. Raises InputError, which begins with `source`, for an address that is not of the network, and if none is free.
+    free: the network's addresses, which this advances. requested: the addresses that machines name. Raises InputError,
+    which begins with `source`, for an address that is not of the network, and if none is free.
     """
     if not text:
-        found: Address | None = next((address for address in free if str(address) not in requested), None)
+        found: Address | None = next((address for address in free if address not in requested), None)
         if found is None:
             raise InputError(f"{source}: network {network} has no address left; use a larger one.")
         return found
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        address = None
+    address = _address_or_none(text)
     if address is None or address not in network:
         raise InputError(f"{source}: address {text[:60]!r} is not of network {network}.")
     return address
+
+
+def _address_or_none(value: Any) -> Address | None:
+    """Returns the IP address in a text, in whichever form it is written; None for anything else."""
+    try:
+        return ipaddress.ip_address(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
 
 
 def _parse_endpoint(text: str, port: int, source: str) -> str:

@@ -59,7 +59,7 @@ class EventLog:
             return
         sentence = printable(event.describe(), keep="")  # peers wrote parts of some
         written_unix, repeats = self._last.get(sentence, (0.0, 0))
-        if event.level != "info" and at_unix - written_unix < REPEAT_S:
+        if event.level != "info" and 0.0 <= at_unix - written_unix < REPEAT_S:
             self._last[sentence] = (written_unix, repeats + 1)
             return
         if len(self._last) >= 256:

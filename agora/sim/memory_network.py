@@ -142,7 +142,7 @@ class MemoryNetwork:
         return joined
 
     def kill(self, peer: PeerId) -> None:
-        """Kills a peer: open and later calls to it fail with ConnectionBroken; its calls and `gate` never return."""
+        """Kills a peer: open and later calls to it fail with ConnectionBroken; its own calls never return."""
         self.faults.fired["kill"] += 1
         self.peers[peer].frozen = True
         if not self.peers[peer].died.done():

@@ -154,3 +154,11 @@ def test_slow_is_not_stalled_and_an_evaluation_may_take_its_time(swarm: Make, cl
     late = slow[-1] + 3 * demo.STALL_S
     result = swarm(DemoPlan(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
     assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_S
+
+
+def test_a_dir_that_is_a_file_or_not_empty_is_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for directory, text in ((file, "cannot make"), (tmp_path, "is not empty")):
+        with pytest.raises(Failure, match=text):
+            demo.run(DemoPlan(directory=directory), as_json=True)

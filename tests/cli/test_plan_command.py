@@ -78,12 +78,7 @@ def test_machines_get_one_json_object(run: str, tmp_path: Path, capsys: pytest.C
         (100_000, ALL_STEPS, "int8", "gradients of every step of {} s: 4 in int8."),
         (2_000, ALL_STEPS, "normal4", "2 in int8, 2 in normal4."),
         (20, ALL_STEPS, "normal2", "2 upload too slowly, so that steps last longer; attic-1 normal2: "),
-        (
-            100_000,
-            50,
-            "int8",
-            "gradients of the first 50 steps of {} s: 4 in int8; then local steps, and slices of",
-        ),
+        (100_000, 1000, "int8", "gradients of the first 1,000 steps of {} s: 4 in int8; later steps are local, with"),
         (20, 0, "normal2", "local steps, and slices of the weights are averaged."),
         (100_000, 0, "int8", "every upload carries gradients: averaging.exact_steps = 1000000000 learns more."),
     ],

@@ -1,14 +1,23 @@
-"""What peers, files and daemons say reaches a terminal only as text: never as a command to it."""
+"""What peers, files and daemons say reaches a terminal only as text, never as a command to it, or not at all."""
 
 from __future__ import annotations
 
 import io
+import math
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from agora_protocol.identity import Identity
+from agora_protocol.ids import RunId
+from agora_protocol.invite import Invite
 
+import agora.net
 from agora.cli import console, sample_command
-from agora.cli.status_command import lines_of
+from agora.cli.status_command import fetch, lines_of
+from agora.node import paths
 from agora.observe import events
 from agora.observe.log import EventLog
 from agora.terminal_text import printable
@@ -50,6 +59,45 @@ def test_no_command_for_a_terminal_passes_whatever_a_peer_wrote(
     assert "?" in written.out
     assert "?" in written.err
     assert "?" in log.getvalue()
+
+
+GOOD_STATUS: dict[str, Any] = {
+    "name": "poems",
+    "run_id": "ab",
+    "step": 1,
+    "loss": 1.0,
+    "tokens_per_second": 1.0,
+    "health": {"state": "OK", "why": "", "do": ""},
+    "stages": [{"stage": 0, "replicas": 1, "step": 1, "target_tokens": 1, "tokens_per_second": 1.0}],
+    "peers": [],
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"health": {}},
+        {"health": {"state": [], "why": "", "do": ""}},
+        {"loss": "low"},
+        {"loss": math.nan},
+        {"peers": [1]},
+        {"stages": [{"stage": 0, "replicas": 1, "step": 1, "tokens_per_second": 1.0, "waits_for": 1}]},
+    ],
+)
+def test_a_peers_malformed_status_is_a_sentence(
+    wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path))
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity(bytes([1]) * 32).peer}"
+    invite = str(Invite(RunId("ab" * 32), (address,), "poems"))
+    status = dict(GOOD_STATUS)
+    light = SimpleNamespace(fetch_status=lambda *_args, **_kwargs: status)  # py-libp2p and hivemind exclude each other
+    monkeypatch.setattr(agora.net, "light", light, raising=False)
+    assert fetch(invite, paths.Home(tmp_path)) == GOOD_STATUS
+    status |= wrong
+    shown = fetch(invite, paths.Home(tmp_path))
+    assert shown["health"]["state"] == "UNREACHABLE"
+    assert "malformed status" in shown["health"]["why"]
 
 
 def test_text_in_any_language_stays_as_it_is() -> None:

@@ -101,6 +101,7 @@ def test_questions_are_answered_line_by_line(tmp_path: Path) -> None:
     ("line", "code", "text"),
     [
         (b"no json", "bad-line", "not JSON"),
+        (b"[" * 10_000, "bad-line", "not JSON"),
         (b"[]", "bad-line", 'an object with "ask"'),
         (b'{"ask": 1}', "bad-line", 'an object with "ask"'),
         (b'{"ask": "statsu"}', "unknown", "did you mean 'status'?"),
@@ -168,6 +169,22 @@ def test_a_second_close_and_a_client_that_left_are_no_trouble(tmp_path: Path) ->
 def test_nobody_there_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(control_client.DaemonUnreachable):
         control_client.ask(tmp_path / "none.sock", "status", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("answer", [b"[1]\n", b"{}\n", b'{"answer": 1}\n', b'{"error": "x"}\n', b'{"error": {}}\n'])
+def test_a_malformed_answer_is_said_so(tmp_path: Path, answer: bytes) -> None:
+    async def main() -> None:
+        async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(answer)
+            writer.close()
+
+        path = tmp_path / "x.sock"
+        async with await asyncio.start_unix_server(reply, str(path)):
+            with pytest.raises(control_client.DaemonUnreachable, match="malformed"):
+                await asyncio.to_thread(control_client.ask, path, "status")
+
+    asyncio.run(main())
 
 
 def test_refusals_reach_the_asker_with_their_code(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from pathlib import Path
 
@@ -43,3 +45,11 @@ def test_a_port_that_another_program_has_taken_meanwhile_is_not_asked_for() -> N
         assert not is_free("ip4", "127.0.0.1", port)
         assert with_last_ports(["/ip4/127.0.0.1/tcp/0"], {"ip4": port}, is_free) == ("/ip4/127.0.0.1/tcp/0",)
     assert with_last_ports(["/ip4/127.0.0.1/tcp/0"], {"ip4": port}, is_free) == (f"/ip4/127.0.0.1/tcp/{port}",)
+
+
+def test_a_port_of_a_family_that_the_kernel_lacks_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_ipv6(family: int) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    assert not is_free("ip6", "::", 31330)

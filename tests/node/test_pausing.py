@@ -21,6 +21,9 @@ from agora.node.pausing import BY_OWNER, OwnersPause
         ("9:30-17", [570, 1019], [569, 1020, 0]),
         ("0-6, 12:00-13:00", [0, 359, 720, 779], [360, 719, 780]),
         ("20-24", [1200, 1439], [0, 1199]),
+        ("20-0", [1200, 1439], [0, 1199]),
+        ("24-7", [0, 419], [420, 1439]),
+        ("0-24", [0, 600, 1439], []),
     ],
 )
 def test_hours_hold_their_begin_and_not_their_end(text: str, inside: list[int], outside: list[int]) -> None:

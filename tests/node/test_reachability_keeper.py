@@ -64,6 +64,9 @@ class KnownHost:
         self.disconnected: list[PeerId] = []
         self.listen_endpoints = {"ip4": ("127.0.0.1", 4001)}
 
+    async def addresses(self) -> tuple[str, ...]:
+        raise ConnectionBroken("p2pd does not answer in time")
+
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in self.remote
 
@@ -91,11 +94,12 @@ def keeper(
     own: tuple[str, ...] = (f"{INSIDE}/tcp/4001",),
     remote: dict[PeerId, str] | None = None,
     allow_private: bool = False,
+    upnp: bool = False,
 ) -> tuple[ReachabilityKeeper, AnsweringNetwork, HeldMembership]:
     network, membership = AnsweringNetwork(answers or {}, paths or {}), HeldMembership(PeerView(CALLER, Span(0, 0), 1))
     host: Any = KnownHost(own, remote or {})
     doubles: Any = (network, membership)
-    return ReachabilityKeeper(host, *doubles, allow_private, False, 16), network, membership
+    return ReachabilityKeeper(host, *doubles, allow_private, upnp, 16), network, membership
 
 
 def look(made: ReachabilityKeeper, until: Callable[[], bool]) -> None:
@@ -127,6 +131,12 @@ def test_a_peer_that_was_dialled_back_announces_the_address_at_which_it_was_and_
     look(made, lambda: membership.announced.reachability != "unknown")
     assert membership.announced == Announcement("public", (f"{OUTSIDE}/tcp/4001/p2p/{ME}",), 16)
     assert network.sent == [(CALLER, DialBack((4001,)))], "who is connected through a relay cannot tell"
+
+
+def test_a_late_answer_of_p2pd_about_upnp_ends_nothing() -> None:
+    answers: dict[type[Message], Message] = {DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,))}
+    made, _, membership = keeper(answers, {CALLER: "direct"}, upnp=True)
+    look(made, lambda: membership.announced.reachability == "public")
 
 
 def test_a_neighbours_word_counts_only_for_ports_that_were_asked_for_and_public_addresses() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,19 @@ def test_a_draft_is_the_run_that_a_daemon_on_this_machine_founded_from_it(tmp_pa
     assert draft.is_of(entry) and not draft.is_of(other)
 
 
+def test_a_file_for_whose_signature_the_disk_has_no_room_keeps_its_text(tmp_path: Path, home: Home) -> None:
+    path = write(tmp_path)
+    reference, text = runs.resolve(str(path), home), path.read_text()
+    _, hard = former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(text) + 20, hard))
+    try:
+        signed, note = runs.sign(reference, Identity.generate(), lambda signed: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    signed.verify()
+    assert "stays unsigned" in note and path.read_text() == text
+
+
 def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home) -> None:
     signed = SignedManifest.sign(preset("tiny").with_values(name="poems"), Identity.generate())
     runs.remember_manifest(home, signed)
@@ -107,6 +121,14 @@ def test_an_invite_is_joined_by_addresses_that_were_remembered(home: Home) -> No
     runs.remember_addresses(home, signed.run_id, [other])
     found = runs.resolve(str(Invite(signed.run_id, (ADDRESS + signed.founder,), "poems")), home)
     assert found.addresses == (ADDRESS + signed.founder, other) and found.signed is None and found.name == "poems"
+
+
+def test_a_damaged_line_of_remembered_addresses_costs_that_address_alone(home: Home) -> None:
+    signed = SignedManifest.sign(preset("tiny"), Identity.generate())
+    runs.remember_manifest(home, signed)
+    whole = ADDRESS + signed.founder
+    home.peers(signed.run_id).write_text(f"/ip4/203.0.113.6/tcp\n# mine\n{whole}\n{whole[:-20]}")
+    assert runs.remembered_addresses(home, signed.run_id) == (whole,)
 
 
 @pytest.mark.parametrize(

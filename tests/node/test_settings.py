@@ -25,6 +25,7 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
         ("", {"AGORA_DEVISE": "cpu"}, {}, "the environment sets the unknown AGORA_DEVISE; did you mean AGORA_DEVICE?"),
         ("threads = -1\n", {}, {}, "sets threads wrongly: "),
         ("", {"AGORA_THREADS": "many"}, {}, "the environment sets threads wrongly: "),
+        ("memory_gib = inf\n", {}, {}, "sets memory_gib wrongly: Input should be a finite number"),
         ("", {}, {"stages": "3-1"}, "the command line sets stages wrongly: 3-1 is not a span"),
         ("", {}, {"listen": ("nowhere",)}, "'nowhere' is not an address; write /ip4/"),
         ("", {}, {"listen": ("1.2.3.4:99999",)}, "is not an address"),

@@ -48,6 +48,11 @@ def test_the_example_is_one() -> None:
     assert mesh.hub is mesh.machines[0] and mesh.hub.endpoint == "attic.example.org:51820"
 
 
+def test_an_address_in_another_form_is_not_given_to_a_second_machine() -> None:
+    text = listed(PUBLIC, 'address = "fd00:0::1"', head='network = "fd00::/64"')
+    assert [str(machine.address) for machine in read_mesh(text, "list").machines] == ["fd00::2", "fd00::1"]
+
+
 def test_machines_with_endpoints_know_all_and_those_without_reach_each_other_through_the_first() -> None:
     mesh = read_mesh(listed("", PUBLIC, 'endpoint = "192.0.2.7:99"\n', ""), "list")
     hidden, hub, other, also_hidden = mesh.machines

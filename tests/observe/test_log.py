@@ -34,6 +34,14 @@ def test_equal_warnings_are_told_once_with_their_number() -> None:
     assert lines[1].endswith("(50 times)")
 
 
+def test_a_clock_that_is_set_back_silences_no_warning() -> None:
+    stream = io.StringIO()
+    log = EventLog(stream)
+    for at_unix in (5000.0, 1400.0, 1401.0):
+        log.take(events.OffenceRecorded("p", "bad-frame", "a wrong magic"), at_unix)
+    assert len(stream.getvalue().splitlines()) == 2
+
+
 def test_journald_gets_a_priority_and_the_journals_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "stream").open("w") as stream:
         status = os.fstat(stream.fileno())

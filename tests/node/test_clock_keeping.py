@@ -1,0 +1,82 @@
+"""Claims about how a start asks other peers for the time: whom it waits for, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from agora_protocol.ids import PeerId
+from agora_protocol.message_base import Message
+from agora_protocol.messages import Pong
+
+from agora.calls import Reply
+from agora.clock import loop_time
+from agora.net.network_errors import ConnectionBroken
+from agora.node.clock_keeping import ASK_S, MORE_ANSWERS_S, ClockKeeper
+from agora.node.startup import StartSteps
+from agora.node.watchdog import Notifier
+from agora.sim import virtual_time
+from agora.swarm.swarm_clock import SwarmClock
+
+QUICK, SILENT, GONE = PeerId("quick"), PeerId("silent"), PeerId("gone")
+
+
+class AskedNetwork:
+    """Peers of which QUICK answers, SILENT never does and GONE fails; counts the calls that are open."""
+
+    def __init__(self) -> None:
+        self.open_calls = 0
+
+    def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        pass
+
+    async def call(self, peer: PeerId, request: Message, *, deadline: float) -> Reply:
+        self.open_calls += 1
+        try:
+            if peer == SILENT:
+                await asyncio.Event().wait()
+            if peer == GONE:
+                raise ConnectionBroken("gone")
+            return Reply(Pong())
+        finally:
+            self.open_calls -= 1
+
+    async def ask_clocks(self, within_s: float) -> list[float]:
+        return []
+
+
+def keeper() -> tuple[ClockKeeper, AskedNetwork]:
+    network = AskedNetwork()
+    steps = StartSteps(lambda _event: None, Notifier({}))
+    startup = SimpleNamespace(steps=steps, clock=SwarmClock(0.0, lambda: 0.0), report_event=lambda _event: None)
+    return ClockKeeper(cast(Any, startup), cast(Any, network)), network
+
+
+@pytest.mark.parametrize(
+    ("peers", "seconds"), [((QUICK, SILENT, GONE), MORE_ANSWERS_S), ((SILENT, GONE), ASK_S), ((QUICK, GONE), 0.0)]
+)
+def test_a_start_waits_shortly_for_the_late_ones_and_ends_their_calls(peers: Sequence[PeerId], seconds: float) -> None:
+    async def main() -> None:
+        made, network = keeper()
+        began = loop_time()
+        await made.ask_at_start(dict.fromkeys(peers, ()))
+        assert loop_time() - began == pytest.approx(seconds)
+        assert network.open_calls == 0
+
+    virtual_time.run(main())
+
+
+def test_a_start_that_is_cancelled_leaves_no_call_behind() -> None:
+    async def main() -> None:
+        made, network = keeper()
+        start = asyncio.create_task(made.ask_at_start({SILENT: ()}))
+        await asyncio.sleep(0.1)
+        assert network.open_calls == 1
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        assert network.open_calls == 0
+
+    virtual_time.run(main())
