@@ -100,7 +100,7 @@ class Round:
     deadline: float
     _bytes_out: int = field(default=0, init=False)
     _unresponsive: set[PeerId] = field(default_factory=set, init=False)
-    _free_calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPEN_PARTS))
+    _free_calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPEN_PARTS), init=False)
 
     async def run(self, values: Tensor) -> RoundResult:
         """Averages `values` with those of the other members, reports RoundDone, and returns the result by the deadline.
