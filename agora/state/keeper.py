@@ -331,7 +331,7 @@ class StateKeeper:
 
         A DiskError is reported as DiskTrouble, not raised.
         """
-        for stage in self._filled_stages:
+        for stage in sorted(self._filled_stages):
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:

@@ -32,8 +32,7 @@ MixingKey = tuple[int, int, int]
 def mixing_key(index: StateIndex) -> MixingKey:
     """Returns a snapshot's (agreed, lineage, 0), or (agreed, 0, step) if the lineage is unknown (0).
 
-    Chunks of snapshots with equal keys may be mixed in one state: replicas of one lineage have applied the same means
-    up to the step `agreed`; each may have taken local steps since.
+    Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
     """
     return index.agreed, index.lineage, 0 if index.lineage else index.step
 
