@@ -132,8 +132,8 @@ class OriginBatches:
 
     A microbatch is a function of seed, origin and number. Blocks of RESERVED_AT_ONCE numbers are reserved in the file
     `reserved` before they are used; after a restart the rest of a block is skipped. Only if that file is missing,
-    malformed, or could not be written, numbers are drawn again. microbatch_size: samples in a microbatch. report: gets
-    DiskTrouble if the file cannot be written, TaskFailed if it cannot be read.
+    unreadable or malformed, or could not be written, numbers are drawn again. microbatch_size: samples in a microbatch.
+    report: gets DiskTrouble if the file cannot be written, TaskFailed if it cannot be read.
     """
 
     def __init__(self, sampler: Sampler, origin: PeerId, microbatch_size: int, reserved: Path, report: Report) -> None:
