@@ -162,3 +162,31 @@ def test_a_joiner_whose_only_source_has_left_waits_for_its_return_and_then_keeps
             assert compute.step_of(0) == (40 if comes_back else 0)
 
     asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer may have lasted longer than the wait, or than the patience with sources that fail."""
+    monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
+    monkeypatch.setattr("agora.state.keeper.RETURN_S", 1.0)
+    monkeypatch.setattr("agora.state.keeper.PATIENCE_S", 1.0)
+    monkeypatch.setattr("agora.state.chunk_source.PAUSE_S", 0.01)
+
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            world, initial, (source, other, *_) = World(), await compute.export_state(0), OTHERS
+            fetched = replace(initial, step=40, updates=40, weights=initial.weights + 1)
+            leaving = world.add(source, fetched, hang_after=0)
+            claims = {source: 40}
+            filling = asyncio.create_task(keeper_of(compute, tmp_path, claims, world).fill_stages())
+            await asyncio.sleep(1.5)
+            claims.clear()
+            leaving.die()
+            await asyncio.sleep(0.3)
+            assert leaving.calls["GetChunk"] == 0 < leaving.calls["GetState"] and not filling.done()
+            world.add(other, fetched)
+            claims[other] = 40
+            assert "fetched step 40" in await filling
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
