@@ -163,7 +163,7 @@ class Round:
                     if owner != config.me and getattr(error, "code", "") in NO_ANSWER:
                         self._unresponsive.add(owner)
                         self.reducer.mark_unresponsive(owner, part)
-                    reasons.append(f"{owner}: {error or 'no answer in time'}")
+                    reasons.append(f"{owner}: {str(error) or 'no answer in time'}")
                     continue
                 self.reducer.keep_mean(part, mean)
                 lost = exchange.contributions.record_outcome(part, contribution, mean.message.counted)

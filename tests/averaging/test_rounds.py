@@ -454,6 +454,22 @@ def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, what: 
     run(main())
 
 
+def test_a_part_that_this_peer_itself_has_no_mean_of_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def contribute_own(*_: object) -> PartMean:
+        raise TimeoutError
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        (alone,) = world.add(*identities(1))
+        monkeypatch.setattr(alone.reducer, "contribute_own", contribute_own)
+        (result,) = await one_round(world, [alone], [1.0], values=[values_of(0)[:PART_ELEMENTS]])
+        (failed,) = [event for event in alone.events if isinstance(event, PartFailed)]
+        assert result.failed_parts == 1 and failed.reason == f"{alone.peer}: no answer in time"
+        await world.close()
+
+    run(main())
+
+
 def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
     """Its answers are refused, the second owner's are taken: only these count as usual."""
 
