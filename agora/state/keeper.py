@@ -69,11 +69,6 @@ class AskSteps(Protocol):
     async def __call__(self, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]: ...
 
 
-async def ask_nobody(stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Returns 0 steps for each of `peers` and asks none of them: an AskSteps for callers that trust the directory."""
-    return dict.fromkeys(peers, 0)
-
-
 class StageHolders(NamedTuple):
     """How a StateKeeper learns which peers hold a stage and which step they have reached.
 
@@ -83,7 +78,7 @@ class StageHolders(NamedTuple):
     me: PeerId  # this peer
     serving: ClaimedSteps  # takes a stage, returns peer -> claimed step of the peers that serve it
     claimants: ClaimedSteps  # like `serving`, with the peers that are joining and may give a checkpoint
-    ask: AskSteps = ask_nobody  # asks peers directly, since what a peer has published may be older than its first step
+    ask: AskSteps  # asks peers directly, since what a peer has published may be older than its first step
 
 
 class StateKeeper:

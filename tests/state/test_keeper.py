@@ -15,12 +15,17 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import AskSteps, StageHolders, StateKeeper, ask_nobody
+from agora.state.keeper import AskSteps, StageHolders, StateKeeper
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
 ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
 MANIFEST = small_manifest(checkpoint={"every": 10})
+
+
+async def ask_nobody(stage: int, peers: Collection[PeerId]) -> dict[PeerId, int]:
+    """As if all peers had answered that they have taken no step."""
+    return dict.fromkeys(peers, 0)
 
 
 def keeper_of(
