@@ -19,7 +19,8 @@ from agora.averaging import round_record
 from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Part
 from agora.averaging.part_codec import EncodedPart, PartCodec
-from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER
+from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER, cut_into_parts
+from agora.averaging.recall import recall_failed_parts
 from agora.averaging.reducer import RECALL_FRACTION
 from agora.averaging.round_record import MIN_KEPT_ROUNDS
 from agora.averaging.rounds import RoundResult
@@ -465,6 +466,36 @@ def test_a_part_that_this_peer_itself_has_no_mean_of_in_time_says_so(monkeypatch
         (result,) = await one_round(world, [alone], [1.0], values=[values_of(0)[:PART_ELEMENTS]])
         (failed,) = [event for event in alone.events if isinstance(event, PartFailed)]
         assert result.failed_parts == 1 and failed.reason == f"{alone.peer}: no answer in time"
+        await world.close()
+
+    run(main())
+
+
+def test_a_part_that_nobody_could_average_does_not_make_the_step_of_a_replica_that_recalls_it_look_empty() -> None:
+    async def main() -> None:
+        world = World(SIZE)
+        keeper, asker = world.add(*identities(2))
+        first = Part(0, "gradient", 5, 0)
+        cuts = cut_into_parts(SIZE)
+        for index, cut in enumerate(cuts):
+            part, values = first._replace(part=index), values_of(0)[cut]
+            mean = keeper.reducer.exchange.average(part, [values, values], [300.0, 200.0], None)
+            if index == len(cuts) - 1:
+                mean = keeper.reducer.exchange.encode_zero_mean(part, len(values))
+            assert mean is not None
+            keeper.reducer.keep_mean(part, mean)
+
+        class Group:
+            def live_others(self, stage: int) -> list[PeerId]:
+                return [keeper.peer]
+
+            def round_s(self, stage: int) -> float:
+                return world.round_s
+
+        result = RoundResult(torch.zeros(SIZE), [False for _ in cuts])
+        await recall_failed_parts(asker.reducer, Group(), first, result)  # type: ignore[arg-type]
+        assert not result.failed_parts and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
+        assert result.weight == 500.0
         await world.close()
 
     run(main())
