@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -471,19 +472,29 @@ def test_a_part_that_this_peer_itself_has_no_mean_of_in_time_says_so(monkeypatch
     run(main())
 
 
-def test_a_part_that_nobody_could_average_does_not_make_the_step_of_a_replica_that_recalls_it_look_empty() -> None:
+def keep_means(keeper: Member, first: Part, weight: float) -> None:
+    """The member keeps a mean for each part of a round, said to be over `weight` tokens; of the last one, 0."""
+    cuts = cut_into_parts(SIZE)
+    for index, cut in enumerate(cuts):
+        part, values = first._replace(part=index), values_of(0)[cut]
+        mean = keeper.reducer.exchange.average(part, [values, values], [300.0, 200.0], None)
+        assert mean is not None
+        mean = replace(mean, message=replace(mean.message, weight=weight))
+        is_last = index == len(cuts) - 1
+        keeper.reducer.keep_mean(part, keeper.reducer.exchange.encode_zero_mean(part, len(values)) if is_last else mean)
+
+
+@pytest.mark.parametrize(("said", "counts_as"), [(500.0, 500.0), (1e21, 1e9)])
+def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_absurd_number(
+    said: float, counts_as: float
+) -> None:
+    """A part that nobody could average has no tokens; the step is not empty for that."""
+
     async def main() -> None:
         world = World(SIZE)
         keeper, asker = world.add(*identities(2))
         first = Part(0, "gradient", 5, 0)
-        cuts = cut_into_parts(SIZE)
-        for index, cut in enumerate(cuts):
-            part, values = first._replace(part=index), values_of(0)[cut]
-            mean = keeper.reducer.exchange.average(part, [values, values], [300.0, 200.0], None)
-            if index == len(cuts) - 1:
-                mean = keeper.reducer.exchange.encode_zero_mean(part, len(values))
-            assert mean is not None
-            keeper.reducer.keep_mean(part, mean)
+        keep_means(keeper, first, said)
 
         class Group:
             def live_others(self, stage: int) -> list[PeerId]:
@@ -492,10 +503,33 @@ def test_a_part_that_nobody_could_average_does_not_make_the_step_of_a_replica_th
             def round_s(self, stage: int) -> float:
                 return world.round_s
 
+        cuts = cut_into_parts(SIZE)
         result = RoundResult(torch.zeros(SIZE), [False for _ in cuts])
         await recall_failed_parts(asker.reducer, Group(), first, result)  # type: ignore[arg-type]
         assert not result.failed_parts and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
-        assert result.weight == 500.0
+        assert result.weight == counts_as == min(said, asker.reducer.config.max_weight)
+        await world.close()
+
+    run(main())
+
+
+def test_an_owner_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 2^63 of them would not fit into any record."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(2))
+        owner, _ = owner_of(world, 0)
+        average = owner.reducer.exchange.average
+
+        def lie(*arguments: Any) -> PartMean | None:
+            mean = average(*arguments)
+            return mean and replace(mean, message=replace(mean.message, weight=1e21))
+
+        monkeypatch.setattr(owner.reducer.exchange, "average", lie)
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
+        for result in await one_round(world, members, [1.0] * 2, values=chosen):
+            assert result.weight == owner.reducer.config.max_weight and not result.failed_parts
         await world.close()
 
     run(main())
