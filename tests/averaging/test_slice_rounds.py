@@ -305,7 +305,8 @@ class PartKept(EmptyReducer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchange = self
+        self.exchange = self.config = self
+        self.max_weight = 1e9
 
     def check_magnitude(self, part: Part, own: torch.Tensor, mean: torch.Tensor) -> None:
         """Everything is plausible."""
