@@ -11,12 +11,12 @@ from typing import Final, Protocol
 
 from agora_protocol.ids import PeerId
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Advance
+from agora_protocol.messages import CallProgress
 from agora_protocol.tensors import WireTensor
 
 BROKEN: Final = "broken"
 """The code of the error that ends a call when its connection broke or could not be opened."""
-OnProgress = Callable[[Advance], None]
+OnProgress = Callable[[CallProgress], None]
 """Takes one progress frame of a call that is still open. Must not block and must not raise."""
 
 
@@ -44,5 +44,5 @@ class Caller(Protocol):
 
         Raises the peer's refusal as the error that it names, and an AgoraError when the connection breaks or cannot be
         opened, or at the deadline. When the caller stops waiting, by deadline or cancellation, the peer's work is
-        cancelled. on_progress: called with each progress message (Advance) that comes before the reply.
+        cancelled. on_progress: called with each progress message (CallProgress) that comes before the reply.
         """

@@ -47,8 +47,8 @@ class Part(NamedTuple):
     part: int
 
     @property
-    def round(self) -> tuple[int, str, int]:
-        """The name of the part's round: (stage, what, number)."""
+    def round_key(self) -> tuple[int, str, int]:
+        """What identifies the part's round: (stage, what, number)."""
         return self[:3]
 
 

@@ -166,8 +166,8 @@ def _why_incomplete(now: float, own: OwnStage, live: replica_progress.KnownRepli
     if config.synchronous:
         return f"{missing} tokens are missing"
     closed_at = replica_progress.first_closed_at(live, step)
-    patience_s = min(CLOSE_AFTER_FRACTION * own.step_s, MAX_CLOSE_AFTER_S) if own.step_s else MAX_CLOSE_AFTER_S
-    is_late = closed_at is not None and now - closed_at >= patience_s
+    timeout_s = min(CLOSE_AFTER_FRACTION * own.step_s, MAX_CLOSE_AFTER_S) if own.step_s else MAX_CLOSE_AFTER_S
+    is_late = closed_at is not None and now - closed_at >= timeout_s
     if is_late or (0 < own.quota <= tokens and not own.in_progress):
         return ""
     return f"{tokens} of the {own.quota} tokens of its share are counted"

@@ -41,7 +41,7 @@ FIRST_OWNER_WINDOW: Final = 0.4
 """Fraction of round_s for which a part's first owner waits for further contributions after the first one."""
 SECOND_OWNER_WINDOW: Final = 0.2
 """Fraction of round_s for which a part's second owner waits for further contributions after the first one."""
-MAX_PATIENCE_FRACTION: Final = 2 / 3
+MAX_TIMEOUT_FRACTION: Final = 2 / 3
 """The window ends early so that every contributor gets its answer with a third of its time to its deadline left."""
 RECALL_FRACTION: Final = 0.1
 """Fraction of round_s in which the members asked by Recall must answer."""
@@ -120,12 +120,12 @@ class PartReducer:
         """
         self._round_record(part).unresponsive.add(peer)
         for gathered, gathering in list(self._gatherings.items()):
-            if gathered.round == part.round:
+            if gathered.round_key == part.round_key:
                 self._stop_expecting(gathered, gathering, peer)
 
     def has_waiting_contributions(self, first_part: Part) -> bool:
         """Returns whether members wait here for the mean of any part of a round. first_part: part 0 of the round."""
-        return any(part.round == first_part.round for part in self._gatherings)
+        return any(part.round_key == first_part.round_key for part in self._gatherings)
 
     async def close(self) -> None:
         """Cancels all gatherings and recalls, and awaits the recalls; callers waiting for a mean get CancelledError."""
@@ -207,16 +207,18 @@ class PartReducer:
 
     def _find_kept_mean(self, part: Part) -> KeptPartMean | None:
         """Returns the part's mean if it is kept here, else None."""
-        return self._rounds[part.round].means.get(part.part) if part.round in self._rounds else None
+        return self._rounds[part.round_key].means.get(part.part) if part.round_key in self._rounds else None
 
     # --- gathering
 
     def _round_record(self, part: Part) -> RoundRecord:
         """Returns the record of the part's round; if there is none, creates it, to be dropped after RECORD_LIFETIME."""
-        if part.round not in self._rounds:
-            self._rounds[part.round] = RoundRecord()
-            asyncio.get_running_loop().call_later(RECORD_LIFETIME * self.config.round_s, self._rounds.pop, part.round)
-        return self._rounds[part.round]
+        if part.round_key not in self._rounds:
+            self._rounds[part.round_key] = RoundRecord()
+            asyncio.get_running_loop().call_later(
+                RECORD_LIFETIME * self.config.round_s, self._rounds.pop, part.round_key
+            )
+        return self._rounds[part.round_key]
 
     def _remember_members(self, part: Part) -> Members:
         """Adds the stage's present members to the round's record; returns all in it, with their first bandwidths."""
@@ -266,7 +268,7 @@ class PartReducer:
         elif gathering.is_complete:
             self._average_and_close(part, gathering)
         now = loop_time()
-        self._shorten_window(part, gathering, now + MAX_PATIENCE_FRACTION * (deadline - now))
+        self._shorten_window(part, gathering, now + MAX_TIMEOUT_FRACTION * (deadline - now))
         async with asyncio.timeout_at(deadline):
             return await asyncio.shield(gathering.result)
 

@@ -85,7 +85,7 @@ class BoundedP2P:
     """Stands between hivemind's DHTNode and p2pd, in place of hivemind's P2P; bounds requests, calls and replies.
 
     Counts in `validator.refused` what was refused, by reason. These functions may be set: `is_member`, whether a caller
-    may enter the routing table; `report_violation`, called with a peer and the ProtocolError of what it sent;
+    may enter the routing table; `report_protocol_error`, called with a peer and the ProtocolError of what it sent;
     `stored_bytes`, the number of bytes of the values that this node stores under a key.
     """
 
@@ -101,7 +101,7 @@ class BoundedP2P:
         self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the last one that named it
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
-        self.report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
+        self.report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
 
     @property
     def peer_id(self) -> Any:
@@ -137,7 +137,7 @@ class BoundedP2P:
                 request = self._parse_and_charge(kind, raw, peer, input_protobuf_type)
             except ProtocolError as error:
                 self._validator.refused[error.code] += 1
-                self.report_violation(peer, error)
+                self.report_protocol_error(peer, error)
                 raise
             self._clear_foreign_node_id(request, remote, peer)
             verdicts = await self._keep_own_records(request, peer) if kind == "rpc_store" else []
@@ -267,7 +267,7 @@ class BoundedP2P:
                 await self._screen(response, input.keys, PeerId(str(peer_id)))
             except ProtocolError as error:
                 self._validator.refused[error.code] += 1
-                self.report_violation(PeerId(str(peer_id)), error)
+                self.report_protocol_error(PeerId(str(peer_id)), error)
                 raise
         return response
 

@@ -43,7 +43,7 @@ class ConnectionOwner(CallServices, Protocol):
     """Protocol: what a connection needs of its Network, besides what IncomingCalls needs."""
 
     gate: Gate  # makes this peer's HELLO, and judges the other's
-    report_violation: Callable[[PeerId, ProtocolError], None]  # called when a peer broke the protocol
+    report_protocol_error: Callable[[PeerId, ProtocolError], None]  # called when a peer broke the protocol
     suspended_s: Callable[[PeerId], float]  # returns for how many more seconds a peer is not answered
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
@@ -184,8 +184,8 @@ class Connection:
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
         """Sends a request without waiting for a call slot (a large one waits for room), and returns the reply.
 
-        on_progress: called with each Advance before it. When cancelled, drops a request that is still queued, otherwise
-        sends CANCEL if no reply has come. Raises the peer's refusal, or what broke the connection.
+        on_progress: called with each CallProgress before it. When cancelled, drops a request that is still queued,
+        otherwise sends CANCEL if no reply has come. Raises the peer's refusal, or what broke the connection.
         """
         if self.broken is not None:
             raise self.broken
@@ -326,12 +326,12 @@ class Connection:
             case FrameType.GOODBYE:
                 self._on_goodbye(message)
 
-    def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
+    def on_protocol_error(self, error: ProtocolError, prefix: Prefix | None) -> None:
         """Refuses the request if one broke the protocol; ends the connection with GOODBYE and tells the owner."""
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._is_own(prefix.call):
             self.incoming.refuse(prefix.call, error)
         self.close(error, f"the peer broke the protocol ({error.code}): {error}")
-        self._owner.report_violation(self.peer, error)
+        self._owner.report_protocol_error(self.peer, error)
 
     def _is_own(self, number: int) -> bool:
         """Returns whether `number` has the parity of this side's calls: odd on the side that opened the stream."""

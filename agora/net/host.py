@@ -145,8 +145,8 @@ class Host:
         reached, failed = 0, ""
         try:
             while running:
-                patience = MORE_PEERS_S if reached else None
-                done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                wait_s = MORE_PEERS_S if reached else None
+                done, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
                 for error in (task.exception() for task in done):

@@ -18,7 +18,7 @@ from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Advance, Ping, Pong, Request
+from agora_protocol.messages import CallProgress, Ping, Pong, Request
 from agora_protocol.refusals import refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
@@ -44,7 +44,7 @@ class NetLimits:
     max_answer_bytes: int = 67_108_864  # of answers made or being made that the peer has not read yet; see answer_share
     max_connections: int = 512
     max_silent: int = 64  # how many of them readers and peers without a HELLO may have opened
-    patience_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
+    timeout_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
     dial_s: float = 10.0
     hello_s: float = limits.HANDSHAKE_TIMEOUT_S
     silence_s: float = limits.PING_AFTER_SILENCE_S  # a peer that owes an answer is pinged then
@@ -127,18 +127,18 @@ class PayloadReservations:
     | payload of | reserved |
     |---|---|
     | an answer | always: this peer asked for it, and its caller may hold bytes that others wait for |
-    | a request | if it fits into the budget or GUARANTEED_BYTES; otherwise it waits, at most `patience_s` |
+    | a request | if it fits into the budget or GUARANTEED_BYTES; otherwise it waits, at most `timeout_s` |
     | a request, after one waited in vain | only if it fits at once, until one has |
 
     Waits are short because nothing is read meanwhile, not even answers that would free the bytes.
     """
 
-    def __init__(self, budget: PayloadBudget, patience_s: float, on_wait_over: Callable[[bool], None]) -> None:
+    def __init__(self, budget: PayloadBudget, timeout_s: float, on_wait_over: Callable[[bool], None]) -> None:
         """on_wait_over: called when a wait ends, with True when the bytes are reserved now, False when time ran out."""
         self._budget = budget
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._on_wait_over = on_wait_over
-        self._patience: asyncio.TimerHandle | None = None
+        self._wait_timer: asyncio.TimerHandle | None = None
         self._arriving = 0  # reserved for the frame whose payload is arriving
         self._waited_in_vain = False
         self.held = 0
@@ -156,7 +156,7 @@ class PayloadReservations:
             if self._waited_in_vain:
                 return PayloadAction.DROP
             self._budget.waiting[self] = size
-            self._patience = asyncio.get_running_loop().call_later(self._patience_s, self.end_wait, False)
+            self._wait_timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end_wait, False)
             return PayloadAction.WAIT
         self.reserve(size)
         return PayloadAction.TAKE
@@ -193,8 +193,8 @@ class PayloadReservations:
 
     def _stop_waiting(self) -> int:
         """Leaves the budget's queue. Returns the bytes that this connection waited for, 0 if it did not wait."""
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
         return self._budget.waiting.pop(self, 0)
 
 
@@ -220,7 +220,7 @@ class IncomingCalls:
         self, network: CallServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
     ) -> None:
         """on_answered: called whenever the task of a request has ended, answered or cancelled."""
-        self.payloads = PayloadReservations(network.budget, network.limits.patience_s, self._on_wait_over)
+        self.payloads = PayloadReservations(network.budget, network.limits.timeout_s, self._on_wait_over)
         self._network = network
         self._stream = stream
         self._peer = peer
@@ -278,8 +278,8 @@ class IncomingCalls:
         )
 
     def _refuse_busy(self, number: int, why: str) -> PayloadAction:
-        """Refuses a request as Busy, to be tried again after `patience_s`. Returns DROP."""
-        return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.patience_s * 1000)))
+        """Refuses a request as Busy, to be tried again after `timeout_s`. Returns DROP."""
+        return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.timeout_s * 1000)))
 
     def refuse(self, number: int, error: AgoraError) -> PayloadAction:
         """Sends the peer a REFUSAL of its request with `error`, releases the bytes of its answer, and returns DROP."""
@@ -324,10 +324,10 @@ class IncomingCalls:
             self._release_answer(number)
         self.payloads.close()
 
-    def _send_progress(self, number: int, advance: Advance) -> None:
+    def _send_progress(self, number: int, call_progress: CallProgress) -> None:
         """Queues a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
         if number in self._open and not self._open[number][0].is_caller_gone:
-            self._stream.enqueue_droppable(encode_frame(FrameType.PROGRESS, number, advance), number)
+            self._stream.enqueue_droppable(encode_frame(FrameType.PROGRESS, number, call_progress), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
         """Has one request handled, then queues its answer, unless the caller is gone or no room comes in time.

@@ -57,15 +57,15 @@ class Network:
         handler: Handler,
         limits: NetLimits | None = None,
         *,
-        report_violation: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
+        report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
         suspended_s: Callable[[PeerId], float] = lambda _peer: 0.0,
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
     ) -> None:
         """gate: says whom this peer calls and answers. handler: answers other peers' requests.
 
-        report_violation: called when a peer broke the protocol. suspended_s: returns for how many more seconds a peer
-        must be neither called nor answered. report_failure: called with what `handler` raised that is not an
+        report_protocol_error: called when a peer broke the protocol. suspended_s: returns for how many more seconds a
+        peer must be neither called nor answered. report_failure: called with what `handler` raised that is not an
         AgoraError, and when its answer cannot be encoded. count_sent: called with each request of this peer and its
         tensors, and with each request that this peer answers and the answer's tensors. `tell_time` may be set: it
         returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
@@ -76,7 +76,7 @@ class Network:
         self.answers = AnswerBudget(self.limits.max_answer_bytes)
         self.gate = gate
         self.handle = handler
-        self.report_violation = report_violation
+        self.report_protocol_error = report_protocol_error
         self.suspended_s = suspended_s
         self.report_failure = report_failure
         self.count_sent = count_sent
@@ -186,10 +186,10 @@ class Network:
     ) -> Reply:
         """Sends `peer` a request and returns its reply; dials `peer` first when there is no connection.
 
-        deadline: loop time, to which the request's `deadline_ms` is lowered. on_progress: called with each Advance. The
-        tensors must not change until this returns. Raises what the peer refused with, NotAdmitted for a peer that must
-        not be called, ConnectionBroken as soon as the stream breaks or cannot be opened, DeadlinePassed, also for a
-        PeerFailed within SAME_MOMENT_S of the deadline.
+        deadline: loop time, to which the request's `deadline_ms` is lowered. on_progress: called with each
+        CallProgress. The tensors must not change until this returns. Raises what the peer refused with, NotAdmitted for
+        a peer that must not be called, ConnectionBroken as soon as the stream breaks or cannot be opened,
+        DeadlinePassed, also for a PeerFailed within SAME_MOMENT_S of the deadline.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -284,7 +284,7 @@ class Network:
         self._raise_if_suspended(peer)
 
     def _raise_if_suspended(self, peer: PeerId) -> None:
-        """Raises NotAdmitted while `peer` is suspended, for a time, for its violations (`suspended_s`)."""
+        """Raises NotAdmitted while `peer` is suspended, for a time, for its offences (`suspended_s`)."""
         seconds = self.suspended_s(peer)
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is suspended for {seconds:.0f} s more.")

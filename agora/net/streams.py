@@ -64,7 +64,7 @@ class FrameSink(Protocol):
     def on_frame(self, frame: Frame) -> None:
         """Called with each complete frame. May raise ProtocolError, which ends reading."""
 
-    def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
+    def on_protocol_error(self, error: ProtocolError, prefix: Prefix | None) -> None:
         """Called when the peer broke the protocol, with the frame's prefix if known; no more frames are read."""
 
     def on_lost(self, reason: str) -> None:
@@ -216,13 +216,13 @@ class FrameStream(asyncio.BufferedProtocol):
             self._make_room(1)  # it must never stay full
 
     def _call_guarded(self, step: Callable[[], object]) -> None:
-        """Calls `step`. If it raises ProtocolError, ignores all later bytes, and calls the sink's `on_violation`."""
+        """Calls `step`; if it raises ProtocolError, ignores later bytes and calls the sink's `on_protocol_error`."""
         try:
             step()
         except ProtocolError as error:
             self._ignores_input = True
             if self._sink is not None:
-                self._sink.on_violation(error, self._frame_prefix)
+                self._sink.on_protocol_error(error, self._frame_prefix)
 
     def _parse(self) -> None:
         """Parses frames until bytes are missing, a payload has begun that is not complete, or the sink says WAIT.

@@ -72,13 +72,13 @@ class ClockKeeper:
         deadline = loop_time() + ASK_S
         calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
         running = calls
-        patience_s = ASK_S
+        timeout_s = ASK_S
         while running:
-            done, running = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
             if any(call.exception() is None for call in done):
-                patience_s = MORE_ANSWERS_S
+                timeout_s = MORE_ANSWERS_S
         for call in running:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

@@ -328,8 +328,8 @@ class Daemon:
     async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
         """Announces "leaving", finishes or cancels open work, writes checkpoints, closes the span, clears `loaded`."""
         # While a stage has no peer, this origin's own microbatches cannot come back.
-        patience_s = ORIGIN_S if self.take_node_report().empty_stages else MOVE_FINISH_S
-        await self._finish_work(local_peer, loaded, patience_s, loop_time() + 2 * patience_s, "moving to other stages")
+        timeout_s = ORIGIN_S if self.take_node_report().empty_stages else MOVE_FINISH_S
+        await self._finish_work(local_peer, loaded, timeout_s, loop_time() + 2 * timeout_s, "moving to other stages")
         await loaded.write_checkpoints(MOVE_CHECKPOINT_S)
         self.loaded = None
         await self._span_closing.aclose()

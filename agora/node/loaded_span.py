@@ -22,7 +22,7 @@ from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
 from agora.node.local_peer import LocalPeer
 from agora.node.node_report import SpanReport
-from agora.node.training_data import Epochs, TrainingData
+from agora.node.training_data import Epochs, OriginData
 from agora.observe import events
 from agora.pipeline import opening
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
@@ -50,7 +50,7 @@ class LoadedSpan:
     trains on samples and stage 0 is held.
     """
 
-    def __init__(self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, data: TrainingData | None) -> None:
+    def __init__(self, local_peer: LocalPeer, compute: Compute, keeper: StateKeeper, data: OriginData | None) -> None:
         """data: the data that the origin draws from; None without stage 0: then there is no origin."""
         startup, signed, manifest = local_peer.startup, local_peer.signed, local_peer.manifest
         self._local_peer = local_peer
@@ -171,7 +171,7 @@ class LoadedSpan:
         return self.compute.span
 
     @property
-    def in_hand(self) -> int:
+    def in_progress(self) -> int:
         """Number of microbatches in progress here, plus those that this origin has open; one in both counts twice."""
         return self._local_peer.ledger.taken + (self.origin.open_count if self.origin else 0)
 
@@ -184,7 +184,7 @@ class LoadedSpan:
             gradient_wire=self.replicas.gradient_wire,
             behind={stage: self._steps_behind(stage) for stage in self.span.stages},
             busy_fraction=self.compute.busy_fraction(),
-            in_hand=self.in_hand,
+            in_progress=self.in_progress,
             queue=self.hop.queue,
             path_s=self.hop.path_s(),
             is_origin=self.origin is not None,

@@ -140,7 +140,7 @@ class LocalPeer:
         membership.acquaintances = self
         self.network.on_met.append(lambda _peer: membership.promote_met_strangers())
         directory.bounds.is_member = self.is_met
-        directory.bounds.report_violation = self.offences.report_violation
+        directory.bounds.report_protocol_error = self.offences.report_protocol_error
         return membership
 
     def _make_router(self) -> Router:
@@ -169,7 +169,7 @@ class LocalPeer:
             self.admission.gate,
             self.requests.answer,
             NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * self.slots * payload)),
-            report_violation=self.offences.report_violation,
+            report_protocol_error=self.offences.report_protocol_error,
             suspended_s=self.offences.suspended_s,
             report_failure=report_failure,
             count_sent=self.sent.add,

@@ -60,15 +60,15 @@ class MemoryState:
     polls_over: int = 0
 
 
-def judge_memory(state: MemoryState, used: int, limit: int, in_hand: int) -> tuple[MemoryState, Reaction]:
+def judge_memory(state: MemoryState, used: int, limit: int, in_progress: int) -> tuple[MemoryState, Reaction]:
     """Returns the next state and the reaction to one reading of the memory.
 
     LEAVE after MAX_POLLS_OVER_LIMIT readings in a row above the limit with nothing in progress; REFUSE from
     REFUSE_FRACTION of the limit until it is under EASE_FRACTION; SHRINK from SHRINK_FRACTION on; otherwise NOTHING.
-    used: resident bytes. limit: how many are allowed. in_hand: number of microbatches in progress.
+    used: resident bytes. limit: how many are allowed. in_progress: number of microbatches in progress.
     """
     fraction = used / limit
-    polls_over = state.polls_over + 1 if fraction > 1.0 and in_hand == 0 else 0
+    polls_over = state.polls_over + 1 if fraction > 1.0 and in_progress == 0 else 0
     if polls_over >= MAX_POLLS_OVER_LIMIT:
         return replace(state, polls_over=polls_over), Reaction.LEAVE
     if fraction >= REFUSE_FRACTION or (state.is_refusing and fraction >= EASE_FRACTION):

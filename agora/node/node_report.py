@@ -46,7 +46,7 @@ class SpanReport:
     behind: Mapping[int, int]  # how many steps each stage is behind the live replica with the most
     gradient_wire: GradientWire  # how gradients are sent, and why
     busy_fraction: float  # fraction of its time that the device thread works
-    in_hand: int  # microbatches in progress or opened here
+    in_progress: int  # microbatches in progress or opened here
     queue: int  # microbatches at the device
     path_s: float | None  # median seconds from here to the last stage and back; None until measured
     is_origin: bool
@@ -189,7 +189,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "paused": bool(report.pause_reason),
         "link": report.link or None,
         "state": report.state,
-        "in_hand": span.in_hand if span is not None else 0,
+        "in_progress": span.in_progress if span is not None else 0,
         "relays": sorted(relays_of(seen.addresses)) if (seen := report.view.peers.get(report.peer)) else [],
         "bytes": {name.removesuffix("_bytes"): count for name, count in asdict(report.traffic).items()},
     }

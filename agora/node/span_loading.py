@@ -29,7 +29,7 @@ from agora.node.local_peer import LocalPeer
 from agora.node.memory_guard import limit_device
 from agora.node.memory_offer import keeps_state_in_host, measure_offer
 from agora.node.requests import STATE_REQUESTS, WORK_REQUESTS
-from agora.node.training_data import Epochs, TrainingData, open_training_data
+from agora.node.training_data import Epochs, OriginData, open_training_data
 from agora.observe import faults
 from agora.plan.cost_of_run import usual_in_flight
 from agora.state.keeper import StageHolders, StateKeeper
@@ -245,7 +245,7 @@ async def load_until_confirmed(
 
 
 @asynccontextmanager
-async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, TrainingData | None]]:
+async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, OriginData | None]]:
     """Builds the stages and yields their Compute and the data (None without stage 0); at the end closes the Compute.
 
     First opens the data, sets torch's thread count and the memory limit of the whole process, if the owner chose these,

@@ -53,10 +53,10 @@ class Epochs:
                 self.batches.shares.restore(state)
 
 
-TrainingData = OriginBatches | Epochs
+OriginData = OriginBatches | Epochs
 
 
-async def open_training_data(local_peer: LocalPeer) -> TrainingData:
+async def open_training_data(local_peer: LocalPeer) -> OriginData:
     """Opens what the run's origins train on: an Epochs for samples, else OriginBatches of a corpus. May take long.
 
     Tokenises the data first, unless that is cached. It is a step of the start, "samples" or "corpus". Raises LocalError

@@ -54,11 +54,11 @@ class Notifier:
 
 
 def may_feed(
-    silent_s: float, limit_s: float, in_hand: int, waiting_for: str, pause_reason: str = ""
+    silent_s: float, limit_s: float, in_progress: int, waiting_for: str, pause_reason: str = ""
 ) -> tuple[bool, str]:
     """Returns whether systemd's watchdog may be fed, and a phrase for its STATUS; unfed, systemd restarts the daemon.
 
-    False only if `in_hand` microbatches (1 or more) are in progress, the daemon is neither paused nor waiting, and
+    False only if `in_progress` microbatches (1 or more) are in progress, the daemon is neither paused nor waiting, and
     `silent_s`, the seconds since its last progress, is above `limit_s`. waiting_for: what the daemon waits for, "" for
     nothing. pause_reason: why it is paused, "" if it works.
     """
@@ -66,11 +66,11 @@ def may_feed(
         return True, pause_reason
     if waiting_for:
         return True, f"waiting for {waiting_for}"
-    if in_hand == 0:
+    if in_progress == 0:
         return True, "idle: no open microbatch"
     if silent_s <= limit_s:
-        return True, f"working on {in_hand} microbatches"
-    return False, f"no progress for {silent_s:.0f} s with {in_hand} open microbatches"
+        return True, f"working on {in_progress} microbatches"
+    return False, f"no progress for {silent_s:.0f} s with {in_progress} open microbatches"
 
 
 class Watchdog:
@@ -139,13 +139,13 @@ class Watchdog:
         READY goes out with every report from the first microbatch served on, and while the daemon is paused. Before
         that microbatch, also asks systemd for more time to start whenever it feeds the watchdog.
         """
-        path_s, in_hand = (report.span.path_s or 0.0, report.span.in_hand) if report.span else (0.0, 0)
+        path_s, in_progress = (report.span.path_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
         if report.startup_step:
             waiting_for = f"the step {report.startup_step!r} of its start"
         silent_s = report.now_unix - report.counters.last_sign_unix
-        is_allowed, phrase = may_feed(silent_s, limit_s, in_hand, waiting_for, report.pause_reason)
+        is_allowed, phrase = may_feed(silent_s, limit_s, in_progress, waiting_for, report.pause_reason)
         if is_allowed:
             self._notifier.send(WATCHDOG=1)
             if not self._has_served:  # 120 s more until systemd's start timeout

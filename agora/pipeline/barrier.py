@@ -67,34 +67,34 @@ class StepBarrier:
         """Makes the waiting microbatches check again; call it after each step of a stage of the span."""
         self._changed.notify()
 
-    def refuse_early(self, first: int, step: int) -> None:
+    def refuse_early(self, entry_stage: int, step: int) -> None:
         """Raises Busy at once if a microbatch of `step` would have to wait for more than MAX_STEPS_AHEAD steps.
 
-        That is so if any stage from `first` to the span's last has taken fewer than step - MAX_STEPS_AHEAD steps.
+        That is so if any stage from `entry_stage` to the span's last has taken fewer than step - MAX_STEPS_AHEAD steps.
         """
-        self._require_step(first, step - MAX_STEPS_AHEAD)
+        self._require_step(entry_stage, step - MAX_STEPS_AHEAD)
 
-    async def wait_for_step(self, first: int, step: int, deadline: float) -> None:
-        """Waits until all stages from `first` to the span's last have taken at least `step` steps.
+    async def wait_for_step(self, entry_stage: int, step: int, deadline: float) -> None:
+        """Waits until all stages from `entry_stage` to the span's last have taken at least `step` steps.
 
         If they have not after MAX_WAIT_FRACTION of the time until the loop time `deadline`, raises Busy, so that the
         caller can still ask another peer.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
-        while loop_time() < until and self._stages_behind(first, step):
+        while loop_time() < until and self._stages_behind(entry_stage, step):
             await self._changed.wait(until)
-        self._require_step(first, step)
+        self._require_step(entry_stage, step)
 
-    def _stages_behind(self, first: int, step: int) -> list[int]:
-        """Returns the stages from `first` to the span's last that have taken fewer than `step` steps."""
-        return [stage for stage in range(first, self._span.last + 1) if self._step_of(stage) < step]
+    def _stages_behind(self, entry_stage: int, step: int) -> list[int]:
+        """Returns the stages from `entry_stage` to the span's last that have taken fewer than `step` steps."""
+        return [stage for stage in range(entry_stage, self._span.last + 1) if self._step_of(stage) < step]
 
-    def _require_step(self, first: int, step: int) -> None:
-        """Raises Busy if a stage from `first` to the span's last has taken fewer than `step` steps.
+    def _require_step(self, entry_stage: int, step: int) -> None:
+        """Raises Busy if a stage from `entry_stage` to the span's last has taken fewer than `step` steps.
 
         The error names the first such stage, and RETRY_MS as the time after which to ask again.
         """
-        if behind := self._stages_behind(first, step):
+        if behind := self._stages_behind(entry_stage, step):
             raise Busy(f"stage {behind[0]} has not taken step {step} here yet", RETRY_MS)
 
 
@@ -115,13 +115,13 @@ class MeanBarrier:
         """Makes the waiting microbatches check again; call it after each step of a stage of the span."""
         self._changed.notify()
 
-    async def wait_for_mean(self, first: int, deadline: float) -> None:
-        """Waits while a mean is awaited for any stage from `first` to the span's last.
+    async def wait_for_mean(self, entry_stage: int, deadline: float) -> None:
+        """Waits while a mean is awaited for any stage from `entry_stage` to the span's last.
 
         Returns at the latest after MAX_WAIT_FRACTION of the time until the loop time `deadline`, even if a mean is
         still awaited; raises nothing.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
-        stages = range(first, self._span.last + 1)
+        stages = range(entry_stage, self._span.last + 1)
         while (now := loop_time()) < until and any(map(self._awaits_mean, stages)):
             await self._changed.wait(min(until, now + LOOK_S))

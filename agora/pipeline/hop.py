@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from agora_protocol.errors import NotMyStage, ProtocolError, Refused, Unavailable
 from agora_protocol.limits import MAX_DEADLINE_MS
-from agora_protocol.messages import Advance, Process, Processed
+from agora_protocol.messages import CallProgress, Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress
@@ -99,10 +99,10 @@ class Hop:
 
         A repeated request gets the kept answer at once, or joins the running work. For others, the barrier first waits
         for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
-        stage 0. on_progress is called with each Advance of this and later hops. holder: who asks; None for this peer's
-        own origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before any work if too little
-        time is left; Unavailable and errors of the compute during the work. After each of these errors the gradient is
-        not counted here. Reports a refusal as HopRefused.
+        stage 0. on_progress is called with each CallProgress of this and later hops. holder: who asks; None for this
+        peer's own origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before any work if too
+        little time is left; Unavailable and errors of the compute during the work. After each of these errors the
+        gradient is not counted here. Reports a refusal as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -126,19 +126,19 @@ class Hop:
         the wait, for a training microbatch that entered this peer at another stage and overlaps this request's stages,
         and for one whose step is too far ahead; after it, as StepBarrier.wait_for_step and WorkLedger.run do.
         """
-        first = request.message.stage
-        last = self._span.last
+        entry_stage = request.message.stage
+        last_stage = self._span.last
         step = request.message.step
-        key = WorkKey(request.message.microbatch, first)
+        key = WorkKey(request.message.microbatch, entry_stage)
         if request.is_training:
-            self._ledger.refuse_overlap(key, last)
+            self._ledger.refuse_overlap(key, last_stage)
         if isinstance(self._barrier, MeanBarrier) and request.is_training:
-            await self._barrier.wait_for_mean(first, request.deadline)
+            await self._barrier.wait_for_mean(entry_stage, request.deadline)
         elif isinstance(self._barrier, StepBarrier) and step:
-            self._barrier.refuse_early(first, step)
-            await self._barrier.wait_for_step(first, step, request.deadline)
+            self._barrier.refuse_early(entry_stage, step)
+            await self._barrier.wait_for_step(entry_stage, step, request.deadline)
         return await self._ledger.run(
-            key, last, request.deadline, on_progress, lambda work: self._perform(request, work), request.holder
+            key, last_stage, request.deadline, on_progress, lambda work: self._perform(request, work), request.holder
         )
 
     async def _perform(self, request: HopRequest, work: RunningWork) -> HopAnswer:
@@ -152,7 +152,7 @@ class Hop:
         left_s = request.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
             raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])
-        work.publish(Advance(stage, self._ledger.me, "accepted", self.queue))
+        work.publish(CallProgress(stage, self._ledger.me, "accepted", self.queue))
         self.training_count += request.is_training
         try:
             await self._fault("hop.accepted")
@@ -161,7 +161,7 @@ class Hop:
             self.training_count -= request.is_training
             if request.is_training:
                 self._on_trained()
-        work.publish(Advance(stage, self._ledger.me, "finished", self.queue))
+        work.publish(CallProgress(stage, self._ledger.me, "finished", self.queue))
         return answer
 
     async def _await_device(self, job: Awaitable[T]) -> T:
@@ -197,11 +197,11 @@ class Hop:
         used or Router.send raises. In the end drops what the compute has kept for the backward pass.
         """
         microbatch = request.message.microbatch
-        first = request.message.stage
+        entry_stage = request.message.stage
         purpose = request.message.purpose
         try:
             output = await self._await_device(
-                self._compute.forward(microbatch, first, request.boundary, request.tokens, purpose)
+                self._compute.forward(microbatch, entry_stage, request.boundary, request.tokens, purpose)
             )
             await self._fault("hop.forwarded")
             onward = replace(request.message, stage=self._span.last + 1)
@@ -214,7 +214,7 @@ class Hop:
                 if result is not None:
                     return self._compose_answer(request, result, downstream.message)
         finally:
-            self._compute.forget(microbatch, first)  # does nothing after a backward
+            self._compute.forget(microbatch, entry_stage)  # does nothing after a backward
 
     async def _backward(self, downstream: HopAnswer, request: HopRequest, work: RunningWork) -> SpanResult | None:
         """Marks the work as committed, runs the backward on the gradient in `downstream`, and returns the result.

@@ -20,10 +20,10 @@ from agora.stepping import SpanResult
 class SpanCompute(Protocol):
     """Protocol: the device that computes this peer's span of stages; implemented by train.Compute.
 
-    first: the stage at which the microbatch enters the span. boundary: the hidden state that enters there, None at
-    stage 0. purpose, references: as in the message Process. Every failure is an AgoraError, and a cancelled job leaves
-    nothing behind. `finish` with purpose "train", and `backward`, count the microbatch: when one of these returns, the
-    microbatch's gradient is in the stages' sums; when it raises, the gradient is not.
+    entry_stage: the stage at which the microbatch enters the span. boundary: the hidden state that enters there, None
+    at stage 0. purpose, references: as in the message Process. Every failure is an AgoraError, and a cancelled job
+    leaves nothing behind. `finish` with purpose "train", and `backward`, count the microbatch: when one of these
+    returns, the microbatch's gradient is in the stages' sums; when it raises, the gradient is not.
     """
 
     @property
@@ -31,9 +31,9 @@ class SpanCompute(Protocol):
         """The stages that this device computes."""
 
     async def forward(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
+        self, microbatch: MicrobatchId, entry_stage: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
     ) -> WireTensor:
-        """Runs stages `first` to the span's last and returns the boundary that leaves the span.
+        """Runs stages `entry_stage` to the span's last and returns the boundary that leaves the span.
 
         With purpose "train", what `backward` needs is kept until `backward` succeeds or `forget` is called.
         """
@@ -41,28 +41,28 @@ class SpanCompute(Protocol):
     async def finish(
         self,
         microbatch: MicrobatchId,
-        first: int,
+        entry_stage: int,
         boundary: WireTensor | None,
         tokens: WireTensor,
         purpose: str,
         references: Sequence[float] = (),
     ) -> SpanResult:
-        """Runs stages `first` to the model's last and the loss, as one job; returns loss, times and metrics.
+        """Runs stages `entry_stage` to the model's last and the loss, as one job; returns loss, times and metrics.
 
         With purpose "train" also runs the backward pass and adds the gradient to the stages' sums; the result then has
         the gradient of `boundary` (None at stage 0). references: log-probabilities of the rows under the reference.
         """
 
-    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
+    async def backward(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> SpanResult:
         """Runs the backward pass of an earlier `forward` and adds the gradient to the stages' sums.
 
         gradient: that of the boundary that `forward` returned. The result has the gradient of the boundary that entered
-        at `first`, None at stage 0. Raises ProtocolError for a gradient that cannot be used; then `backward` may be
-        called again with another one.
+        at `entry_stage`, None at stage 0. Raises ProtocolError for a gradient that cannot be used; then `backward` may
+        be called again with another one.
         """
 
-    def forget(self, microbatch: MicrobatchId, first: int) -> None:
-        """Drops what `forward` kept of the microbatch that entered at stage `first`; does nothing if nothing was."""
+    def forget(self, microbatch: MicrobatchId, entry_stage: int) -> None:
+        """Drops what `forward` kept of the microbatch that entered at `entry_stage`; does nothing if nothing was."""
 
 
 class NewMicrobatch(Protocol):

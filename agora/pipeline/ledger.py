@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from agora_protocol.errors import AgoraError, Busy, OutOfMemory
 from agora_protocol.ids import MicrobatchId, PeerId
-from agora_protocol.messages import Advance, Process
+from agora_protocol.messages import CallProgress, Process
 
 from agora.calls import OnProgress
 from agora.clock import loop_time
@@ -80,14 +80,14 @@ class AnswerCache:
         self._drop_old(now)
         return self._last_stages.get(microbatch, {})
 
-    def put(self, key: WorkKey, last: int, answer: HopAnswer, now: float) -> None:
-        """Keeps the answer, given at `now`, of work that ran stages `key.stage` to `last`; replaces an earlier answer.
+    def put(self, key: WorkKey, last_stage: int, answer: HopAnswer, now: float) -> None:
+        """Keeps the answer, given at `now`, of work on stages `key.stage` to `last_stage`, in place of an earlier one.
 
         Drops the oldest answers beyond the limits of bytes and entries, but never this one.
         """
         self._drop(key)
         self._entries[key] = (now, answer)
-        self._last_stages.setdefault(key.microbatch, {})[key.stage] = last
+        self._last_stages.setdefault(key.microbatch, {})[key.stage] = last_stage
         self.nbytes += answer.nbytes + ENTRY_BYTES
         while len(self._entries) > 1 and (self.nbytes > self._max_bytes or len(self._entries) > MAX_CACHE_ENTRIES):
             self._drop(next(iter(self._entries)))
@@ -110,9 +110,9 @@ class AnswerCache:
 
 
 class RunningWork:
-    """One microbatch's work that runs in `task`, and the callers that wait for it. last: the last stage that it runs.
+    """One microbatch's work that runs in `task`, and the callers that wait for it.
 
-    callers: the on_progress functions, one for each waiting caller. newest: stage -> its latest progress message.
+    last_stage: the last stage that it runs. callers: the on_progress functions, one for each waiting caller. newest: stage -> its latest progress message.
     committed: set by the function that performs the work, from the moment when the gradient may be counted; from then
     on the work runs to its end even without callers, so that a repeated request finds the answer. cancelled: whether
     `cancel` was called.
@@ -120,20 +120,20 @@ class RunningWork:
 
     task: asyncio.Task[HopAnswer]
 
-    def __init__(self, key: WorkKey, last: int, holder: Holder | None = None) -> None:
+    def __init__(self, key: WorkKey, last_stage: int, holder: Holder | None = None) -> None:
         """holder: the peer that asked for it first; None for this peer itself."""
         self.key = key
-        self.last = last
+        self.last_stage = last_stage
         self.holder = holder
         self.committed = self.cancelled = False
         self.callers: list[OnProgress] = []
-        self.newest: dict[int, Advance] = {}
+        self.newest: dict[int, CallProgress] = {}
 
-    def publish(self, advance: Advance) -> None:
+    def publish(self, call_progress: CallProgress) -> None:
         """Passes a progress message to every waiting caller; keeps it as its stage's latest, for callers that join."""
-        self.newest[advance.stage] = advance
+        self.newest[call_progress.stage] = call_progress
         for on_progress in list(self.callers):
-            on_progress(advance)
+            on_progress(call_progress)
 
     def uncommit(self) -> None:
         """Records that the gradient was not counted after all; cancels the work if no caller waits any more."""
@@ -181,25 +181,25 @@ class WorkLedger:
         answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:
             self._report(events.RepeatServed(message.microbatch.hex(), message.stage))
-            on_progress(Advance(message.stage, self.me, "finished", queue))
+            on_progress(CallProgress(message.stage, self.me, "finished", queue))
         return answer
 
-    def refuse_overlap(self, key: WorkKey, last: int) -> None:
+    def refuse_overlap(self, key: WorkKey, last_stage: int) -> None:
         """Raises Busy if the microbatch of `key` entered this peer at another stage and went through a common stage.
 
-        Compares the stages `key.stage` to `last` with those of the microbatch's running work and kept answers. In a
-        common stage it would be counted twice, and the gradient that this request asks for was never computed.
+        Compares the stages `key.stage` to `last_stage` with those of the microbatch's running work and kept answers. In
+        a common stage it would be counted twice, and the gradient that this request asks for was never computed.
         """
         past = self._answers.last_stages_of(key.microbatch, loop_time()).items()
-        present = [(w.key.stage, w.last) for w in self._works.values() if w.key.microbatch == key.microbatch]
+        present = [(w.key.stage, w.last_stage) for w in self._works.values() if w.key.microbatch == key.microbatch]
         for entry, end in (*present, *past):
-            if entry != key.stage and entry <= last and key.stage <= end:
+            if entry != key.stage and entry <= last_stage and key.stage <= end:
                 raise Busy(f"this microbatch entered this peer at stage {entry} before", OVERLAP_RETRY_MS)
 
     async def run(
         self,
         key: WorkKey,
-        last: int,
+        last_stage: int,
         deadline: float,
         on_progress: OnProgress,
         start: Callable[[RunningWork], Awaitable[HopAnswer]],
@@ -207,9 +207,9 @@ class WorkLedger:
     ) -> HopAnswer:
         """Joins the running work `key`, or starts it as `start(work)` on a free slot; waits for and returns the answer.
 
-        last: the last stage that the work runs here. holder: who asks; None for this peer's own origin. Joining reports
-        RepeatServed and passes the work's latest progress on at once. If joined work fails before `deadline` (loop
-        time), this caller starts it again; the deadline does not end the wait for an answer. Raises what the work
+        last_stage: the last stage that the work runs here. holder: who asks; None for this peer's own origin. Joining
+        reports RepeatServed and passes the work's latest progress on at once. If joined work fails before `deadline`
+        (loop time), this caller starts it again; the deadline does not end the wait for an answer. Raises what the work
         raises, and Busy as _start does or when an earlier, cancelled attempt has not ended by `deadline`.
         """
         while True:
@@ -220,10 +220,10 @@ class WorkLedger:
                     raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
-                return await self._wait(self._start(key, last, start, holder), on_progress)
+                return await self._wait(self._start(key, last_stage, start, holder), on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
-            for advance in work.newest.values():
-                on_progress(advance)
+            for call_progress in work.newest.values():
+                on_progress(call_progress)
             try:
                 return await self._wait(work, on_progress)
             except AgoraError:
@@ -258,12 +258,12 @@ class WorkLedger:
         return not late
 
     def _start(
-        self, key: WorkKey, last: int, start: Callable[[RunningWork], Awaitable[HopAnswer]], holder: Holder | None
+        self, key: WorkKey, last_stage: int, start: Callable[[RunningWork], Awaitable[HopAnswer]], holder: Holder | None
     ) -> RunningWork:
         """Takes a slot and starts `start(work)` in a new task; returns the work, without waiting.
 
-        last: the last stage that the work runs here. Raises Busy, with the time after which to try again, when all
-        slots are taken, when the last ones are kept for holders with fewer (fair_share.may_acquire), or when this
+        last_stage: the last stage that the work runs here. Raises Busy, with the time after which to try again, when
+        all slots are taken, when the last ones are kept for holders with fewer (fair_share.may_acquire), or when this
         ledger accepts no new work.
         """
         if refusal := self._refusal or self.shortage:
@@ -276,7 +276,7 @@ class WorkLedger:
             is_share = self.taken < self._slots
             taken = f"your share of the {self._slots} slots is" if is_share else f"all {self._slots} slots are"
             raise Busy(f"{taken} taken", retry_ms)
-        work = self._works[key] = RunningWork(key, last, holder)
+        work = self._works[key] = RunningWork(key, last_stage, holder)
 
         async def perform() -> HopAnswer:
             """Performs the work, keeps and returns its answer; frees the slot in any case.
@@ -287,7 +287,7 @@ class WorkLedger:
             started = loop_time()
             try:
                 answer = await start(work)
-                self._answers.put(key, last, answer, loop_time())
+                self._answers.put(key, last_stage, answer, loop_time())
                 self._slot_time_s = self._slot_time_s.with_sample(loop_time() - started)
                 self._count_answer()
                 return answer

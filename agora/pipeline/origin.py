@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from agora_protocol.errors import AgoraError, Busy, Unavailable
 from agora_protocol.ids import MicrobatchId, PeerId, microbatch_id
 from agora_protocol.limits import MAX_DEADLINE_MS, MAX_HINTS
-from agora_protocol.messages import Advance, Process
+from agora_protocol.messages import CallProgress, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.clock import loop_time
@@ -29,11 +29,11 @@ from agora.pipeline.interfaces import HopAnswer, MicrobatchSource, NewMicrobatch
 from agora.pipeline.opening import Credit, OpeningDecision, OpeningInputs, Pace, StepQuota
 from agora.pipeline.reference_cache import ReferenceCache
 
-MIN_PATIENCE_S = 20.0
+MIN_TIMEOUT_S = 20.0
 """An attempt may take at least this number of seconds, once an earlier attempt was measured."""
-PATIENCE_FACTOR = 10.0
+TIMEOUT_FACTOR = 10.0
 """An attempt may take this many times what attempts usually take, so that a peer may hang at every stage."""
-MAX_PATIENCE_S = MAX_DEADLINE_MS / 1000.0
+MAX_TIMEOUT_S = MAX_DEADLINE_MS / 1000.0
 """An attempt may take at most this number of seconds, the longest deadline of the protocol."""
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 """Seconds of pause after a microbatch's first failed attempt, which double with each attempt, and their maximum."""
@@ -48,7 +48,7 @@ class OriginConfig:
     """How the origin of the peer `me` opens microbatches.
 
     ceiling: maximum number of microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to use a
-    measured credit. first_patience_s: seconds that an attempt may take before any was measured. objective: the
+    measured credit. first_timeout_s: seconds that an attempt may take before any was measured. objective: the
     manifest's kind; with "dpo" the origin first asks the swarm for the rows' log-probabilities under the reference
     model, unless it remembers them.
     """
@@ -57,7 +57,7 @@ class OriginConfig:
     stage_count: int
     ceiling: int
     max_in_flight: int = 0
-    first_patience_s: float = 120.0
+    first_timeout_s: float = 120.0
     objective: str = "lm"
 
 
@@ -77,10 +77,10 @@ class Microbatch:
     references: tuple[float, ...] = ()
     path: dict[int, PeerId] = field(default_factory=dict)
 
-    def record_progress(self, advance: Advance) -> None:
-        """Records in `path` that the peer named by `advance` holds the microbatch at its stage; ignores stage 0."""
-        if advance.stage > 0:
-            self.path[advance.stage] = advance.peer
+    def record_progress(self, call_progress: CallProgress) -> None:
+        """Records in `path` which peer, by `call_progress`, holds the microbatch at which stage; ignores stage 0."""
+        if call_progress.stage > 0:
+            self.path[call_progress.stage] = call_progress.peer
 
 
 class Origin:
@@ -343,16 +343,16 @@ class Origin:
 
         Before None it sleeps. A failure other than Busy also reports MicrobatchRerouted and interrupts the pace.
         attempt: number of earlier attempts. The time for an attempt and the sleep double with each, up to
-        MAX_PATIENCE_S and MAX_RETRY_S. After Busy it sleeps at least for the time asked for, up to MAX_RETRY_S.
+        MAX_TIMEOUT_S and MAX_RETRY_S. After Busy it sleeps at least for the time asked for, up to MAX_RETRY_S.
         """
         started = loop_time()
         usual_s = self._attempt_s.value
         backoff_factor = 2.0 ** min(attempt, 16)
-        first = self._config.first_patience_s if usual_s is None else max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
-        patience = min(MAX_PATIENCE_S, first * backoff_factor)
+        first = self._config.first_timeout_s if usual_s is None else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * usual_s)
+        timeout_s = min(MAX_TIMEOUT_S, first * backoff_factor)
         wait = RETRY_S * backoff_factor
-        deadline = started + patience
-        deadline_ms = max(1, int(1000.0 * patience))
+        deadline = started + timeout_s
+        deadline_ms = max(1, int(1000.0 * timeout_s))
         hint = tuple(sorted(microbatch.path.items())[:MAX_HINTS])
         message = Process(
             microbatch.id,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HINTS
-from agora_protocol.messages import Advance, Process, Processed
+from agora_protocol.messages import CallProgress, Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Caller, OnProgress, Reply
@@ -61,20 +61,20 @@ class RoutedCall:
         """Bytes of the request's tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def record_progress(self, advance: Advance, callee: PeerId) -> bool:
-        """Records in `hint` and `reported_upstream` which peer holds the microbatch, as `callee` says in `advance`.
+    def record_progress(self, call_progress: CallProgress, callee: PeerId) -> bool:
+        """Records in `hint` and `reported_upstream` which peer holds the microbatch, by `callee`'s `call_progress`.
 
         Returns whether the message must be passed on, because upstream was not last told of that peer at that stage. A
         callee may report itself at the request's stage, and any peer at later stages; any other message is ignored:
         False. If the callee has finished, it is also added to `hint.finished`.
         """
-        is_own = advance.stage == self.process.stage
-        if not (advance.peer == callee if is_own else advance.stage > self.process.stage):
+        is_own = call_progress.stage == self.process.stage
+        if not (call_progress.peer == callee if is_own else call_progress.stage > self.process.stage):
             return False
-        if is_own and advance.event == "finished":
+        if is_own and call_progress.event == "finished":
             self.hint.finished.add(callee)
-        is_new = self.reported_upstream.get(advance.stage) != advance.peer
-        self.hint.peer_by_stage[advance.stage] = self.reported_upstream[advance.stage] = advance.peer
+        is_new = self.reported_upstream.get(call_progress.stage) != call_progress.peer
+        self.hint.peer_by_stage[call_progress.stage] = self.reported_upstream[call_progress.stage] = call_progress.peer
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
@@ -214,33 +214,33 @@ class Router:
         limit = MAX_PROGRESS_PER_STAGE * (self.stage_count - stage)
         counts = Counter[str]()
 
-        def on_progress(advance: Advance) -> None:
+        def on_progress(call_progress: CallProgress) -> None:
             """Records one progress message in `routed` and the table, and passes it on if upstream does not know it.
 
             Ignores more than `limit` messages of one kind.
             """
-            counts[advance.event] += 1
-            if counts[advance.event] > limit:
+            counts[call_progress.event] += 1
+            if counts[call_progress.event] > limit:
                 return
-            is_new = routed.record_progress(advance, peer)
-            if advance.peer == peer and advance.stage == stage:
-                self._record_callee_progress(attempt, advance)
+            is_new = routed.record_progress(call_progress, peer)
+            if call_progress.peer == peer and call_progress.stage == stage:
+                self._record_callee_progress(attempt, call_progress)
             if is_new:
-                routed.on_progress(advance)
+                routed.on_progress(call_progress)
 
         request = routed.make_request(attempt.deadline_ms)
         return await self._caller.call(peer, request, routed.tensors, deadline=attempt.until, on_progress=on_progress)
 
-    def _record_callee_progress(self, attempt: Attempt, advance: Advance) -> None:
+    def _record_callee_progress(self, attempt: Attempt, call_progress: CallProgress) -> None:
         """Records in the table the queue that the called peer reports, and for "accepted" the time since sending too.
 
         Events other than "accepted" and "finished" change nothing.
         """
         now = loop_time()
-        queue = min(advance.queue, 1 << 20)
-        if advance.event == "accepted":
+        queue = min(call_progress.queue, 1 << 20)
+        if call_progress.event == "accepted":
             self.table.record_accepted(now, attempt, queue, self._round_trip_s(attempt.peer))
-        elif advance.event == "finished":
+        elif call_progress.event == "finished":
             self.table.record_queue(now, attempt, queue)
 
     def _check_reply(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:

@@ -18,7 +18,7 @@ from typing import Any
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Advance
+from agora_protocol.messages import CallProgress
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
@@ -31,7 +31,7 @@ from agora.net.network_errors import ConnectionBroken, DeadlinePassed
 class MemoryCall:
     """A request as the called peer's handler sees it. peer: the caller. deadline: in seconds on the loop's clock.
 
-    progress: a function that sends the caller an Advance, the progress message of a microbatch.
+    progress: a function that sends the caller a CallProgress, the progress message of a microbatch.
     """
 
     peer: PeerId
@@ -200,15 +200,15 @@ class MemoryNetwork:
         DeadlinePassed if the handler raises TimeoutError, and never ends at a silent or frozen target.
         """
 
-        def progress(advance: Advance) -> None:
+        def progress(call_progress: CallProgress) -> None:
             """Passes a progress message to the caller, after the uplink's delay; drops it if a peer is frozen."""
             if not on_progress or caller.frozen or target.frozen:
                 return
             if target.uplink is None:
-                on_progress(advance)
+                on_progress(call_progress)
             else:
                 arrival = target.uplink.arrival(caller.peer, 0, loop_time())
-                asyncio.get_running_loop().call_at(arrival, on_progress, advance)
+                asyncio.get_running_loop().call_at(arrival, on_progress, call_progress)
 
         left_s = getattr(request, "deadline_ms", 1e9) / 1000.0
         call = MemoryCall(caller.peer, request, list(tensors), min(deadline, loop_time() + left_s), progress)

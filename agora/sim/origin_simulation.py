@@ -13,7 +13,7 @@ from agora_protocol.ids import microbatch_id
 
 from agora.pipeline import opening
 from agora.pipeline.opening import OpeningInputs
-from agora.pipeline.origin import MAX_PATIENCE_S, MAX_RETRY_S, MIN_PATIENCE_S, PATIENCE_FACTOR, RETRY_S
+from agora.pipeline.origin import MAX_RETRY_S, MAX_TIMEOUT_S, MIN_TIMEOUT_S, RETRY_S, TIMEOUT_FACTOR
 from agora.sim.event_queue import EventQueue
 from agora.sim.hop_simulation import HopSimulation
 from agora.sim.measurements import Measurements
@@ -29,7 +29,7 @@ class OriginRules:
 
     stages: number of stages of the run. slots: maximum number of microbatches that an origin has in flight.
     max_in_flight: the manifest's; 0 to measure it. staleness, step_microbatches: the manifest's bound on what all
-    origins have in flight, in steps, and a step's size in microbatches; either is 0 for no bound. first_patience_s: the
+    origins have in flight, in steps, and a step's size in microbatches; either is 0 for no bound. first_timeout_s: the
     time limit of an attempt before any attempt was measured. traffic: whether microbatches are opened at all.
     """
 
@@ -38,7 +38,7 @@ class OriginRules:
     max_in_flight: int = 0
     staleness: float = 0.0
     step_microbatches: int = 0
-    first_patience_s: float = MAX_PATIENCE_S
+    first_timeout_s: float = MAX_TIMEOUT_S
     traffic: bool = True
 
 
@@ -115,8 +115,8 @@ class OriginSimulation:
     def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
         """Starts the next attempt of a microbatch at its origin's own hop, with a deadline; adds 1 to `attempts`.
 
-        The first attempt gets PATIENCE_FACTOR times an attempt's mean seconds, at least MIN_PATIENCE_S; before any
-        attempt was measured, `first_patience_s`. Each further attempt gets twice the time, up to MAX_PATIENCE_S. Does
+        The first attempt gets TIMEOUT_FACTOR times an attempt's mean seconds, at least MIN_TIMEOUT_S; before any
+        attempt was measured, `first_timeout_s`. Each further attempt gets twice the time, up to MAX_TIMEOUT_S. Does
         nothing if the peer is not up or is no longer an origin.
         """
         peer = microbatch.origin
@@ -124,11 +124,11 @@ class OriginSimulation:
             return
         usual_s = peer.origin.attempt_s.value
         backoff_factor = 2.0 ** min(microbatch.attempts, MAX_DOUBLINGS)
-        first_patience_s = self._rules.first_patience_s
+        first_timeout_s = self._rules.first_timeout_s
         if usual_s is not None:
-            first_patience_s = max(MIN_PATIENCE_S, PATIENCE_FACTOR * usual_s)
+            first_timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * usual_s)
         microbatch.attempts += 1
-        self._hops.enter(microbatch, self._events.now + min(MAX_PATIENCE_S, first_patience_s * backoff_factor))
+        self._hops.enter(microbatch, self._events.now + min(MAX_TIMEOUT_S, first_timeout_s * backoff_factor))
 
     def on_completed(self, visit: Visit) -> None:
         """Counts an answered microbatch, records its seconds and the origin's pace, and opens further ones there.

@@ -35,9 +35,9 @@ INDEX_S: Final = 30.0  # seconds a source may take to say which tensors it has
 AGAIN_S: Final = 5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
 RETRY_FAILED_S: Final = 30.0  # seconds until a source that has failed FAILURES times in a row is tried again
 LIST_SOURCES_S: Final = 2.0  # seconds between two readings of the list of sources
-PATIENCE_S: Final = 60.0  # the fetch fails after so many seconds with neither an open piece call nor a Busy answer
-BUSY_PATIENCE_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
-NO_PEER_PATIENCE_S: Final = 15.0  # takes the place of PATIENCE_S while there is no other peer at all
+TIMEOUT_S: Final = 60.0  # the fetch fails after so many seconds with neither an open piece call nor a Busy answer
+BUSY_TIMEOUT_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
+NO_PEER_TIMEOUT_S: Final = 15.0  # takes the place of TIMEOUT_S while there is no other peer at all
 
 ListSources = Callable[[], Sequence[PeerId]]
 """Returns the peers that may be asked now, the likeliest first."""
@@ -75,7 +75,7 @@ class BaseFetch:
 
     Each piece is checked by its hash before it is written. A source that has none of the missing tensors is asked again
     later which ones it has. A source that sent corrupt data is asked for nothing more. The fetch fails when no source
-    could give anything for PATIENCE_S, or NO_PEER_PATIENCE_S without any source; arrived pieces stay in the store.
+    could give anything for TIMEOUT_S, or NO_PEER_TIMEOUT_S without any source; arrived pieces stay in the store.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class BaseFetch:
     async def _advance(self) -> None:
         """One turn of the fetch: updates the sources, starts due calls, waits up to TICK_S for one, handles ended ones.
 
-        Raises the exceptions of ended calls and tasks. Raises BaseModelError when for PATIENCE_S (NO_PEER_PATIENCE_S
+        Raises the exceptions of ended calls and tasks. Raises BaseModelError when for TIMEOUT_S (NO_PEER_TIMEOUT_S
         while there is no source) no call for a piece was open, no part of the list arrived, and no source was Busy.
         """
         now = loop_time()
@@ -161,7 +161,7 @@ class BaseFetch:
         calls += self._finishing.values()
         if any(key is not None for source in self._sources.values() for key in source.calls):
             self._last_progress_at = now
-        if now - self._last_progress_at > (PATIENCE_S if self._sources else NO_PEER_PATIENCE_S):
+        if now - self._last_progress_at > (TIMEOUT_S if self._sources else NO_PEER_TIMEOUT_S):
             raise BaseModelError(self._explain_failure())
         if calls:
             await asyncio.wait(calls, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +229,7 @@ class BaseFetch:
             if source.held is not None and not source.calls and not self._has_missing(source):
                 source.held, source.not_before = None, now + AGAIN_S
         engaged = [s for s in usable if None in s.calls or (s.held is not None and not s.failures)]
-        not_slow = sum(1 for s in engaged if not s.is_slow(now, self._patience_s(s)))
+        not_slow = sum(1 for s in engaged if not s.is_slow(now, self._timeout_s(s)))
         idle = [s for s in usable if s.held is None and not s.calls and now >= s.not_before]
         for source in idle[: max(SOURCES - not_slow, 0)]:
             source.calls[None] = (asyncio.create_task(self._fetch_index(source)), now)
@@ -238,7 +238,7 @@ class BaseFetch:
         """Returns whether the source has a tensor that is still missing here; False while its tensors are not known."""
         return source.held is not None and any(number in source.held for number in self._missing)
 
-    def _patience_s(self, source: _BaseSource) -> float:
+    def _timeout_s(self, source: _BaseSource) -> float:
         """Returns after how many seconds a call is slow: SLOW_S, or with known `held` max(SLOW_S, 4 * median time)."""
         return SLOW_S if source.held is None else max(SLOW_S, 4 * self.schedule.median_s())
 
@@ -363,7 +363,7 @@ class BaseFetch:
                 source.held -= {key.number}
         else:
             source.record_failure(error, now)
-            if isinstance(error, Busy) and now < self._last_arrival + BUSY_PATIENCE_S:
+            if isinstance(error, Busy) and now < self._last_arrival + BUSY_TIMEOUT_S:
                 self._last_progress_at = now
             if source.failures >= FAILURES:
                 source.held, source.failures, source.not_before = None, 0, now + RETRY_FAILED_S

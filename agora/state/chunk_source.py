@@ -52,12 +52,12 @@ class ChunkSource(Generic[RequestKey]):
         """Maximum number of open calls: 1, or WINDOW if the last chunk took under QUICK_S and no call failed since."""
         return WINDOW if self.last_chunk_s < QUICK_S and not self.failures else 1
 
-    def is_slow(self, now: float, patience_s: float) -> bool:
-        """Returns whether this source's oldest open call has lasted longer than `patience_s`; False without one.
+    def is_slow(self, now: float, timeout_s: float) -> bool:
+        """Returns whether this source's oldest open call has lasted longer than `timeout_s`; False without one.
 
         now: loop time.
         """
-        return now - min((started_at for _, started_at in self.calls.values()), default=now) > patience_s
+        return now - min((started_at for _, started_at in self.calls.values()), default=now) > timeout_s
 
     def record_chunk(self, seconds: float) -> None:
         """Records that a chunk arrived `seconds` after it was asked for; sets the count of failures to 0."""

@@ -29,7 +29,7 @@ from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
-PATIENCE_S: Final = 300.0  # seconds for which a joiner without a checkpoint looks for new sources when all have failed
+TIMEOUT_S: Final = 300.0  # seconds for which a joiner without a checkpoint looks for new sources when all have failed
 ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to say whether they have taken a step
 RETURN_S: Final = 120.0  # seconds in which the last peer that offered a stage may come back, before it counts as lost
 RETRY_S: Final = 2.0  # seconds between two attempts to find a source
@@ -165,9 +165,9 @@ class StateKeeper:
         if decision.action == "keep initial weights":
             decision = await self._ask_whether_a_step_was_taken(stage, decision)
         if decision.action == "fetch":
-            patience_s = PATIENCE_S if checkpoint is None else 0.0
+            timeout_s = TIMEOUT_S if checkpoint is None else 0.0
             try:
-                return await self.fetch(stage, decision.sources, decision.at_least, patience_s)
+                return await self.fetch(stage, decision.sources, decision.at_least, timeout_s)
             except Unavailable as error:
                 if checkpoint is None and self._offers(stage):
                     raise
@@ -187,7 +187,7 @@ class StateKeeper:
         decision: to keep the seed's weights; returned if no replica that answers has taken a step, or none serves the
         stage. As soon as an answer names a step, returns what choose_start decides by the plausible answers. Otherwise
         asks again until each replica has answered or stopped serving, but at most ANSWERS_S once some have answered. If
-        none answers for PATIENCE_S, raises Unavailable: the seed's weights would be wrong if one has taken steps.
+        none answers for TIMEOUT_S, raises Unavailable: the seed's weights would be wrong if one has taken steps.
         """
         started_at, answers = loop_time(), dict[PeerId, int]()
         while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
@@ -199,7 +199,7 @@ class StateKeeper:
             waited_s = loop_time() - started_at
             if answers and waited_s > ANSWERS_S:
                 break
-            if waited_s > PATIENCE_S:
+            if waited_s > TIMEOUT_S:
                 raise Unavailable(stage, [f"{', '.join(silent)} serve it and do not say whether a step was taken"])
             if not answers.keys() >= set(silent):
                 await asyncio.sleep(RETRY_S)
@@ -224,12 +224,12 @@ class StateKeeper:
 
     # --- fetching
 
-    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float = 0.0) -> str:
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, timeout_s: float = 0.0) -> str:
         """Fetches a stage's state from replicas, loads it in place of the present state, and reports StateFetched.
 
         Returns step, size and time in words. The stage then counts as filled, and its next checkpoint is due from the
         fetched step on. sources: the best first; chunks come from several at once. at_least: the lowest step to accept;
-        a higher one is used when most peers offer much later steps, see lowest_step_to_fetch. patience_s: seconds for
+        a higher one is used when most peers offer much later steps, see lowest_step_to_fetch. timeout_s: seconds for
         which it tries again, with the peers that offer the stage by then, when all sources fail; if it is not 0 and no
         peer offers the stage any more, it tries for RETURN_S more. Raises Unavailable after that.
         """
@@ -242,7 +242,7 @@ class StateKeeper:
             highest_plausible_step=lambda: self._highest_plausible_step(stage),
         )
         at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())
-        state = await self._run_fetch(fetch, stage, sources, at_least, patience_s)
+        state = await self._run_fetch(fetch, stage, sources, at_least, timeout_s)
         await self._stages.load_state(state)
         self._filled_stages.add(stage)
         self._checkpoint_steps[stage] = state.step
@@ -251,14 +251,14 @@ class StateKeeper:
         return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s"
 
     async def _run_fetch(
-        self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, patience_s: float
+        self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, timeout_s: float
     ) -> StageState:
         """Runs `fetch` and returns the fetched state, at least of step `at_least`; loads nothing.
 
         When all sources fail, reports TaskFailed, waits RETRY_S and tries the peers that offer the stage then. Raises
-        Unavailable when an attempt fails `patience_s` or more after the first one began, although peers offer the
+        Unavailable when an attempt fails `timeout_s` or more after the first one began, although peers offer the
         stage; without offers, once the last attempt that had a source ended RETURN_S ago; and at the first failure if
-        patience_s is 0. FETCH_S is the limit of all attempts together.
+        timeout_s is 0. FETCH_S is the limit of all attempts together.
         """
         started_at = last_offered_at = loop_time()
         while True:
@@ -268,7 +268,7 @@ class StateKeeper:
                 now, is_offered = loop_time(), bool(self._offers(stage))
                 if sources or is_offered:
                     last_offered_at = now
-                if now >= (started_at + patience_s if is_offered or not patience_s else last_offered_at + RETURN_S):
+                if now >= (started_at + timeout_s if is_offered or not timeout_s else last_offered_at + RETURN_S):
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it is tried again"))
             await asyncio.sleep(RETRY_S)

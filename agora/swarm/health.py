@@ -7,13 +7,13 @@ answer but whose weights do not change is STALLED.
 |---|---|
 | PAUSED | this peer is paused: by its owner, or it is outside its hours; see node/pausing.py |
 | UNREACHABLE | the view is empty |
-| STALLED | a stage has no serving peer, or took no step within its patience |
-| DEGRADED | a stage has not taken its first step, still within its patience; or it has a single replica |
+| STALLED | a stage has no serving peer, or took no step within its time limit |
+| DEGRADED | a stage has not taken its first step, still within its time limit; or it has a single replica |
 | OK | every stage has two replicas or more, and steps |
 
-A stage's patience is PATIENCE_STEPS of its usual step times, at least MIN_PATIENCE_S. In a run that is too large to be
-read whole, replicas are counted by estimate, and patience is longer by twice the time in which a stage's peers are read
-again.
+A stage's time limit is LIMIT_STEPS of its usual step times, at least MIN_LIMIT_S. In a run that is too large to be read
+whole, replicas are counted by estimate, and the time limit is longer by twice the time in which a stage's peers are
+read again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from agora.swarm.view import PeerView, View
 
 OK, DEGRADED, STALLED, PAUSED, UNREACHABLE = "OK", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE"
-MIN_PATIENCE_S = 60.0
-PATIENCE_STEPS = 10.0
-"""A stage that took no step for this many usual step times, and for MIN_PATIENCE_S at least, is stalled."""
+MIN_LIMIT_S = 60.0
+LIMIT_STEPS = 10.0
+"""A stage that took no step for this many usual step times, and for MIN_LIMIT_S at least, is stalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
     """Returns the swarm's health as a running peer sees it in its view, with the reason and the remedy in words.
 
     Never returns PAUSED. The states are tried in this order: UNREACHABLE (an empty view), STALLED (a stage without a
-    serving peer, or without a step for its patience, see `_patience_s`; the first such stage is named), DEGRADED (a
-    stage that never stepped or has a single replica), OK. In a sampled stage the patience is longer by twice the
+    serving peer, or without a step within its time limit, see `_step_limit_s`; the first such stage is named), DEGRADED
+    (a stage that never stepped or has a single replica), OK. In a sampled stage the time limit is longer by twice the
     seconds between two reads of a peer. since_unix: when the running peer began to look; time without steps counts only
     from then on.
     """
@@ -60,10 +60,10 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
     for stage in range(stage_count):
         replicas = view.replicas(stage)
         stepped = last[stage] = max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)
-        patience_s = _patience_s(replicas) + 2.0 * view.period_s(stage)
-        if now_unix - max(stepped or 0.0, since_unix) > patience_s:
+        limit_s = _step_limit_s(replicas) + 2.0 * view.period_s(stage)
+        if now_unix - max(stepped or 0.0, since_unix) > limit_s:
             ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
-            why = f"stage {stage} took no step {ago}; up to {patience_s:.0f} s are usual"
+            why = f"stage {stage} took no step {ago}; up to {limit_s:.0f} s are usual"
             advice = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
             return Health(STALLED, why, advice)
     return _judge_stepping(view, last, now_unix)
@@ -103,11 +103,11 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
     return Health(OK, f"every stage has at least {min(counts)} replicas; last step {ago:.0f} s ago")
 
 
-def _patience_s(replicas: Sequence[PeerView]) -> float:
+def _step_limit_s(replicas: Sequence[PeerView]) -> float:
     """Returns after how many seconds without a step a stage with these replicas counts as stalled.
 
-    This is PATIENCE_STEPS times the shortest mean step time that a replica reports, but at least MIN_PATIENCE_S;
-    MIN_PATIENCE_S if none reports one.
+    This is LIMIT_STEPS times the shortest mean step time that a replica reports, but at least MIN_LIMIT_S;
+    MIN_LIMIT_S if none reports one.
     """
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
-    return max(MIN_PATIENCE_S, PATIENCE_STEPS * usual)
+    return max(MIN_LIMIT_S, LIMIT_STEPS * usual)

@@ -33,7 +33,7 @@ class OffenceLog:
         if consequence := self._conduct.record(peer, offence, loop_time(), occasion):
             self._report(events.OffenceRecorded(peer, offence.value, text, consequence.reason, consequence.suspended_s))
 
-    def report_violation(self, peer: PeerId, error: ProtocolError) -> None:
+    def report_protocol_error(self, peer: PeerId, error: ProtocolError) -> None:
         """Records and reports a BAD_FRAME offence: `peer` sent a frame that the protocol forbids, as `error` says."""
         self.report_offence(peer, Offence.BAD_FRAME, f"{error.code}: {error}")
 

@@ -139,15 +139,15 @@ class Compute:
     # --- for the pipeline
 
     async def forward(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
+        self, microbatch: MicrobatchId, entry_stage: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
     ) -> WireTensor:
-        """Runs stages `first` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
+        """Runs stages `entry_stage` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
 
-        boundary: what enters `first`, None at stage 0. tokens, purpose: as in the message Process. With "train", what
-        the backward pass needs is stashed until `backward`, `forget`, or another forward of the same microbatch from
-        `first`; if the caller is cancelled, the stashed forward is dropped. With "evaluate" and "reference" nothing is
-        kept. Raises NotMyStage when `first` is not held here or the span has the model's last stage (use `finish`),
-        ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
+        boundary: what enters `entry_stage`, None at stage 0. tokens, purpose: as in the message Process. With "train",
+        what the backward pass needs is stashed until `backward`, `forget`, or another forward of the same microbatch
+        from `entry_stage`; if the caller is cancelled, the stashed forward is dropped. With "evaluate" and "reference"
+        nothing is kept. Raises NotMyStage when `entry_stage` is not held here or the span has the model's last stage
+        (use `finish`), ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
         """
 
         @_device_errors()
@@ -155,13 +155,13 @@ class Compute:
             """On the device thread: decodes the tensors, runs the stages, and returns their encoded output.
 
             For "train", also stashes the forward, with its seconds on the device, and returns it; otherwise None.
-            Raises NotMyStage if `first` is not in the span, or the span has the last stage.
+            Raises NotMyStage if `entry_stage` is not in the span, or the span has the last stage.
             """
-            if first not in self.span or self._has_last_stage:
-                raise NotMyStage(f"stages {first} to {self.span.last} cannot run forward here, only {self.span}")
+            if entry_stage not in self.span or self._has_last_stage:
+                raise NotMyStage(f"stages {entry_stage} to {self.span.last} cannot run forward here, only {self.span}")
             begun = self._queue.begin_work()
-            entry, batch = self._decode(microbatch, first, boundary, tokens)
-            output, forward = self.trainer.forward(microbatch, first, entry, batch, purpose)
+            entry, batch = self._decode(microbatch, entry_stage, boundary, tokens)
+            output, forward = self.trainer.forward(microbatch, entry_stage, entry, batch, purpose)
             encoded = self._codec.encode(output, "forward")
             if forward is not None:
                 forward.device_s = self._queue.work_s(begun)
@@ -170,7 +170,7 @@ class Compute:
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
             """Drops the job's stashed forward, if any; called with the job's result after the caller was cancelled."""
             if unused[1] is not None:
-                self.trainer.stashed.forget(microbatch, first, only=unused[1])
+                self.trainer.stashed.forget(microbatch, entry_stage, only=unused[1])
 
         output, _ = await self._queue.run(_priority_of(purpose), job, on_abandoned=free_unused)
         return output
@@ -178,45 +178,45 @@ class Compute:
     async def finish(
         self,
         microbatch: MicrobatchId,
-        first: int,
+        entry_stage: int,
         boundary: WireTensor | None,
         tokens: WireTensor,
         purpose: str,
         references: Sequence[float] = (),
     ) -> SpanResult:
-        """Runs stages `first` to the model's last, the loss, and for the purpose "train" the backward pass, as one job.
+        """Runs stages `entry_stage` to the model's last, the loss, and with "train" the backward pass, as one job.
 
         The backward pass adds the microbatch's gradients to the stages' sums, and counts the microbatch. boundary,
         tokens, purpose: as for `forward`. references: for dpo, the reference model's log-probabilities of the rows. The
         result has the loss and metrics; after a backward also the encoded gradient with respect to `boundary`, None at
-        stage 0; with "reference" only log-probabilities. Raises NotMyStage when `first` or the model's last stage is
-        not held here, ProtocolError for malformed tensors and references.
+        stage 0; with "reference" only log-probabilities. Raises NotMyStage when `entry_stage` or the model's last stage
+        is not held here, ProtocolError for malformed tensors and references.
         """
 
         def job() -> SpanResult:
             """On the device thread: decodes the tensors, runs SpanTrainer.finish, and encodes the gradient, if any.
 
-            Raises NotMyStage if `first` is not in the span, or the span lacks the last stage.
+            Raises NotMyStage if `entry_stage` is not in the span, or the span lacks the last stage.
             """
-            if first not in self.span or not self._has_last_stage:
-                raise NotMyStage(f"stages {first} to the last cannot run here; this peer holds {self.span}")
+            if entry_stage not in self.span or not self._has_last_stage:
+                raise NotMyStage(f"stages {entry_stage} to the last cannot run here; this peer holds {self.span}")
             begun = self._queue.begin_work()
-            entry, batch = self._decode(microbatch, first, boundary, tokens)
-            done = self.trainer.finish(microbatch, first, entry, batch, purpose, references)
-            encoded = self._encode_gradient(microbatch, first, done.gradient, entry)
+            entry, batch = self._decode(microbatch, entry_stage, boundary, tokens)
+            done = self.trainer.finish(microbatch, entry_stage, entry, batch, purpose, references)
+            encoded = self._encode_gradient(microbatch, entry_stage, done.gradient, entry)
             return SpanResult(
                 encoded, self._queue.work_s(begun), done.loss_sum, done.tokens, done.metrics, done.log_probabilities
             )
 
         return await self._run_and_step(job, priority=_priority_of(purpose))
 
-    async def backward(self, microbatch: MicrobatchId, first: int, gradient: WireTensor) -> SpanResult:
+    async def backward(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> SpanResult:
         """Runs a microbatch's backward pass: adds its gradients to the sums of the stages, and counts it in each.
 
-        first: the stage that its forward entered. gradient: of the loss sum with respect to the boundary that `forward`
-        returned; one that is implausibly large also raises ProtocolError. The result has the encoded gradient with
-        respect to the boundary that entered, None at stage 0, and the device seconds of forward and backward. After
-        ProtocolError or Busy, `backward` may be called again; after other errors the stashed forward may be gone.
+        entry_stage: the stage that its forward entered. gradient: of the loss sum with respect to the boundary that
+        `forward` returned; one that is implausibly large also raises ProtocolError. The result has the encoded gradient
+        with respect to the boundary that entered, None at stage 0, and the device seconds of forward and backward.
+        After ProtocolError or Busy, `backward` may be called again; after other errors the stashed forward may be gone.
         Raises LocalError when no forward is stashed.
         """
 
@@ -227,8 +227,8 @@ class Compute:
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
             self._require_plausible(decoded, microbatch)
-            result, forward = self.trainer.backward(microbatch, first, decoded)
-            encoded = self._encode_gradient(microbatch, first, result, forward.entry)
+            result, forward = self.trainer.backward(microbatch, entry_stage, decoded)
+            encoded = self._encode_gradient(microbatch, entry_stage, result, forward.entry)
             return SpanResult(encoded, forward.device_s + self._queue.work_s(begun))
 
         return await self._run_and_step(job)
@@ -246,9 +246,9 @@ class Compute:
             self.trainer.stage(self.span.last).record_refusal(microbatch.hex(), why)
             raise ProtocolError("bad-tensor", why)
 
-    def forget(self, microbatch: MicrobatchId, first: int) -> None:
-        """Drops the stashed forward of a microbatch that entered at `first`, if there is one. From any thread."""
-        self.trainer.stashed.forget(microbatch, first)
+    def forget(self, microbatch: MicrobatchId, entry_stage: int) -> None:
+        """Drops the stashed forward of a microbatch that entered at `entry_stage`, if there is one. From any thread."""
+        self.trainer.stashed.forget(microbatch, entry_stage)
 
     # --- how far the stages are, from any thread
 
@@ -363,31 +363,33 @@ class Compute:
     # --- on the device thread
 
     def _decode(
-        self, microbatch: MicrobatchId, first: int, boundary: WireTensor | None, tokens: WireTensor
+        self, microbatch: MicrobatchId, entry_stage: int, boundary: WireTensor | None, tokens: WireTensor
     ) -> tuple[Tensor, TokenBatch]:
-        """Decodes and checks received tensors: returns what enters `first` (ids [b, s] at stage 0), and the tokens.
+        """Decodes and checks received tensors; returns what enters `entry_stage` (ids [b, s] at stage 0), and tokens.
 
         Raises ProtocolError for a boundary at stage 0 or none at another stage, for a tensor of a wrong dtype or shape,
         for unknown token ids and marks, and for a boundary that is not finite, whose microbatch is also counted as
-        refused at `first`.
+        refused at `entry_stage`.
         """
-        if (boundary is None) != (first == 0):
-            raise ProtocolError("bad-tensor", f"stage {first} takes {'token ids only' if first == 0 else 'a boundary'}")
+        if (boundary is None) != (entry_stage == 0):
+            raise ProtocolError(
+                "bad-tensor", f"stage {entry_stage} takes {'token ids only' if entry_stage == 0 else 'a boundary'}"
+            )
         ids = decode_tokens(tokens, self._vocabulary, self.device, shape=self._tokens_shape)
         batch = TokenBatch.from_wire(ids, has_marks=self._has_marks)
         if boundary is None:
             return batch.inputs, batch
         entry = self._codec.decode(boundary, self._boundary_shape, "forward", device=self.device)
-        self._require_finite(entry, microbatch, first, "boundary")
+        self._require_finite(entry, microbatch, entry_stage, "boundary")
         return entry, batch
 
     def _encode_gradient(
-        self, microbatch: MicrobatchId, first: int, gradient: Tensor | None, entry: Tensor
+        self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor | None, entry: Tensor
     ) -> WireTensor | None:
-        """Encodes `gradient`, in the columns that were sent of `entry`, the input of stage `first`; None for None."""
+        """Encodes `gradient`, in the columns that were sent of `entry`, the input of `entry_stage`; None for None."""
         if gradient is None:
             return None
-        return self._codec.encode(gradient, "backward", gradient_dither_key(microbatch, first), entry)
+        return self._codec.encode(gradient, "backward", gradient_dither_key(microbatch, entry_stage), entry)
 
     def _require_finite(self, tensor: Tensor, microbatch: MicrobatchId, stage: int, what: str) -> None:
         """Raises ProtocolError, and counts the microbatch as refused at `stage`, when a received tensor is not finite.

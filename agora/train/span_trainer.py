@@ -133,9 +133,9 @@ class SpanTrainer:
     # --- what a microbatch needs: forward, loss, backward
 
     def forward(
-        self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch, purpose: str
+        self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch, purpose: str
     ) -> tuple[Tensor, StashedForward | None]:
-        """Runs stages `first` to the span's last. Returns the boundary [b, s, k] that leaves the span, without a graph.
+        """Runs stages `entry_stage` to the span's last; returns the boundary [b, s, k] that leaves the span, detached.
 
         entry: float32 [b, s, k], k values for each token, or token ids [b, s] at stage 0. purpose: as in the message
         Process; `_run` says which weights it uses. With "train", stashes the forward for the backward and returns it,
@@ -144,28 +144,30 @@ class SpanTrainer:
         """
         if purpose != "train":
             with torch.no_grad():
-                return self._run(microbatch, first, entry, batch, purpose), None
-        self.stashed.require_room(microbatch, first)
-        output, versions = self._run_for_training(microbatch, first, entry, batch)
+                return self._run(microbatch, entry_stage, entry, batch, purpose), None
+        self.stashed.require_room(microbatch, entry_stage)
+        output, versions = self._run_for_training(microbatch, entry_stage, entry, batch)
         boundary = output.detach()
-        self._require_finite(float(torch.linalg.vector_norm(boundary)), first, microbatch, "the boundary it computed")
+        self._require_finite(
+            float(torch.linalg.vector_norm(boundary)), entry_stage, microbatch, "the boundary it computed"
+        )
         graph = output if versions else None
         tokens = self.objective.loss_weight(batch)
-        steps = self._steps_from(first)
-        forward = StashedForward(first, entry, batch, tokens, steps, 0.0, graph, versions)
+        steps = self._steps_from(entry_stage)
+        forward = StashedForward(entry_stage, entry, batch, tokens, steps, 0.0, graph, versions)
         self.stashed.add(microbatch, forward)
         return boundary, forward
 
     def finish(
         self,
         microbatch: MicrobatchId,
-        first: int,
+        entry_stage: int,
         entry: Tensor,
         batch: TokenBatch,
         purpose: str,
         references: Sequence[float] = (),
     ) -> FinishedMicrobatch:
-        """Runs stages `first` to the model's last, and the loss; with the purpose "train" also the backward.
+        """Runs stages `entry_stage` to the model's last, and the loss; with the purpose "train" also the backward.
 
         The backward adds the microbatch's gradients to the sums, and counts the microbatch. With "reference" there is
         no loss, but the log-probability of each row. entry: as for `forward`. purpose, references: as in the message
@@ -173,33 +175,41 @@ class SpanTrainer:
         ProtocolError for references that the objective does not take. Then nothing was added.
         """
         tokens = self.objective.loss_weight(batch)
-        run_layer = self._run_layer_for_gradients(microbatch, first, entry, batch) if purpose == "train" else keep_graph
+        run_layer = (
+            self._run_layer_for_gradients(microbatch, entry_stage, entry, batch) if purpose == "train" else keep_graph
+        )
         with torch.set_grad_enabled(purpose == "train"):
-            logits = self._run(microbatch, first, entry, batch, purpose, run_layer)
+            logits = self._run(microbatch, entry_stage, entry, batch, purpose, run_layer)
             if purpose == "reference":
-                return self._reference(microbatch, first, logits, batch)
+                return self._reference(microbatch, entry_stage, logits, batch)
             loss, metrics = self.objective.loss(logits, batch, references)
             del logits  # the loss does not need them, and their gradient is as large as they are
         loss_sum = float(loss.detach())
-        self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, first, microbatch, "the loss")
+        self._require_finite(
+            loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, entry_stage, microbatch, "the loss"
+        )
         if purpose != "train":
             return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
-        versions = self._versions_from(first)
-        steps = self._steps_from(first)
-        forward = StashedForward(first, entry, batch, tokens, steps, 0.0, loss, versions)
+        versions = self._versions_from(entry_stage)
+        steps = self._steps_from(entry_stage)
+        forward = StashedForward(entry_stage, entry, batch, tokens, steps, 0.0, loss, versions)
         gradient = self._add_gradients(microbatch, forward, loss, None, loss_sum)
         return FinishedMicrobatch(loss_sum, tokens, gradient, metrics)
 
-    def _reference(self, microbatch: MicrobatchId, first: int, logits: Tensor, batch: TokenBatch) -> FinishedMicrobatch:
+    def _reference(
+        self, microbatch: MicrobatchId, entry_stage: int, logits: Tensor, batch: TokenBatch
+    ) -> FinishedMicrobatch:
         """Returns the result for the purpose "reference": the summed log-probability of each row's supervised tokens.
 
         logits: of the reference model [b, s, v]. Raises NonFinite.
         """
         rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
-        self._require_finite(sum(rows), first, microbatch, "the reference's log-probability")
+        self._require_finite(sum(rows), entry_stage, microbatch, "the reference's log-probability")
         return FinishedMicrobatch(0.0, self.objective.loss_weight(batch), log_probabilities=rows)
 
-    def backward(self, microbatch: MicrobatchId, first: int, gradient: Tensor) -> tuple[Tensor | None, StashedForward]:
+    def backward(
+        self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor
+    ) -> tuple[Tensor | None, StashedForward]:
         """Runs the backward of a stashed forward, adds its gradients to the sums, and counts the microbatch.
 
         If no graph was kept, runs the forward again first, on the current weights. gradient: of the loss sum with
@@ -208,37 +218,37 @@ class SpanTrainer:
         computed gradient is not finite; then nothing was added. The forward is not stashed any more, even after an
         error.
         """
-        forward = self.stashed.take(microbatch, first)
+        forward = self.stashed.take(microbatch, entry_stage)
         output = forward.output
         if output is None:
-            run_layer = self._run_layer_for_gradients(microbatch, first, forward.entry, forward.batch)
+            run_layer = self._run_layer_for_gradients(microbatch, entry_stage, forward.entry, forward.batch)
             with torch.enable_grad():
-                output = self._run(microbatch, first, forward.entry, forward.batch, "train", run_layer)
-                forward.versions = self._versions_from(first)
+                output = self._run(microbatch, entry_stage, forward.entry, forward.batch, "train", run_layer)
+                forward.versions = self._versions_from(entry_stage)
         return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
-    def _stages_from(self, first: int) -> list[StageReplica]:
-        """Returns the span's stages from `first` on."""
-        return [self.stages[number] for number in range(first, self.span.last + 1)]
+    def _stages_from(self, entry_stage: int) -> list[StageReplica]:
+        """Returns the span's stages from `entry_stage` on."""
+        return [self.stages[number] for number in range(entry_stage, self.span.last + 1)]
 
-    def _steps_from(self, first: int) -> tuple[int, ...]:
-        """Returns how many steps each of the span's stages from `first` on has taken."""
-        return tuple(stage.step for stage in self._stages_from(first))
+    def _steps_from(self, entry_stage: int) -> tuple[int, ...]:
+        """Returns how many steps each of the span's stages from `entry_stage` on has taken."""
+        return tuple(stage.step for stage in self._stages_from(entry_stage))
 
-    def _versions_from(self, first: int) -> tuple[WeightVersion, ...]:
-        """Returns the current weights of each of the span's stages from `first` on."""
-        return tuple(stage.weights.current for stage in self._stages_from(first))
+    def _versions_from(self, entry_stage: int) -> tuple[WeightVersion, ...]:
+        """Returns the current weights of each of the span's stages from `entry_stage` on."""
+        return tuple(stage.weights.current for stage in self._stages_from(entry_stage))
 
     def _run(
         self,
         microbatch: MicrobatchId,
-        first: int,
+        entry_stage: int,
         entry: Tensor,
         batch: TokenBatch,
         purpose: str,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Runs stages `first` to the span's last; returns their output: a boundary, or the logits.
+        """Runs stages `entry_stage` to the span's last; returns their output: a boundary, or the logits.
 
         | purpose   | weights                                     |
         |-----------|---------------------------------------------|
@@ -248,11 +258,11 @@ class SpanTrainer:
 
         With gradients enabled, an `entry` that is a boundary is set to require a gradient.
         """
-        if first > 0 and torch.is_grad_enabled():
+        if entry_stage > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
         hidden = entry
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            for stage in self._stages_from(first):
+            for stage in self._stages_from(entry_stage):
                 version = stage.weights.current if purpose == "train" else stage.evaluated
                 with self._mode_for(version.module, purpose, microbatch, stage.number):
                     hidden = version.module(hidden, batch.inputs, batch.segments, run_layer)
@@ -276,56 +286,56 @@ class SpanTrainer:
             yield
 
     def _run_for_training(
-        self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
+        self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch
     ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
         """Calls `_run` for a later backward; returns the output, and the weights of its graph, () without a graph.
 
-        Keeps the graph or not, as the class's table says. With "auto", the first forward that enters at `first`
+        Keeps the graph or not, as the class's table says. With "auto", the first forward that enters at `entry_stage`
         measures the graph's bytes and keeps none.
         """
-        if self._activations == "auto" and first not in self.activation_bytes:
-            return self._measure_graph(microbatch, first, entry, batch), ()
-        versions = self._versions_from(first)
-        keeps_graph = self._must_keep_graph(first)
+        if self._activations == "auto" and entry_stage not in self.activation_bytes:
+            return self._measure_graph(microbatch, entry_stage, entry, batch), ()
+        versions = self._versions_from(entry_stage)
+        keeps_graph = self._must_keep_graph(entry_stage)
         with torch.set_grad_enabled(keeps_graph):
-            return self._run(microbatch, first, entry, batch, "train"), versions if keeps_graph else ()
+            return self._run(microbatch, entry_stage, entry, batch, "train"), versions if keeps_graph else ()
 
-    def _measure_graph(self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch) -> Tensor:
+    def _measure_graph(self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch) -> Tensor:
         """Calls `_run` with one layer's graph at a time; returns the output without a graph.
 
-        Records the bytes of all these graphs together in activation_bytes[first], without those of the weights.
+        Records the bytes of all these graphs together in activation_bytes[entry_stage], without those of the weights.
         """
-        versions = self._versions_from(first)
+        versions = self._versions_from(entry_stage)
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
         output, others = memory.measure_saved_bytes(
-            lambda: self._run(microbatch, first, entry, batch, "train", measure.run_layer), weights
+            lambda: self._run(microbatch, entry_stage, entry, batch, "train", measure.run_layer), weights
         )
-        self.activation_bytes[first] = sum(measure.layer_bytes) + others
+        self.activation_bytes[entry_stage] = sum(measure.layer_bytes) + others
         return output.detach()
 
     def _run_layer_for_gradients(
-        self, microbatch: MicrobatchId, first: int, entry: Tensor, batch: TokenBatch
+        self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch
     ) -> RunLayer:
         """Returns the RunLayer for a forward whose backward follows at once: keep_graph or repeat_in_backward.
 
         That is keep_graph with "keep", and with "auto" if the graph fits into memory. With "auto", first runs the
-        forward once more to measure the graph, if none was measured for `first` yet.
+        forward once more to measure the graph, if none was measured for `entry_stage` yet.
         """
-        if self._activations == "auto" and first not in self.activation_bytes:
-            self._measure_graph(microbatch, first, entry, batch)
+        if self._activations == "auto" and entry_stage not in self.activation_bytes:
+            self._measure_graph(microbatch, entry_stage, entry, batch)
         if self._activations == "auto":
-            fits = memory.graphs_fit(self.activation_bytes[first], 1, 0, self._available_memory())
+            fits = memory.graphs_fit(self.activation_bytes[entry_stage], 1, 0, self._available_memory())
         else:
             fits = self._activations == "keep"
         return keep_graph if fits else repeat_in_backward
 
-    def _must_keep_graph(self, first: int) -> bool:
-        """Returns whether to keep the graph of a forward that enters at `first`, rather than recompute it.
+    def _must_keep_graph(self, entry_stage: int) -> bool:
+        """Returns whether to keep the graph of a forward that enters at `entry_stage`, rather than recompute it.
 
         With "keep" always, with "recompute" never; with "auto" if memory suffices for the graphs of all microbatches in
         flight that are not kept yet, at least one, and for a second version of the weights of each stage that has none.
-        "auto" needs activation_bytes[first].
+        "auto" needs activation_bytes[entry_stage].
         """
         if self._activations != "auto":
             return self._activations == "keep"
@@ -333,7 +343,7 @@ class SpanTrainer:
         weights = [stage.weights for stage in self.stages.values()]
         second_version = sum(w.current.flat.nbytes for w in weights if w.previous is None)
         available = self._available_memory()
-        return memory.graphs_fit(self.activation_bytes[first], graphs_to_come, second_version, available)
+        return memory.graphs_fit(self.activation_bytes[entry_stage], graphs_to_come, second_version, available)
 
     def _available_memory(self) -> int:
         """Returns how many bytes the device has available, as measured at most MEASURE_MEMORY_S ago."""
@@ -357,26 +367,28 @@ class SpanTrainer:
         Returns the gradient with respect to the entry, None at stage 0. Raises NonFinite if a gradient is not finite,
         and then adds nothing and counts the microbatch as refused.
         """
-        first = forward.first
-        stages = self._stages_from(forward.first)
+        entry_stage = forward.entry_stage
+        stages = self._stages_from(forward.entry_stage)
         name = microbatch.hex()
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
-        inputs = [forward.entry, *parameters] if first > 0 else parameters
+        inputs = [forward.entry, *parameters] if entry_stage > 0 else parameters
         computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))
         norm = get_total_norm(computed, foreach=True)
-        self._require_finite(float(norm), first, microbatch, "the gradient it computed")
-        entry_gradient = computed.pop(0) if first > 0 else None
+        self._require_finite(float(norm), entry_stage, microbatch, "the gradient it computed")
+        entry_gradient = computed.pop(0) if entry_stage > 0 else None
         torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
         for stage, step_at_forward in zip(stages, forward.steps, strict=True):
             stage.record_microbatch(name, forward.tokens, loss_sum, step_at_forward)
         self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.tokens))
         return entry_gradient
 
-    def _require_finite(self, value: float, first: int, microbatch: MicrobatchId, what: str) -> None:
-        """Raises NonFinite, and counts the microbatch as refused at stage `first`, when `value` is not finite.
+    def _require_finite(self, value: float, entry_stage: int, microbatch: MicrobatchId, what: str) -> None:
+        """Raises NonFinite, and counts the microbatch as refused at stage `entry_stage`, when `value` is not finite.
 
         what: the value's name in the event and the error.
         """
         if not math.isfinite(value):
-            self.stages[first].record_refusal(microbatch.hex(), f"{what} is not finite")
-            raise NonFinite(f"{what} from stage {first} on is not finite; a lower optimizer.learning_rate may help")
+            self.stages[entry_stage].record_refusal(microbatch.hex(), f"{what} is not finite")
+            raise NonFinite(
+                f"{what} from stage {entry_stage} on is not finite; a lower optimizer.learning_rate may help"
+            )

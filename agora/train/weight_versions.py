@@ -95,12 +95,13 @@ class StageWeights:
 class StashedForward:
     """What the backward of one microbatch needs: its entry, and the graph from there to `output` if that is kept.
 
-    entry: float32 boundary [b, s, k] that entered stage `first`, or at stage 0 the token ids. tokens: the weight of the
-    microbatch in its step. steps: for each stage from `first` on, its step at the forward. device_s: seconds that the
-    forward took. output: None if the backward has to run the forward again. versions: the graph's weights, or ().
+    entry: float32 boundary [b, s, k] that entered stage `entry_stage`, or at stage 0 the token ids. tokens: the weight
+    of the microbatch in its step. steps: for each stage from `entry_stage` on, its step at the forward. device_s:
+    seconds that the forward took. output: None if the backward has to run the forward again. versions: the graph's
+    weights, or ().
     """
 
-    first: int
+    entry_stage: int
     entry: Tensor
     batch: TokenBatch
     tokens: int
@@ -127,32 +128,32 @@ class StashedForwards:
         """Returns the number of forwards kept, with their graph or without."""
         return len(self._forwards)
 
-    def require_room(self, microbatch: MicrobatchId, first: int) -> None:
+    def require_room(self, microbatch: MicrobatchId, entry_stage: int) -> None:
         """Raises Busy if one more forward would exceed the limit; never for one that replaces an earlier one."""
-        if len(self._forwards) >= self._limit and (microbatch, first) not in self._forwards:
+        if len(self._forwards) >= self._limit and (microbatch, entry_stage) not in self._forwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
     def add(self, microbatch: MicrobatchId, forward: StashedForward) -> None:
         """Keeps a forward, in place of an earlier one of the same microbatch and first stage; ignores the limit."""
         with self._lock:
-            self._forwards[microbatch, forward.first] = forward
+            self._forwards[microbatch, forward.entry_stage] = forward
 
-    def take(self, microbatch: MicrobatchId, first: int) -> StashedForward:
-        """Removes and returns the forward of a microbatch that entered at `first`. Raises LocalError without one."""
+    def take(self, microbatch: MicrobatchId, entry_stage: int) -> StashedForward:
+        """Removes and returns the forward of a microbatch that entered at `entry_stage`; LocalError without one."""
         with self._lock:
-            forward = self._forwards.pop((microbatch, first), None)
+            forward = self._forwards.pop((microbatch, entry_stage), None)
         if forward is None:
             raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
         return forward
 
-    def forget(self, microbatch: MicrobatchId, first: int, only: StashedForward | None = None) -> None:
-        """Removes the forward of a microbatch that entered at `first`; does nothing if none is kept. From any thread.
+    def forget(self, microbatch: MicrobatchId, entry_stage: int, only: StashedForward | None = None) -> None:
+        """Removes the forward of a microbatch that entered at `entry_stage`, if one is kept. From any thread.
 
         only: if given, removes nothing but this very forward.
         """
         with self._lock:
-            if only is None or self._forwards.get((microbatch, first)) is only:
-                self._forwards.pop((microbatch, first), None)
+            if only is None or self._forwards.get((microbatch, entry_stage)) is only:
+                self._forwards.pop((microbatch, entry_stage), None)
 
     def count_graphs(self) -> int:
         """Returns the number of stashed forwards whose graph is kept."""

@@ -135,7 +135,7 @@ class Processed(Message, kind=4, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     )
 
 
-class Advance(Message, kind=5, frames=(FrameType.PROGRESS,)):
+class CallProgress(Message, kind=5, frames=(FrameType.PROGRESS,)):
     """Reports progress of a call that is still open. The caller uses it as a hint when it must try again."""
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage that advanced")

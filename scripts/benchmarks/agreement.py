@@ -29,7 +29,7 @@ from benchmarks.report import Cell, Ratio, Report, paired_ratio
 from benchmarks.task import prepare_corpus, spec
 from benchmarks.window import print_progress
 
-PATIENCE_S = 7200.0
+TIMEOUT_S = 7200.0
 
 Found = Mapping[str, float]
 """What a child answers, see agreement_replicas.train."""
@@ -56,7 +56,7 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
     with Nursery(folder) as nursery:
         count = min(usable_cores(), len(effort.jobs))
         children = [nursery.start(f"replicas-{number}", "agreement", child_spec) for number in range(count)]
-        for (setting, seed), answer in deal(children, orders, PATIENCE_S):
+        for (setting, seed), answer in deal(children, orders, TIMEOUT_S):
             answers[setting, seed] = answer
             print_progress(
                 f"{setting.name}, seed {seed}: loss {answer['loss_of_replica']:.4f}, {answer['bytes']:.3g} bytes"

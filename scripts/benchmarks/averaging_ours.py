@@ -1,6 +1,6 @@
 """A member of the swarm's rounds, as a child process: its own libp2p host, its own reducer, rounds over real streams.
 
-Knows: the network and the averaging rooms, wired as a daemon wires them. Must not know: other contenders.
+Knows: the network and agora.averaging, wired as a daemon wires them. Must not know: other contenders.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from benchmarks.children import BenchFailed, Child, Nursery
 from benchmarks.machine import usable_cores
 from benchmarks.task import manifest_for, spec
-from benchmarks.window import PATIENCE_S, START_S, Window, stage_threads
+from benchmarks.window import START_S, TIMEOUT_S, Window, stage_threads
 
 STAGES = 4
 WARM_S = 3.0
@@ -65,7 +65,7 @@ class SingleLoop:
         for wait, environment in self.waits.items():
             child = self._nursery.start(f"single-{wait}", "single", child_spec, self.threads, environment)
             child.hear(START_S)
-            child.ask({"seconds": WARM_S}, PATIENCE_S)
+            child.ask({"seconds": WARM_S}, TIMEOUT_S)
             self._children.append(child)
 
     def groups(self) -> list[int]:
@@ -74,7 +74,7 @@ class SingleLoop:
 
     def measure(self, seconds: float) -> Window:
         """See Contender."""
-        answers = [child.ask({"seconds": seconds / 2}, PATIENCE_S) for child in self._children]
+        answers = [child.ask({"seconds": seconds / 2}, TIMEOUT_S) for child in self._children]
         trained = sum(int(answer["tokens"]) for answer in answers)
         return max((Window(a["tokens"], a["seconds"], trained) for a in answers), key=lambda window: window.rate)
 
@@ -142,7 +142,7 @@ class HivemindMoe:
         self._trainer = self._nursery.start("moe-trainer", "moe-trainer", child_spec)
         self._children.append(self._trainer)
         self._trainer.hear(START_S)
-        self._trainer.ask({"steps": 1}, PATIENCE_S)
+        self._trainer.ask({"steps": 1}, TIMEOUT_S)
 
     def groups(self) -> list[int]:
         """See Contender."""
@@ -151,7 +151,7 @@ class HivemindMoe:
     def measure(self, seconds: float) -> Window:
         """See Contender."""
         assert self._trainer is not None
-        answer = self._trainer.ask({"seconds": seconds}, PATIENCE_S + seconds)
+        answer = self._trainer.ask({"seconds": seconds}, TIMEOUT_S + seconds)
         return Window(answer["tokens"], answer["seconds"], answer["trained"])
 
 
@@ -192,7 +192,7 @@ class Lockstep:
         """Takes `steps` steps; the time is that of the slowest child."""
         for child in self._children:
             child.tell({"steps": steps})
-        answers = [child.hear(PATIENCE_S) for child in self._children]
+        answers = [child.hear(TIMEOUT_S) for child in self._children]
         seconds = max(float(answer["seconds"]) for answer in answers)
         self._step_s = seconds / steps
         tokens = int(answers[0]["tokens"])

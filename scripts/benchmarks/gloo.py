@@ -20,7 +20,7 @@ from benchmarks.task import MICROBATCHES_PER_STEP
 from benchmarks.worker import Channel
 from benchmarks.workload import Work, loss_sum
 
-PATIENCE = datetime.timedelta(seconds=120)
+TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
@@ -29,7 +29,7 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
     work = Work(spec)
     rank, world = int(spec["rank"]), work.manifest.stage_count
     dist.init_process_group(
-        "gloo", init_method=f"file://{spec['meeting']}", rank=rank, world_size=world, timeout=PATIENCE
+        "gloo", init_method=f"file://{spec['meeting']}", rank=rank, world_size=world, timeout=TIMEOUT
     )
     module = work.stage(rank)
     optimizer = work.optimizer(module)

@@ -22,7 +22,7 @@ from benchmarks.report import Report
 from benchmarks.task import corpus_cache, prepare_corpus
 from benchmarks.window import print_progress
 
-PATIENCE_S: Final = 3600.0
+TIMEOUT_S: Final = 3600.0
 CALIBRATE_S: Final = 1.5
 WAITS: Final = {"default": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
 """The ways in which OpenMP's threads may wait; see benchmarks.contenders.SingleLoop."""
@@ -66,7 +66,7 @@ class PlainChild:
         chunks: dict[Child, int] = {}
         for wait, environment in WAITS.items():
             child = nursery.start(f"plain-{wait}", "learning", spec, threads, environment)
-            answer = child.ask(order, PATIENCE_S)
+            answer = child.ask(order, TIMEOUT_S)
             rates[child], chunks[child] = answer["rate"], answer["chunk"]
             print_progress(f"plain loop, waiting {wait}: {answer['rate']:,.0f} tokens/s with {answer['chunk']} at once")
         self._child = max(rates, key=lambda child: rates[child])
@@ -96,7 +96,7 @@ class PlainChild:
     def _ask(self, job: Job, order: Mapping[str, object]) -> dict[str, Any]:
         """Gives the child an order about the manifest of a plain loop, and returns its answer."""
         whole = {"manifest": self._manifest_file(job), "heldout": self._effort.heldout_batches, **order}
-        return self._child.ask(whole, PATIENCE_S)
+        return self._child.ask(whole, TIMEOUT_S)
 
     def _manifest_file(self, job: Job) -> str:
         """Writes the manifest of a plain loop and returns the file's path."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.children import Child, Nursery
 from benchmarks.report import Cell, Ratio, paired_ratio
 from benchmarks.turns import alternating
-from benchmarks.window import PATIENCE_S, START_S, print_progress
+from benchmarks.window import START_S, TIMEOUT_S, print_progress
 
 CARRIERS: Mapping[str, str] = {
     "agora": "agora.net calls: Process and its answer, tensors as payload, checked frames",
@@ -74,9 +74,9 @@ def summary(found: Mapping[str, _Readings]) -> Streams:
 def _once(caller: Child, carrier: str, into: _Readings) -> None:
     for name, (size, count) in TRIPS.items():
         order = {"carrier": carrier, "shape": "trip", "bytes": size, "count": count}
-        into.trips_ms[name].append(1000 * statistics.median(caller.ask(order, PATIENCE_S)["seconds"]))
+        into.trips_ms[name].append(1000 * statistics.median(caller.ask(order, TIMEOUT_S)["seconds"]))
     order = {"carrier": carrier, "shape": "flow", "bytes": FLOW_BYTES, "count": FLOW_COUNT}
-    seconds = float(caller.ask(order, PATIENCE_S)["seconds"][0])
+    seconds = float(caller.ask(order, TIMEOUT_S)["seconds"][0])
     into.flows.append(FLOW_BYTES * FLOW_COUNT / 1e6 / seconds)
 
 

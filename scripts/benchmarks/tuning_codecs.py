@@ -16,7 +16,7 @@ from benchmarks.tuning_results import Losses, TunedLoss
 from benchmarks.tuning_settings import BASES, EXACT, LOSS_SIZES, TUNED_TEXT, BaseName, Effort, LossJob, loss_manifest
 from benchmarks.window import print_progress
 
-PATIENCE_S: Final = 3600.0
+TIMEOUT_S: Final = 3600.0
 
 
 def pretrain_bases(effort: Effort, folder: Path, nursery: Nursery) -> dict[BaseName, Path]:
@@ -25,12 +25,12 @@ def pretrain_bases(effort: Effort, folder: Path, nursery: Nursery) -> dict[BaseN
     spec = {"cache": str(corpus_cache(folder)), "threads": max(1, usable_cores() // len(BASES))}
     folders = {base: folder / base for base in BASES}
     children = [nursery.start(f"base-{base}", "tuning-base", spec) for base in BASES]
-    children[0].ask({"text": str(folder / TUNED_TEXT)}, PATIENCE_S)
+    children[0].ask({"text": str(folder / TUNED_TEXT)}, TIMEOUT_S)
     orders = (
         (base, {"to": str(to), "sizes": LOSS_SIZES, "steps": effort.pretraining_steps, "outliers": base == "outliers"})
         for base, to in folders.items()
     )
-    for base, answer in deal(children, orders, PATIENCE_S):
+    for base, answer in deal(children, orders, TIMEOUT_S):
         print_progress(f"pretrained {base}: loss {answer['loss']:.3f}")
     for child in children:
         child.close()
@@ -44,10 +44,10 @@ def measure_losses(bases: Mapping[BaseName, Path], effort: Effort, folder: Path,
     checks = {LossJob(base, EXACT, effort.seeds[0]): 0 for base in BASES}
     found: dict[LossJob, TunedLoss] = {}
     untuned = {
-        job.base: answer["loss"] for job, answer in deal(children, _orders(checks, bases, effort, folder), PATIENCE_S)
+        job.base: answer["loss"] for job, answer in deal(children, _orders(checks, bases, effort, folder), TIMEOUT_S)
     }
     jobs = dict.fromkeys(effort.loss_jobs, effort.steps)
-    for job, answer in deal(children, _orders(jobs, bases, effort, folder), PATIENCE_S):
+    for job, answer in deal(children, _orders(jobs, bases, effort, folder), TIMEOUT_S):
         found[job] = TunedLoss(answer["loss"], answer["exported_loss"])
         print_progress(f"{job.codec}, {job.base}, seed {job.seed}: loss {answer['loss']:.4f}")
     return Losses({job: found[job] for job in effort.loss_jobs}, untuned)

@@ -23,7 +23,7 @@ from benchmarks.swarm import STALL_S, SwarmContender
 from benchmarks.task import spec
 from benchmarks.tuning_settings import Effort, FrozenAs, speed_manifest
 from benchmarks.turns import Readings, row, start, take_turns
-from benchmarks.window import PATIENCE_S, START_S, Window
+from benchmarks.window import START_S, TIMEOUT_S, Window
 
 WARM_S: Final = 2.0
 FILLED_AFTER: Final = 8
@@ -80,7 +80,7 @@ class PeftLoop:
         for child in self._children:
             child.hear(START_S)
         for child in self._children:
-            child.ask({"seconds": WARM_S}, PATIENCE_S)
+            child.ask({"seconds": WARM_S}, TIMEOUT_S)
 
     def groups(self) -> list[int]:
         """See Contender."""
@@ -88,7 +88,7 @@ class PeftLoop:
 
     def measure(self, seconds: float) -> Window:
         """See Contender."""
-        answers = [child.ask({"seconds": seconds / 2}, PATIENCE_S) for child in self._children]
+        answers = [child.ask({"seconds": seconds / 2}, TIMEOUT_S) for child in self._children]
         trained = sum(int(answer["tokens"]) for answer in answers)
         return max((Window(a["tokens"], a["seconds"], trained) for a in answers), key=lambda window: window.rate)
 

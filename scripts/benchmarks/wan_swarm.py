@@ -17,7 +17,7 @@ from benchmarks.window import print_progress
 LOOK_S = 1.0
 LOOKS = 6
 SETTLED = 0.1
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 
 
 class SteadySwarm(SwarmContender):
@@ -31,7 +31,7 @@ class SteadySwarm(SwarmContender):
     def fill(self) -> None:
         """Lets it train until the origin's credit has found its level, and as much is home again as was in flight."""
         credits: list[int] = []
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:
             credits.append(credit_of(self.origins()[0].try_ask("report") or {}))
             if len(self.completed) > 2 * credits[-1] and is_settled(credits[-LOOKS:]):
@@ -39,7 +39,7 @@ class SteadySwarm(SwarmContender):
             next_look = time.monotonic() + LOOK_S
             self.until(lambda end=next_look: time.monotonic() >= end, "to go on", LOOK_S + STALL_S)
         self.until(lambda: bool(self.completed), "to train", STALL_S)
-        print_progress(f"{self.name}: the credit has not settled within {PATIENCE_S:.0f} s: {credits[-LOOKS:]}")
+        print_progress(f"{self.name}: the credit has not settled within {TIMEOUT_S:.0f} s: {credits[-LOOKS:]}")
 
 
 def credit_of(report: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ from benchmarks.wan_settings import OPTIMIZERS, PUBLISHED, Effort, Job, Recipe
 from benchmarks.wan_steps import LossRuns
 from benchmarks.window import print_progress
 
-PATIENCE_S: Final = 3600.0
+TIMEOUT_S: Final = 3600.0
 SLACK: Final = 1.25
 """All but the published recipe, whose loss at its end is the target, may take so many times its steps."""
 
@@ -62,7 +62,7 @@ def train_part(
     }
     longest_first = sorted(orders.items(), key=lambda entry: -entry[0].width)  # so the children end together
     curves: dict[Job, Curve] = {}
-    for job, answer in deal(children, longest_first, PATIENCE_S):
+    for job, answer in deal(children, longest_first, TIMEOUT_S):
         curves[job] = curve = [(int(step), float(loss)) for step, loss in answer["curve"]]
         last = f"{curve[-1][1]:.4f} after {curve[-1][0]} steps" if curve else "no finite loss"
         print_progress(f"{job.recipe.setting.name}, {job.recipe.optimizer}, width {job.width}, seed {job.seed}: {last}")

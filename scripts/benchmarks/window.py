@@ -1,4 +1,4 @@
-"""What contenders of the pipeline benchmark have in common: a measured window, patience, the sharing of cores.
+"""What contenders of the pipeline benchmark have in common: a measured window, a timeout, the sharing of cores.
 
 Knows: numbers. Must not know: any contender.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from benchmarks.machine import usable_cores
 
 START_S = 120.0
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)

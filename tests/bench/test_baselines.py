@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "data": {"corpus": ()},
 }
 STEPS = 2
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def plain_losses(small: dict[str, dict[str, Any]], tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("single")
     with Nursery(folder) as nursery:
         child = nursery.start("single", "single", spec(manifest_for(1, small), folder, 1))
-        child.hear(PATIENCE_S)
-        answer = child.ask({"steps": STEPS}, PATIENCE_S)
+        child.hear(TIMEOUT_S)
+        answer = child.ask({"steps": STEPS}, TIMEOUT_S)
     assert answer["tokens"] == STEPS * 16 * manifest_for(1, small).tokens_per_microbatch and answer["seconds"] > 0
     return list(answer["losses"])
 
@@ -77,9 +77,9 @@ def test_hivemind_moe_computes_what_the_plain_loop_does(
         for k in range(2):
             _, peers = start_moe_stage(nursery, spec(manifest, tmp_path, 1, stage=k, peers=peers), 1)
         trainer = nursery.start("trainer", "moe-trainer", spec(manifest, tmp_path, 1, peers=peers))
-        trainer.hear(PATIENCE_S)
-        losses = trainer.ask({"steps": STEPS}, PATIENCE_S)["losses"]
-        window = trainer.ask({"seconds": 3.0}, PATIENCE_S)
+        trainer.hear(TIMEOUT_S)
+        losses = trainer.ask({"steps": STEPS}, TIMEOUT_S)["losses"]
+        window = trainer.ask({"seconds": 3.0}, TIMEOUT_S)
     assert losses[0] == pytest.approx(plain_losses[0], rel=1e-3)
     assert losses[1] < losses[0]
     assert window["tokens"] > 0 and window["seconds"] > 0
@@ -88,7 +88,7 @@ def test_hivemind_moe_computes_what_the_plain_loop_does(
 
 def ask_all(children: list[Child], order: dict[str, object]) -> list[dict[str, Any]]:
     for child in children:
-        child.hear(PATIENCE_S)
+        child.hear(TIMEOUT_S)
     for child in children:
         child.tell(order)
-    return [child.hear(PATIENCE_S) for child in children]
+    return [child.hear(TIMEOUT_S) for child in children]

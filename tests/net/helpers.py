@@ -104,17 +104,17 @@ async def make_peer(
         violations: list[ProtocolError] = []
         failures: list[Exception] = []
 
-        def report_violation(peer: PeerId, error: ProtocolError) -> None:
+        def report_protocol_error(peer: PeerId, error: ProtocolError) -> None:
             violations.append(error)
             if offences is not None:
-                offences.report_violation(peer, error)
+                offences.report_protocol_error(peer, error)
 
         network = Network(
             host,
             Gate(host.peer, RunId(run_id), "test", addresses, version=version, **gate or {}),
             handler,
             limits,
-            report_violation=report_violation,
+            report_protocol_error=report_protocol_error,
             suspended_s=offences.suspended_s if offences is not None else lambda _: 0.0,
             report_failure=lambda _, error: failures.append(error),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from agora_protocol import errors
 from agora_protocol.messages import (
-    Advance,
+    CallProgress,
     GetStatus,
     Ping,
     Pong,
@@ -178,7 +178,7 @@ def test_a_peer_that_is_gone_when_dialled_again_fails_the_call_at_once(monkeypat
 def test_progress_arrives_in_order_and_before_the_answer() -> None:
     async def handler(call: IncomingCall) -> Reply:
         for number in range(5):
-            call.progress(Advance(number, call.peer, "accepted", number))
+            call.progress(CallProgress(number, call.peer, "accepted", number))
         return Reply(Processed(0.0, 1, 0.0))
 
     async def main() -> None:
@@ -296,8 +296,8 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
     run(main)
 
 
-def test_payloads_in_hand_stay_within_the_bound_and_what_does_not_fit_is_busy() -> None:
-    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=4 * MEGABYTE + 32, patience_s=0.05)
+def test_payloads_in_progress_stay_within_the_bound_and_what_does_not_fit_is_busy() -> None:
+    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=4 * MEGABYTE + 32, timeout_s=0.05)
 
     async def main() -> None:
         gate = Gate()
@@ -327,7 +327,7 @@ def test_payloads_in_hand_stay_within_the_bound_and_what_does_not_fit_is_busy() 
 
 
 def test_a_request_waits_a_moment_for_bytes_that_are_let_go() -> None:
-    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=MEGABYTE + 8, patience_s=10.0)
+    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=MEGABYTE + 8, timeout_s=10.0)
 
     async def main() -> None:
         gate = Gate()

@@ -12,7 +12,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Advance, Processed
+from agora_protocol.messages import CallProgress, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
@@ -30,7 +30,7 @@ from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
 LARGE = 2 * GUARANTEED_BYTES
 ME = Identity(bytes(32)).peer
 HELLO = Gate(PEER, RunId(RUN), "raw").hello_to(ME)
-LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, patience_s=1.0)
+LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, timeout_s=1.0)
 
 
 class Owner:
@@ -57,10 +57,10 @@ class Owner:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def report_violation(self, peer: PeerId, error: Exception) -> None:
+    def report_protocol_error(self, peer: PeerId, error: Exception) -> None:
         self.errors.append(error)
 
-    report_failure = report_violation
+    report_failure = report_protocol_error
 
     def count_sent(self, request: Message, tensors: Sequence[WireTensor]) -> None:
         pass
@@ -250,13 +250,13 @@ def test_news_that_nobody_reads_is_dropped_and_cuts_nobody_off() -> None:
         (call,) = owner.handled
         line.transport.full = True
         for number in range(flood):
-            call.progress(Advance(0, PEER, "accepted", number))
+            call.progress(CallProgress(0, PEER, "accepted", number))
         assert not line.transport.aborted
         assert DROPPABLE_BYTES <= line.connection.stream.backlog < DROPPABLE_BYTES + 200
         await asyncio.sleep(2.0)
         line.transport.full = False
         line.connection.stream.resume_writing()
-        news = [message.queue for _, message in line.frames() if isinstance(message, Advance)]
+        news = [message.queue for _, message in line.frames() if isinstance(message, CallProgress)]
         assert news == list(range(len(news)))
         assert 300 < len(news) < 1_000
         assert line.heard()[-1] == (FrameType.ANSWER, 1)

@@ -156,7 +156,7 @@ def bounded(reply: Any) -> tuple[BoundedP2P, list[str]]:
     """A node's side of a call that is answered so, and the violations that it reports."""
     validator, violations = SignedRecords(RUN_ID, 4), list[str]()
     made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), reply), validator, 4, OpenGuard())
-    made.report_violation = lambda peer, error: violations.append(error.code)
+    made.report_protocol_error = lambda peer, error: violations.append(error.code)
     return made, violations
 
 

@@ -19,7 +19,7 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
 from agora_protocol.message_base import Message
 from agora_protocol.messages import (
-    Advance,
+    CallProgress,
     GetStatus,
     Ping,
     Pong,
@@ -87,7 +87,7 @@ def frames_to_mutate(peer: PeerId, hello: bytes) -> list[bytes]:
         b"".join(encode_frame(FrameType.REQUEST, 3, Ping())),
         b"".join(encode_frame(FrameType.REQUEST, 5, GetStatus())),
         b"".join(encode_frame(FrameType.CANCEL, 7, None)),
-        b"".join(encode_frame(FrameType.PROGRESS, 2, Advance(0, peer, "accepted", 0))),
+        b"".join(encode_frame(FrameType.PROGRESS, 2, CallProgress(0, peer, "accepted", 0))),
         b"".join(encode_frame(FrameType.ANSWER, 2, Processed(0.0, 1, 0.0))),
         b"".join(encode_frame(FrameType.REFUSAL, 2, Refusal("busy"))),
         hello,

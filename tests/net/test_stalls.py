@@ -37,8 +37,8 @@ def test_a_transfer_is_stalled_when_it_brings_nothing_or_under_pressure_too_litt
     )
 
 
-@pytest.mark.parametrize(("is_full", "patience_s"), [(False, STALLED_S), (True, PRESSED_S)])
-def test_a_payload_that_does_not_go_on_frees_what_it_holds(is_full: bool, patience_s: float) -> None:
+@pytest.mark.parametrize(("is_full", "timeout_s"), [(False, STALLED_S), (True, PRESSED_S)])
+def test_a_payload_that_does_not_go_on_frees_what_it_holds(is_full: bool, timeout_s: float) -> None:
     async def work() -> None:
         owner, now = Owner(), asyncio.get_running_loop().time
         line = await Line(owner).greeted()
@@ -47,7 +47,7 @@ def test_a_payload_that_does_not_go_on_frees_what_it_holds(is_full: bool, patien
         others = owner.budget.limit - LARGE if is_full else 0
         owner.budget.reserve(others)
         line.connection.tick(now())
-        await asyncio.sleep(patience_s - 0.5)
+        await asyncio.sleep(timeout_s - 0.5)
         line.connection.tick(now())
         assert line.connection.broken is None
         await asyncio.sleep(1.0)

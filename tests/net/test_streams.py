@@ -13,7 +13,7 @@ from agora_protocol.errors import PROTOCOL_CODES, ProtocolError
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
 from agora_protocol.message_base import Message
-from agora_protocol.messages import Advance, Ping, Refusal, StatusAnswer
+from agora_protocol.messages import CallProgress, Ping, Refusal, StatusAnswer
 
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES
@@ -88,7 +88,7 @@ class Sink:
     def on_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
 
-    def on_violation(self, error: ProtocolError, prefix: Prefix | None) -> None:
+    def on_protocol_error(self, error: ProtocolError, prefix: Prefix | None) -> None:
         self.errors.append(error)
 
     def on_lost(self, reason: str) -> None:
@@ -118,7 +118,7 @@ def test_any_chunking_reads_the_same_frames() -> None:
     async def main() -> None:
         rng = random.Random(3)
         frames = [request(2 * n + 1, size) for n, size in enumerate((4, 100, 9_000, 300_000))]
-        frames += encoded((FrameType.CANCEL, 1, None), (FrameType.PROGRESS, 2, Advance(0, PEER, "accepted", 1)))
+        frames += encoded((FrameType.CANCEL, 1, None), (FrameType.PROGRESS, 2, CallProgress(0, PEER, "accepted", 1)))
         frames += encoded((FrameType.ANSWER, 2, StatusAnswer(b"s" * 500_000)), (FrameType.GOODBYE, 0, None))
         for most in (1, 7, 100, 8_192, 70_000, 1 << 30):
             stream, transport, sink = opened()
@@ -197,7 +197,7 @@ def test_bulk_waits_for_room_and_a_peer_that_never_reads_is_cut_off() -> None:
         stuck = asyncio.create_task(stream.send(half, 11))
         await asyncio.sleep(0)
 
-        advance = encode_frame(FrameType.PROGRESS, 2, Advance(0, PEER, "accepted", 1))
+        advance = encode_frame(FrameType.PROGRESS, 2, CallProgress(0, PEER, "accepted", 1))
         for _ in range(MAX_SMALL_BYTES // sum(map(len, advance)) + 1):
             stream.enqueue(advance)
         assert transport.aborted and sink.ends == ["the stream ended"]

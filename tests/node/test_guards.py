@@ -51,7 +51,7 @@ class Slots:
     ],
 )
 def test_the_reaction_to_memory_follows_the_table(share: float, is_refusing: bool, reaction: Reaction) -> None:
-    assert judge_memory(MemoryState(is_refusing), int(share * GIB), GIB, in_hand=3)[1] is reaction
+    assert judge_memory(MemoryState(is_refusing), int(share * GIB), GIB, in_progress=3)[1] is reaction
 
 
 def test_near_the_limit_slots_are_given_up_one_by_one_then_new_work_is_refused_then_taken_again() -> None:
@@ -79,7 +79,7 @@ def test_above_the_limit_without_any_work_the_daemon_leaves_with_a_sentence() ->
         guard.react_to(2 * GIB)
 
 
-def test_above_the_limit_with_work_in_hand_it_stays_until_that_is_done() -> None:
+def test_above_the_limit_with_work_in_progress_it_stays_until_that_is_done() -> None:
     guard = MemoryGuard(GIB, Slots(2), lambda _: None)
     for _ in range(3 * MAX_POLLS_OVER_LIMIT):
         guard.react_to(2 * GIB)

@@ -40,7 +40,7 @@ SPAN = SpanReport(
     {0: 0, 1: 1},
     gradient_wire=GradientWire("normal4", "normal4: nothing waits for its uplink"),
     busy_fraction=0.51239,
-    in_hand=2,
+    in_progress=2,
     queue=1,
     path_s=0.2,
     is_origin=True,
@@ -91,7 +91,7 @@ def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:
     }
     assert answer["accounts"]["1"]["share_counted"] is None and answer["accounts"]["1"]["tokens_per_step"] is None
     assert answer["bytes"] == {"boundary": 1, "sent": 20, "received": 30, "averaging": 4, "state": 5}
-    assert (answer["busy_fraction"], answer["tokens_per_second"], answer["in_hand"]) == (0.5124, 12.3, 2)
+    assert (answer["busy_fraction"], answer["tokens_per_second"], answer["in_progress"]) == (0.5124, 12.3, 2)
     assert (answer["state"], answer["paused"], answer["link"]) == ("serving", False, None)
 
 

@@ -48,7 +48,7 @@ def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "in_hand", "waiting_for", "pause_reason", "fed", "sentence"),
+    ("silent_s", "in_progress", "waiting_for", "pause_reason", "fed", "sentence"),
     [
         (1, 3, "", "", True, "working on 3 microbatches"),
         (90, 3, "", "", False, "no progress for 90 s with 3 open microbatches"),
@@ -58,9 +58,9 @@ def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
     ],
 )
 def test_the_watchdog_is_fed_by_progress_or_by_a_stated_wait(
-    silent_s: float, in_hand: int, waiting_for: str, pause_reason: str, fed: bool, sentence: str
+    silent_s: float, in_progress: int, waiting_for: str, pause_reason: str, fed: bool, sentence: str
 ) -> None:
-    assert may_feed(silent_s, 30.0, in_hand, waiting_for, pause_reason) == (fed, sentence)
+    assert may_feed(silent_s, 30.0, in_progress, waiting_for, pause_reason) == (fed, sentence)
 
 
 @pytest.mark.parametrize(

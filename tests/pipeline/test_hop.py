@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from agora_protocol.errors import AgoraError, Busy, DeviceError, NotMyStage, ProtocolError, Unavailable
 from agora_protocol.ids import MicrobatchId, Span, microbatch_id
-from agora_protocol.messages import Advance, Process
+from agora_protocol.messages import CallProgress, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
@@ -202,7 +202,7 @@ def test_a_microbatch_waits_for_a_mean_that_comes_soon_and_is_in_work_from_then_
         microbatch, began = microbatch_id(b"session0", 0), now()
         tensors = [boundary_of(microbatch, 1), tokens_of(7)]
         answer = asyncio.create_task(
-            last.hop.process(process(1, microbatch), tensors, began + 600.0, lambda advance: None)
+            last.hop.process(process(1, microbatch), tensors, began + 600.0, lambda call_progress: None)
         )
         await asyncio.sleep(10.0)
         assert not answer.done()
@@ -479,7 +479,7 @@ def test_news_for_a_caller_that_joins_late_begins_with_the_latest() -> None:
         node = world.add("first", "0")
         one = asyncio.create_task(enter(node))
         await asyncio.sleep(1.0)
-        heard: list[Advance] = []
+        heard: list[CallProgress] = []
         two = asyncio.create_task(enter(node, progress=heard.append))
         await asyncio.sleep(0.1)
         assert [a.event for a in heard] == ["accepted"]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from agora_protocol.errors import Busy, NotMyStage, OutOfMemory
 from agora_protocol.ids import microbatch_id
-from agora_protocol.messages import Advance, Process, Processed
+from agora_protocol.messages import CallProgress, Process, Processed
 
 from agora.fair_share import Holder
 from agora.observe.events import Event, RepeatServed, SlotsChanged
@@ -122,7 +122,7 @@ def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_
         deadline = asyncio.get_running_loop().time() + 60.0
         first = await mover.hop.process(process(1), [boundary_of(MB, 1), tokens_of(1)], deadline, lambda news: None)
         assert await mover.ledger.finish(5.0, "moving to other stages")
-        heard: list[Advance] = []
+        heard: list[CallProgress] = []
         assert mover.ledger.answer_repeat(process(1), heard.append) is first, "no span is held"
         assert [(news.stage, news.event) for news in heard] == [(1, "finished")]
         assert mover.ledger.answer_repeat(process(1, 9), heard.append) is None

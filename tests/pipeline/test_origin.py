@@ -168,7 +168,7 @@ def test_a_failed_microbatch_is_tried_again_with_the_same_id_and_data_and_twice_
         events: list = []
         failures = [Unavailable(1, ["nobody"]), PeerFailed("no"), Busy("full", 700), Unavailable(1, [])]
         entrance = Entrance(1.0, failures)
-        origin = origin_of(entrance, events, max_in_flight=1, first_patience_s=50.0)
+        origin = origin_of(entrance, events, max_in_flight=1, first_timeout_s=50.0)
         await train(origin, 1)
         tries = [seen for seen in entrance.seen if seen[0].microbatch == entrance.seen[0][0].microbatch]
         assert len(tries) == 5 and len({data for _, data, *_ in tries}) == 1
@@ -201,7 +201,7 @@ def test_a_microbatch_is_never_dropped_while_the_origin_lives_however_long_the_s
 def test_a_pipeline_that_hangs_is_left_after_the_patience_that_trips_have_taught() -> None:
     async def work() -> None:
         entrance = Entrance(1.0, [1.0] * 10 + [10_000.0])
-        origin = origin_of(entrance, max_in_flight=1, first_patience_s=120.0)
+        origin = origin_of(entrance, max_in_flight=1, first_timeout_s=120.0)
         await train(origin, 11)
         assert [round(left) for _, _, left, _ in entrance.seen[:12]] == [120] + [20] * 10 + [40]
 
@@ -213,7 +213,7 @@ def test_what_an_attempt_heard_becomes_the_hint_of_the_next() -> None:
         world = World(3)
         node = world.add("first", "0")
         second = world.add("second", "1", service_s=0.1)
-        origin = world.origin(node, max_in_flight=1, first_patience_s=5.0)
+        origin = world.origin(node, max_in_flight=1, first_timeout_s=5.0)
         seen: list[Process] = []
         real = node.hop.process
 

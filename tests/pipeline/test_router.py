@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from agora_protocol.errors import PeerFailed, Unavailable
 from agora_protocol.ids import microbatch_id
-from agora_protocol.messages import Advance, Pong, Process, Processed
+from agora_protocol.messages import CallProgress, Pong, Process, Processed
 
 from agora.net.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
@@ -311,7 +311,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         async def talk(message, tensors, deadline, progress) -> HopAnswer:
             for number in range(flood):
                 for what in ("accepted", "finished"):
-                    progress(Advance(number % stages, peer_id(f"stranger {number}"), what, 0))
+                    progress(CallProgress(number % stages, peer_id(f"stranger {number}"), what, 0))
             return await answer(message, tensors, deadline, progress)
 
         node.router.table.choose, talker.hop.process = spy, talk

@@ -310,7 +310,7 @@ class World:
     # --- what a test asks
 
     def origin(self, node: Node, **settings) -> Origin:
-        values = {"ceiling": 16, "first_patience_s": 30.0} | settings
+        values = {"ceiling": 16, "first_timeout_s": 30.0} | settings
         config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
         session = hashlib.sha256(node.name.encode()).digest()[:8]
         look = lambda: OpeningInputs(path_s=node.hop.path_s())  # noqa: E731
@@ -337,14 +337,14 @@ def dropped(events: Sequence[Event]) -> list[str]:
     return [e.microbatch for e in events if isinstance(e, MicrobatchDropped)]
 
 
-async def train(origin: Origin, microbatches: int, patience_s: float = 100_000.0) -> None:
+async def train(origin: Origin, microbatches: int, timeout_s: float = 100_000.0) -> None:
     """Runs an origin until it has completed so many, then lets it leave."""
     running = asyncio.create_task(origin.run())
-    until = asyncio.get_running_loop().time() + patience_s
+    until = asyncio.get_running_loop().time() + timeout_s
     while origin.completed < microbatches and not running.done():
         assert asyncio.get_running_loop().time() < until, origin.completed
         await asyncio.sleep(0.05)
-    await origin.leave(patience_s)
+    await origin.leave(timeout_s)
     await running
 
 

@@ -106,7 +106,7 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         daemon.ask("refill")
         made.until(lambda: made.completed(daemon) > drained_at, "a drained origin to go on")
         daemon.ask("pause")
-        made.until(lambda: daemon.ask("report")["in_hand"] == 0, "open work to be finished")
+        made.until(lambda: daemon.ask("report")["in_progress"] == 0, "open work to be finished")
         assert daemon.ask("status")["health"]["state"] == "PAUSED"
         before = made.completed(daemon)
         daemon.ask("resume")

@@ -93,8 +93,8 @@ def test_an_epoch_covers_every_sample_though_origins_are_killed(tmp_path: Path) 
         assert SAMPLES * 0.9 < each < SAMPLES
         assert done["seen"] >= each, "the first epoch is complete, while later ones have begun"
         epochs = done["seen"] / each + 1
-        in_hand = (MAX_IN_FLIGHT + epochs) * MICROBATCH * MAX_IN_A_ROW
-        assert done["repeated"] <= in_hand, (
+        in_progress = (MAX_IN_FLIGHT + epochs) * MICROBATCH * MAX_IN_A_ROW
+        assert done["repeated"] <= in_progress, (
             "what the killed one had in hand, and the end of each epoch that is filled up"
         )
         made.until(lambda: made.completed(joiner), "the joiner to take its share")

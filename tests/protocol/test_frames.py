@@ -18,7 +18,7 @@ from agora_protocol.limits import MAX_ANSWER_HEADER_BYTES, MAX_HEADER_BYTES, MAX
 from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     ANSWER_OF,
-    Advance,
+    CallProgress,
     GetStatus,
     Hello,
     Ping,
@@ -248,7 +248,7 @@ BAD_FIELDS: list[tuple[type[Message], str, Any, str]] = [
     (Processed, "loss_sum", 1, "finite float"),
     (Processed, "busy_ms", -1.0, "from 0 to"),
     (Processed, "tokens", 2**63, "from 0 to"),
-    (Advance, "event", "thinking", "one of accepted"),
+    (CallProgress, "event", "thinking", "one of accepted"),
     (Hello, "version", 0, "from 1"),
     (Hello, "run", bytes(31), "must have 32"),
     (Hello, "salt", bytes(15), "must have 16"),
@@ -271,7 +271,7 @@ BAD_FIELDS: list[tuple[type[Message], str, Any, str]] = [
 GOOD: dict[type[Message], Message] = {
     Process: process(),
     Processed: Processed(1.0, 1, 1.0),
-    Advance: Advance(0, PEER, "accepted", 0),
+    CallProgress: CallProgress(0, PEER, "accepted", 0),
     Hello: Hello(1, bytes(16), bytes(32), "member", b"", "x", ()),
     Refusal: Refusal("busy"),
     StatusAnswer: StatusAnswer(b"{}"),

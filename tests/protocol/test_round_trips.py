@@ -14,7 +14,7 @@ from agora_protocol.limits import MAX_DEADLINE_MS, MAX_METRICS, MAX_STAGES, RECE
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.message_base import Message
 from agora_protocol.messages import (
-    Advance,
+    CallProgress,
     Hello,
     Ping,
     Process,
@@ -57,7 +57,7 @@ TENSORS = st.builds(
     st.lists(st.integers(1, 4), max_size=6),
     st.integers(0, 255),
 )
-ADVANCES = st.builds(Advance, STAGES, PEERS, st.sampled_from(["accepted", "finished"]), UINTS)
+ADVANCES = st.builds(CallProgress, STAGES, PEERS, st.sampled_from(["accepted", "finished"]), UINTS)
 PROCESSES = st.builds(
     Process,
     st.binary(min_size=16, max_size=16),

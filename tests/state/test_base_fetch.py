@@ -18,7 +18,7 @@ from agora_protocol.tensors import WireTensor
 from agora.calls import Reply
 from agora.sim.virtual_time import run
 from agora.state import base_fetch, base_giving
-from agora.state.base_fetch import NO_PEER_PATIENCE_S, PATIENCE_S
+from agora.state.base_fetch import NO_PEER_TIMEOUT_S, TIMEOUT_S
 from agora.state.base_giving import LIST
 from agora.state.chunk_source import CHUNK_S, FAILURES, WINDOW
 from agora.state.stored_tensors import BaseModelError
@@ -254,10 +254,10 @@ def test_a_peer_that_gets_tensors_meanwhile_gives_them(tmp_path: Path, whole: Pa
 
 def test_peers_that_come_later_are_asked_too(tmp_path: Path, whole: Path) -> None:
     async def work(world: BaseWorld) -> None:
-        asyncio.get_running_loop().call_later(NO_PEER_PATIENCE_S - 3, world.add, "late")
+        asyncio.get_running_loop().call_later(NO_PEER_TIMEOUT_S - 3, world.add, "late")
         _, took = await world.run()
         world.assert_fetched()
-        assert NO_PEER_PATIENCE_S - 3 < took < NO_PEER_PATIENCE_S + 1
+        assert NO_PEER_TIMEOUT_S - 3 < took < NO_PEER_TIMEOUT_S + 1
 
     in_world(tmp_path, whole, work)
 
@@ -267,13 +267,13 @@ def test_a_busy_source_is_waited_for(tmp_path: Path, whole: Path) -> None:
         began = asyncio.get_running_loop().time()
 
         def busy(answer: Reply, request, nth: int):
-            early = asyncio.get_running_loop().time() < began + 5 * PATIENCE_S
+            early = asyncio.get_running_loop().time() < began + 5 * TIMEOUT_S
             return Busy("hashing its files", 5000) if early else answer
 
         world.add("busy").fault = busy
         _, took = await world.run(4)
         world.assert_fetched(4)
-        assert 5 * PATIENCE_S < took < 5 * PATIENCE_S + 15
+        assert 5 * TIMEOUT_S < took < 5 * TIMEOUT_S + 15
 
     in_world(tmp_path, whole, work)
 
@@ -286,7 +286,7 @@ def test_a_source_that_is_always_busy_is_not_waited_for_for_ever(tmp_path: Path,
         with pytest.raises(BaseModelError, match="hashing its files"):
             await world.run(4)
         took = loop.time() - began
-        assert base_fetch.BUSY_PATIENCE_S < took < base_fetch.BUSY_PATIENCE_S + PATIENCE_S + 15
+        assert base_fetch.BUSY_TIMEOUT_S < took < base_fetch.BUSY_TIMEOUT_S + TIMEOUT_S + 15
 
     in_world(tmp_path, whole, work)
 
@@ -333,7 +333,7 @@ def test_without_a_source_one_sentence_says_what_to_do(tmp_path: Path, whole: Pa
         says = "has no tensor of the base model" if others else "there is no other peer"
         with pytest.raises(BaseModelError, match=rf"(?s)list of the base model's tensors \(.*{says}.*--base-model DIR"):
             await world.run()
-        assert loop.time() - began < (PATIENCE_S if others else NO_PEER_PATIENCE_S) + 1
+        assert loop.time() - began < (TIMEOUT_S if others else NO_PEER_TIMEOUT_S) + 1
 
     in_world(tmp_path, whole, work)
 

@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import PATIENCE_S, RETURN_S, AskSteps, StageHolders, StateKeeper
+from agora.state.keeper import RETURN_S, TIMEOUT_S, AskSteps, StageHolders, StateKeeper
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
@@ -125,7 +125,7 @@ def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
-    monkeypatch.setattr("agora.state.keeper.PATIENCE_S", 0.2)
+    monkeypatch.setattr("agora.state.keeper.TIMEOUT_S", 0.2)
 
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0"]) as (compute,):
@@ -188,7 +188,7 @@ def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it
             filling = asyncio.create_task(keeper_of(compute, tmp_path, claims, world).fill_stages())
             while not leaving.open_chunks:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            passed_s = RETURN_S + PATIENCE_S
+            passed_s = RETURN_S + TIMEOUT_S
             claims.clear()
             leaving.die()
             ended, _ = await asyncio.wait([filling], timeout=0.5)

@@ -81,7 +81,7 @@ def test_each_counted_offence_is_reported_as_one_event() -> None:
 
     async def main() -> None:
         log = OffenceLog(events.append)
-        log.report_violation(ONE, ProtocolError("bad-frame", "a wrong magic"))
+        log.report_protocol_error(ONE, ProtocolError("bad-frame", "a wrong magic"))
         for _ in range(2):
             log.report_offence(ONE, Offence.BAD_AVERAGE, "a part twice", "round 1")
         assert log.suspended_s(ONE) == 0.0
