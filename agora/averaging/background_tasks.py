@@ -14,17 +14,18 @@ from agora_protocol.errors import AgoraError
 from agora.observe import events
 
 
-def start_reported(work: Coroutine[Any, Any, None], report: events.Report) -> asyncio.Task[None]:
-    """Starts `work` as a task and returns the task; reports an error in it as TaskFailed of "averaging".
+def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
+    """Starts `work` as a task and returns the task; if the task ends with an error, reports TaskFailed of "averaging".
 
-    A cancelled task is not reported.
+    The event's text is NAME: CODE: MESSAGE, with the type's name as the code of an error that is not an AgoraError;
+    without a `name`, the code comes first. A cancelled task is not reported.
     """
 
     def report_failure(task: asyncio.Task[None]) -> None:
         """Reports the error with which the task ended, if any."""
         if not task.cancelled() and (error := task.exception()) is not None:
             code = error.code if isinstance(error, AgoraError) else type(error).__name__
-            report(events.TaskFailed("averaging", f"{code}: {error}"))
+            report(events.TaskFailed("averaging", ": ".join(filter(None, (name, code, str(error))))))
 
     task = asyncio.create_task(work)
     task.add_done_callback(report_failure)

@@ -69,9 +69,10 @@ class Region(NamedTuple):
 class RoundConfig:
     """What the manifest says about rounds, and this peer's id (`me`).
 
-    round_s: seconds that a round may take. max_weight: tokens above which a contribution is refused. synchronous:
-    whether means are exact, so that weights are not capped, nothing is clipped and no mean is rejected as implausible.
-    gradient_wire, slice_wire: the formats in which values are sent. slices: the number of slices of a stage.
+    round_s: seconds that a round may take. max_weight: tokens above which a contribution is refused; the weight of a
+    mean that another peer sent counts as at most that. synchronous: whether means are exact, so that weights are not
+    capped, nothing is clipped and no mean is rejected as implausible. gradient_wire, slice_wire: the formats in which
+    values are sent. slices: the number of slices of a stage.
     """
 
     me: PeerId

@@ -115,7 +115,7 @@ class ReplicaGroup:
 
     async def run(self) -> None:
         """Gossips, steps and averages until cancelled; then cancels all running work, awaits it, closes the reducer."""
-        watching = asyncio.create_task(self._watch_other_stages())
+        watching = start_reported(self._watch_other_stages(), self._report, "steps of other stages")
         try:
             await self.gossip.run()
         finally:

@@ -39,7 +39,7 @@ class Action:
     | wait | does nothing now |
     | slice round | starts slice round `number` in the background |
     | replay | takes step `number`, which other replicas have taken, along the mean gradient that they keep of it |
-    | catch up | sets its step to `number`, as others have; one step behind, it steps along its own gradient first |
+    | catch up | sets its step to `number`, as others have; may first step along its own gradient |
     | step | takes its step, whose tokens are all counted, along this replica's own gradient |
     | step together | takes step `number` along the mean gradient of all replicas; closes its share if that is open |
     | fetch | fetches another replica's state of at least `at_least` steps; the others are at `number` |
@@ -132,7 +132,7 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     closed = own.counts.open_step > step
     if behind > 0 and not closed and not config.synchronous and config.is_exact(step):
         return Action("replay", step), f"the others have taken step {reached}"
-    if not closed and behind > (1 if config.is_exact(step) else MAX_LOCAL_LAG):
+    if not closed and behind > MAX_LOCAL_LAG and not config.is_exact(step):
         return Action("catch up", reached), f"the others have taken step {reached}"
     if not closed and own.behind_since is not None and now - own.behind_since >= RESUME_AFTER_S:
         return Action("catch up", others.leading_step), f"another stage of the run is at step {others.leading_step}"

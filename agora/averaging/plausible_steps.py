@@ -63,12 +63,11 @@ class OwnPace:
         return OwnPace(self.own_step, self.own_step_at, step, step_s)
 
     def highest_plausible_step(self, now: float, target_tokens: int, lead: int) -> int:
-        """Returns the highest step that another replica can have taken by now, rounded down. It is the larger of
+        """Returns the highest step that another replica can have taken by now.
 
-        present_step + 1 and own_step + lead + MAX_SPEED_UP * (SLACK_S + now - own_step_at) / step_s.
-
-        lead: LEAD or LOCAL_LEAD. target_tokens: tokens of a step; while step_s is unknown, target_tokens /
-        FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
+        That is max(present_step + 1, own_step + lead + n), with n = MAX_SPEED_UP * (SLACK_S + now - own_step_at) /
+        step_s, rounded down. lead: LEAD or LOCAL_LEAD. target_tokens: tokens of a step; while step_s is unknown,
+        target_tokens / FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
         """
         least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S
         most_steps = int((SLACK_S + max(0.0, now - self.own_step_at)) / least_s)

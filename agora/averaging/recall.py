@@ -42,8 +42,9 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
     """Asks live replicas for the means of a round's failed parts, and puts plausible ones into `result`, in place.
 
     Asks for several parts at once. Marks each part that got a mean as averaged, and sets the result's weight to that of
-    the last mean. Returns after at most one round_s, even if parts are still failed. first_part: part 0 of the round.
-    result: its failed parts hold this replica's own values, and keep them if no mean is found.
+    the last mean that has contributions, at most RoundConfig.max_weight; the zero mean of a part that nobody could
+    average has none. Returns after at most one round_s, even if parts are still failed. first_part: part 0 of the
+    round. result: its failed parts hold this replica's own values, and keep them if no mean is found.
     """
     sources = sorted(group.live_others(first_part.stage))
     cuts = cut_into_parts(len(result.mean))
@@ -63,7 +64,8 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
                 mean = await reducer.recall_from(source, part, len(own), deadline)
                 if mean is not None and _is_plausible(reducer, part, own, mean):
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True
-                    result.weight = mean.message.weight
+                    if mean.message.in_mean:
+                        result.weight = min(mean.message.weight, reducer.config.max_weight)
                     return
 
     await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))

@@ -86,7 +86,7 @@ class _Gathering:
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether every expected member has contributed; a recall may delay the mean, see _stop_expecting."""
+        """Whether every expected member has contributed; a recall may delay the mean, see _stop_expecting."""
         return self.expected <= self.values.keys()
 
     @property

@@ -178,9 +178,11 @@ def merge_gossip(
 def record_failure(
     known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
 ) -> dict[PeerId, ReplicaProgress]:
-    """Returns a copy of `known` after a call to `peer` failed; adds an unknown peer at step 0, as if it reported `now`.
+    """Returns a copy of `known` in which a call to `peer` failed at time `now`, see ReplicaProgress.with_failure.
 
-    broken: whether its connection broke or could not be opened, so that the peer may be gone.
+    A peer that is not in `known` is added with counts of 0, reported_at `now`, and no direct report: it is suspected at
+    once, and silent after SILENT_S. broken: whether the connection to the peer broke or could not be opened, so that
+    the peer may be gone.
     """
     progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
     return dict(known) | {peer: progress.with_failure(now, broken=broken)}

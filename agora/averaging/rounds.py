@@ -43,7 +43,7 @@ class RoundResult:
     mean: float32 [n]; in a failed part, this replica's own values. averaged: for each part, whether it was averaged.
     contributors: average over all parts of the number of members that contributed in time, 0 for a failed part. lost:
     average over all parts of this peer's tokens that were too late for this round and the one before. weight: average
-    over the averaged parts of the tokens behind their means.
+    over the averaged parts of the tokens behind their means, each at most RoundConfig.max_weight.
     """
 
     mean: Tensor
@@ -100,7 +100,7 @@ class Round:
     deadline: float
     _bytes_out: int = field(default=0, init=False)
     _unresponsive: set[PeerId] = field(default_factory=set, init=False)
-    _free_calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPEN_PARTS))
+    _free_calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPEN_PARTS), init=False)
 
     async def run(self, values: Tensor) -> RoundResult:
         """Averages `values` with those of the other members, reports RoundDone, and returns the result by the deadline.
@@ -113,7 +113,7 @@ class Round:
         answers = await asyncio.gather(*(self._average_part(*part) for part in enumerate(parts)))
         means = [own if answer is None else answer.mean.values for answer, own in zip(answers, parts, strict=True)]
         result = RoundResult(torch.cat([*means, values[:0]]), [answer is not None for answer in answers])
-        _set_statistics(result, [answer for answer in answers if answer is not None])
+        _set_statistics(result, [answer for answer in answers if answer is not None], self.reducer.config.max_weight)
         self.report(
             events.RoundDone(
                 stage=self.stage,
@@ -163,7 +163,7 @@ class Round:
                     if owner != config.me and getattr(error, "code", "") in NO_ANSWER:
                         self._unresponsive.add(owner)
                         self.reducer.mark_unresponsive(owner, part)
-                    reasons.append(f"{owner}: {error or 'no answer in time'}")
+                    reasons.append(f"{owner}: {str(error) or 'no answer in time'}")
                     continue
                 self.reducer.keep_mean(part, mean)
                 lost = exchange.contributions.record_outcome(part, contribution, mean.message.counted)
@@ -197,10 +197,13 @@ class Round:
         return self.reducer.exchange.decode_mean(part, reply.tensors, len(contribution.values), reply.message)
 
 
-def _set_statistics(result: RoundResult, answers: Sequence[_PartAnswer]) -> None:
-    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; without any, nothing."""
+def _set_statistics(result: RoundResult, answers: Sequence[_PartAnswer], max_weight: float) -> None:
+    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; without any, nothing.
+
+    max_weight: what a larger weight, which an owner may have made up, counts as.
+    """
     if answers:
         result.lost = sum(answer.lost for answer in answers) / len(result.averaged)
         messages = [answer.mean.message for answer in answers]
         result.contributors = sum(message.contributors for message in messages) / len(result.averaged)
-        result.weight = statistics.fmean(message.weight for message in messages)
+        result.weight = statistics.fmean(min(message.weight, max_weight) for message in messages)

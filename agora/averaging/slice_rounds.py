@@ -15,9 +15,9 @@ import asyncio
 from collections import deque
 from typing import Final
 
-from agora_protocol.errors import AgoraError
 from torch import Tensor
 
+from agora.averaging.background_tasks import start_reported
 from agora.averaging.exchange import Part
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices, cut_into_parts
 from agora.averaging.recall import recall_failed_parts, recall_repeatedly
@@ -71,11 +71,15 @@ class SliceRounds:
         return number if number <= step // self._every and may_begin else None
 
     def begin(self, number: int, step: int) -> None:
-        """Starts round `number` as a background task. step: steps taken here by now, which show how late it begins."""
+        """Starts round `number` as a background task, and reports an error in it as TaskFailed.
+
+        step: steps taken here by now, which show how late the round begins.
+        """
         self._last_begun = number
         previous = self._running.get(number - 1)
         rounds_late = step // self._every - number
-        task = self._running[number] = asyncio.create_task(self._run(number, previous, rounds_late))
+        work = self._run(number, previous, rounds_late)
+        task = self._running[number] = start_reported(work, self._report, f"slice round {number}")
         task.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def stop(self) -> None:
@@ -95,20 +99,16 @@ class SliceRounds:
         """Averages the difference to the anchor in round `number`, and moves anchor and weights by the mean.
 
         First waits for the end of the `previous` round, so that means are applied in order. Without another member
-        nothing is averaged: the weights become the anchor. Reports an AgoraError as TaskFailed. rounds_late: how many
-        later rounds are due already.
+        nothing is averaged: the weights become the anchor. rounds_late: how many later rounds are due already.
         """
-        try:
-            blocks = self._slices.blocks(number)
-            difference, snapshot = await self._stages.difference_to_anchor(self._stage, blocks)
-            averaged = None
-            if len(self._group.members(self._stage)) > 1:
-                averaged = await self._average(number, difference, rounds_late)
-            if previous is not None:
-                await asyncio.wait([previous])
-            await self._stages.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged)
-        except AgoraError as error:
-            self._report(events.TaskFailed("averaging", f"slice round {number}: {error}"))
+        blocks = self._slices.blocks(number)
+        difference, snapshot = await self._stages.difference_to_anchor(self._stage, blocks)
+        averaged = None
+        if len(self._group.members(self._stage)) > 1:
+            averaged = await self._average(number, difference, rounds_late)
+        if previous is not None:
+            await asyncio.wait([previous])
+        await self._stages.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged)
 
     async def _average(self, number: int, difference: Tensor, rounds_late: int) -> tuple[Tensor, tuple[bool, ...]]:
         """Averages `difference` with those of the other members in slice round `number`.

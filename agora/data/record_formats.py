@@ -90,7 +90,8 @@ class RecordReader:
     def read(self, record: RawRecord) -> Sample:
         """Returns the sample of a record.
 
-        Raises DataError, which names the record's place, if a column is malformed, or a required one missing or null.
+        Raises DataError, which names the record's place, if a column is malformed or nested too deeply, or a required
+        one missing or null.
         """
         values = {name: record.fields.get(column) for name, column in self.columns.items()}
         for name in self.format.required:
@@ -100,7 +101,10 @@ class RecordReader:
                     f"{record.where}: column {self.columns[name]!r} is {kind} this record (present: "
                     f"{_quote_names(record.fields)}); add it, or remove the record."
                 )
-        return self.format.read(FormatRow(values, record.where))
+        try:
+            return self.format.read(FormatRow(values, record.where))
+        except RecursionError as error:
+            raise DataError(f"{record.where} has values that are nested too deeply; remove the record.") from error
 
 
 def parse_columns(text: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.manifest import Manifest
 from numpy.typing import NDArray
 
+from agora.data.batch_cutting import cut_batches
 from agora.data.data_hashes import check_samples, check_tokenizer
 from agora.data.epochs import epoch_order
 from agora.data.hashing import seed_key
@@ -86,17 +87,13 @@ class SampleRows:
     def heldout_batches(self, batch_size: int, limit: int | None = None) -> Iterator[MarkedRows]:
         """Yields at most `limit` batches of held-out rows, each int32 [2, batch_size, s + 1]; equal ones at every call.
 
-        The rows are shuffled by the seed, so that long and short samples are mixed; pairs stay together. Rows that do
-        not fill a last batch are left out; if there are fewer than `batch_size` rows in all, they are repeated to fill
-        one batch. Without held-out rows, yields nothing. limit: None for all batches.
+        The rows are shuffled by the seed, so that long and short samples are mixed; pairs stay together. For rows that
+        do not fill a batch see cut_batches. Without held-out rows, yields nothing. limit: None for all batches.
         """
         items = epoch_order(seed_key(self._seed, HELDOUT_KEY), 0, self.summary.heldout_rows // self.rows_together)
         rows = (items[:, None] * self.rows_together + np.arange(self.rows_together)).reshape(-1)
-        if 0 < len(rows) < batch_size:
-            rows = np.resize(rows, batch_size)
-        count = len(rows) // batch_size
-        for i in range(count if limit is None else min(count, limit)):
-            yield self._gather(rows[i * batch_size : (i + 1) * batch_size], 1)
+        for batch in cut_batches(rows, batch_size, limit):
+            yield self._gather(batch, 1)
 
     def _stored_rows(self, rows: NDArray[np.int64], side: int) -> NDArray[np.int64]:
         """Converts row numbers [n] to indices of the stored rows [n]. side: 0 for training rows, 1 for held-out ones.

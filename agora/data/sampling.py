@@ -17,6 +17,7 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
+from agora.data.batch_cutting import cut_batches
 from agora.data.hashing import Hashes, mix, seed_key, split_limit
 from agora.data.tokenizer import Ids
 from agora.observe.events import DiskTrouble, Report, TaskFailed
@@ -109,16 +110,11 @@ class Sampler:
     def heldout_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Tokens]:
         """Yields at most `limit` batches of held-out windows, each int32 [batch_size, context + 1].
 
-        They are the same at every call. Windows that do not fill a last batch are left out; if there are fewer than
-        `batch_size` windows in all, they are repeated to fill one batch. Yields nothing if none is held out. limit:
-        None for all batches.
+        They are the same at every call. For windows that do not fill a batch see cut_batches. Yields nothing if none is
+        held out. limit: None for all batches.
         """
-        windows = self.heldout_windows()
-        if 0 < len(windows) < batch_size:
-            windows = np.resize(windows, batch_size)
-        count = len(windows) // batch_size
-        for i in range(count if limit is None else min(count, limit)):
-            yield self._gather(windows[i * batch_size : (i + 1) * batch_size])
+        for windows in cut_batches(self.heldout_windows(), batch_size, limit):
+            yield self._gather(windows)
 
     def _gather(self, windows: NDArray[np.int64]) -> Tokens:
         """Copies the tokens of the windows with these numbers [b] out of the corpus, int32 [b, context + 1]."""
@@ -132,8 +128,8 @@ class OriginBatches:
 
     A microbatch is a function of seed, origin and number. Blocks of RESERVED_AT_ONCE numbers are reserved in the file
     `reserved` before they are used; after a restart the rest of a block is skipped. Only if that file is missing,
-    malformed, or could not be written, numbers are drawn again. microbatch_size: samples in a microbatch. report: gets
-    DiskTrouble if the file cannot be written, TaskFailed if it cannot be read.
+    unreadable or malformed, or could not be written, numbers are drawn again. microbatch_size: samples in a microbatch.
+    report: gets DiskTrouble if the file cannot be written, TaskFailed if it cannot be read.
     """
 
     def __init__(self, sampler: Sampler, origin: PeerId, microbatch_size: int, reserved: Path, report: Report) -> None:

@@ -338,15 +338,15 @@ class BaseFetch:
 
         key: the piece that was asked for; None if the call was for the held tensors, or for the tensor list.
 
-        | error                         | what follows                                                     |
-        |-------------------------------|------------------------------------------------------------------|
-        | CorruptBaseError              | an offence is reported; the source is asked for nothing more     |
-        | another ProtocolError         | the source is asked for nothing more                             |
-        | BaseModelError                | raised: the manifest itself is wrong                             |
-        | Busy                          | a pause as long as the source asks for, within bounds            |
-        | refused to say what it has    | the source is asked again after AGAIN_S                          |
-        | refused a tensor              | the source counts as not having this tensor                      |
-        | any other error               | a pause, longer each time; after FAILURES in a row, RETRY_FAILED_S     |
+        | error                         | what follows                                                       |
+        |-------------------------------|--------------------------------------------------------------------|
+        | CorruptBaseError              | an offence is reported; the source is asked for nothing more       |
+        | another ProtocolError         | the source is asked for nothing more                               |
+        | BaseModelError                | raised: the manifest itself is wrong                               |
+        | Busy                          | a pause as long as the source asks for, within bounds              |
+        | refused to say what it has    | the source is asked again after AGAIN_S                            |
+        | refused a tensor              | the source counts as not having this tensor                        |
+        | any other error               | a pause, longer each time; after FAILURES in a row, RETRY_FAILED_S |
         """
         if isinstance(error, BaseModelError):
             raise error

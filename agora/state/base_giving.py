@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from agora_protocol.errors import AgoraError, Busy, DiskError, ProtocolError, Refused
+from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused
 from agora_protocol.limits import STATE_CHUNK_BYTES
 from agora_protocol.messages import BaseIndex, GetBase, GetPiece, TensorPiece
 from agora_protocol.tensor_list import TensorList, count_pieces, held_to_bits
@@ -69,23 +69,30 @@ class BaseServer:
         """Returns the tensor list; finds or makes it first in a task, and waits up to LIST_WAIT_S for that.
 
         Raises Busy while the task still runs; the task goes on. Raises Refused if this machine can neither find nor
-        make the list: a later call tries again, unless the files are not the run's.
+        make the list: a later call tries again if files are missing or the disk failed, but not if the files are not
+        the run's.
         """
         if self._opening is None:
             self._opening = asyncio.create_task(self._find_list(), name="tensor list")
-        await asyncio.wait([self._opening], timeout=LIST_WAIT_S)
-        if not self._opening.done():
+        opening = self._opening  # several calls may wait for it: the first to wake may drop it, see below
+        await asyncio.wait([opening], timeout=LIST_WAIT_S)
+        if not opening.done():
             raise Busy("this peer is hashing its files of the base model; ask again", LIST_RETRY_MS)
         try:
-            tensors = self._opening.result()
+            tensors = opening.result()
         except AgoraError as error:
-            if isinstance(error, DiskError):
-                self._opening = None  # the disk may answer the next time
+            if isinstance(error.__cause__, OSError):  # the disk may answer the next time
+                self._drop_opening(opening)
             raise Refused("this peer's files of the base model are not usable; ask another") from error
-        if tensors is None:
-            self._opening = None  # they may be fetched later
+        if tensors is None:  # they may be fetched later
+            self._drop_opening(opening)
             raise Refused("this peer has neither all files of the base model nor their list; ask another")
         return tensors
+
+    def _drop_opening(self, ended: asyncio.Task[TensorList | None]) -> None:
+        """Lets the next call look for the list again, unless one has begun to do so since the task `ended`."""
+        if self._opening is ended:
+            self._opening = None
 
     async def _find_list(self) -> TensorList | None:
         """Finds or makes the tensor list in a thread, and returns it; None if neither it nor all files are here.

@@ -135,7 +135,7 @@ def resolve_export_folder(out: Path, *, replace: bool) -> Path:
     try:
         with (folder / EXPORT_INDEX).open("rb") as file:
             exported = {EXPORT_INDEX, *json.loads(file.read(MAX_LIST_BYTES))["files"].keys()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         exported = None
     if names and exported is None:
         raise InputError(f"{folder} is not empty and not an earlier export; name a new folder.")

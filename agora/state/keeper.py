@@ -69,11 +69,6 @@ class AskSteps(Protocol):
     async def __call__(self, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]: ...
 
 
-async def ask_nobody(stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Returns 0 steps for each of `peers` and asks none of them: an AskSteps for callers that trust the directory."""
-    return dict.fromkeys(peers, 0)
-
-
 class StageHolders(NamedTuple):
     """How a StateKeeper learns which peers hold a stage and which step they have reached.
 
@@ -83,7 +78,7 @@ class StageHolders(NamedTuple):
     me: PeerId  # this peer
     serving: ClaimedSteps  # takes a stage, returns peer -> claimed step of the peers that serve it
     claimants: ClaimedSteps  # like `serving`, with the peers that are joining and may give a checkpoint
-    ask: AskSteps = ask_nobody  # asks peers directly, since what a peer has published may be older than its first step
+    ask: AskSteps  # asks peers directly, since what a peer has published may be older than its first step
 
 
 class StateKeeper:
@@ -235,8 +230,8 @@ class StateKeeper:
         Returns step, size and time in words. The stage then counts as filled, and its next checkpoint is due from the
         fetched step on. sources: the best first; chunks come from several at once. at_least: the lowest step to accept;
         a higher one is used when most peers offer much later steps, see lowest_step_to_fetch. timeout_s: seconds for
-        which it tries again, with the peers that offer the stage by then, when all sources fail. Raises Unavailable
-        after that, or once no peer has offered the stage for RETURN_S.
+        which it tries again, with the peers that offer the stage by then, when all sources fail; if it is not 0 and no
+        peer offers the stage any more, it tries for RETURN_S more. Raises Unavailable after that.
         """
         started_at = loop_time()
         fetch = StateFetch(
@@ -261,16 +256,19 @@ class StateKeeper:
         """Runs `fetch` and returns the fetched state, at least of step `at_least`; loads nothing.
 
         When all sources fail, reports TaskFailed, waits RETRY_S and tries the peers that offer the stage then. Raises
-        Unavailable when an attempt fails `timeout_s` or more after the first one began, or once no peer has offered
-        the stage for RETURN_S; FETCH_S is the limit of all attempts together.
+        Unavailable when an attempt fails `timeout_s` or more after the first one began, although peers offer the
+        stage; without offers, once the last attempt that had a source ended RETURN_S ago; and at the first failure if
+        timeout_s is 0. FETCH_S is the limit of all attempts together.
         """
         started_at = last_offered_at = loop_time()
         while True:
             try:
                 return await fetch.run(sources, deadline=started_at + FETCH_S, at_least=at_least)
             except Unavailable as error:
-                last_offered_at = loop_time() if self._offers(stage) else last_offered_at
-                if loop_time() >= min(started_at + timeout_s, last_offered_at + RETURN_S):
+                now, is_offered = loop_time(), bool(self._offers(stage))
+                if sources or is_offered:
+                    last_offered_at = now
+                if now >= (started_at + timeout_s if is_offered or not timeout_s else last_offered_at + RETURN_S):
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it is tried again"))
             await asyncio.sleep(RETRY_S)
@@ -331,7 +329,7 @@ class StateKeeper:
 
         A DiskError is reported as DiskTrouble, not raised.
         """
-        for stage in self._filled_stages:
+        for stage in sorted(self._filled_stages):
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:

@@ -32,8 +32,7 @@ MixingKey = tuple[int, int, int]
 def mixing_key(index: StateIndex) -> MixingKey:
     """Returns a snapshot's (agreed, lineage, 0), or (agreed, 0, step) if the lineage is unknown (0).
 
-    Chunks of snapshots with equal keys may be mixed in one state: replicas of one lineage have applied the same means
-    up to the step `agreed`; each may have taken local steps since.
+    Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
     """
     return index.agreed, index.lineage, 0 if index.lineage else index.step
 
@@ -70,7 +69,8 @@ def check_offer(reply: Reply, layout: Layout) -> Offer:
     """Returns the offer in an answer to GetState. layout: that of the stage, with the optimizer's moments.
 
     Raises Refused if the source has no snapshot, CorruptStateError for another message and for an offer whose size or
-    number of hashes does not fit `layout`, or whose name is not the hash of the hashes. The steps are not checked.
+    number of hashes does not fit `layout`, whose name is not the hash of the hashes, or whose moments have more updates
+    than steps were taken. Whether the steps themselves are plausible is not checked.
     """
     index = reply.message
     if not isinstance(index, StateIndex):
@@ -79,6 +79,8 @@ def check_offer(reply: Reply, layout: Layout) -> Offer:
         raise Refused("has no snapshot of this stage to give")
     if index.size != layout.nbytes:
         raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
+    if index.updates > index.step:
+        raise CorruptStateError("bad-message", f"The snapshot has {index.updates} updates in {index.step} steps.")
     tensor = reply.tensors[0] if reply.tensors else None
     if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (layout.chunk_count, HASH_BYTES)):
         raise CorruptStateError("bad-tensor", f"The snapshot's index is not {layout.chunk_count} hashes.")

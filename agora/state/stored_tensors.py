@@ -79,6 +79,8 @@ def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: A
     if name == "__metadata__" or not can_be_listed(name, entry["dtype"], entry["shape"]):
         return None
     begin, end = entry["data_offsets"]
+    if not (type(begin) is int and type(end) is int):
+        raise TypeError(f"the offsets of {name} are not integers")
     if not 0 <= begin <= end <= file_size - data_start or end - begin != size_in_bytes(entry["dtype"], entry["shape"]):
         raise ValueError(f"the bytes of {name} do not fit its shape or the file")
     return TensorLocation(path, name, entry["dtype"], tuple(entry["shape"]), data_start + begin)

@@ -13,7 +13,7 @@ from agora.averaging.exact_steps import FETCH_TRIES
 from agora.averaging.group import LEADING_STEP_INTERVAL_S
 from agora.averaging.next_action import RESUME_AFTER_S
 from agora.averaging.replica_progress import GONE_S, SILENT_S
-from agora.observe.events import GradientWireChosen, PartFailed, RoundDone
+from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
 from agora.sim.virtual_time import run
 from tests.averaging.group_world import GroupPeer, GroupWorld
 
@@ -291,6 +291,18 @@ def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step
             assert [peer.stage.step for peer in world.all] == [0, 0]
             await asyncio.sleep(2 * LEADING_STEP_INTERVAL_S)
             assert [peer.stage.step for peer in world.all] == [40, 40]
+
+    run(main())
+
+
+def test_an_error_in_the_watch_over_other_stages_is_told() -> None:
+    async def main() -> None:
+        world = GroupWorld([0.0], **SYNCHRONOUS)
+        world.run_steps = [["no step"]]  # type: ignore[list-item]
+        async with world:
+            await asyncio.sleep(2 * LEADING_STEP_INTERVAL_S)
+            (failed,) = world.all[0].of(TaskFailed)
+            assert failed.error.startswith("steps of other stages: TypeError: ")
 
     run(main())
 

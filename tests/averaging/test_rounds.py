@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from agora.averaging import round_record
 from agora.averaging.aggregate import PartMean
 from agora.averaging.exchange import Part
 from agora.averaging.part_codec import EncodedPart, PartCodec
-from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER
+from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER, cut_into_parts
+from agora.averaging.recall import recall_failed_parts
 from agora.averaging.reducer import RECALL_FRACTION
 from agora.averaging.round_record import MIN_KEPT_ROUNDS
 from agora.averaging.rounds import RoundResult
@@ -449,6 +451,85 @@ def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, what: 
             assert done[-1].failed_parts == number == results[0].failed_parts
         assert torch.equal(results[0].mean, chosen[0])
         assert "the mean has" in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
+        await world.close()
+
+    run(main())
+
+
+def test_a_part_that_this_peer_itself_has_no_mean_of_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def contribute_own(*_: object) -> PartMean:
+        raise TimeoutError
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        (alone,) = world.add(*identities(1))
+        monkeypatch.setattr(alone.reducer, "contribute_own", contribute_own)
+        (result,) = await one_round(world, [alone], [1.0], values=[values_of(0)[:PART_ELEMENTS]])
+        (failed,) = [event for event in alone.events if isinstance(event, PartFailed)]
+        assert result.failed_parts == 1 and failed.reason == f"{alone.peer}: no answer in time"
+        await world.close()
+
+    run(main())
+
+
+def keep_means(keeper: Member, first: Part, weight: float) -> None:
+    """The member keeps a mean for each part of a round, said to be over `weight` tokens; of the last one, 0."""
+    cuts = cut_into_parts(SIZE)
+    for index, cut in enumerate(cuts):
+        part, values = first._replace(part=index), values_of(0)[cut]
+        mean = keeper.reducer.exchange.average(part, [values, values], [300.0, 200.0], None)
+        assert mean is not None
+        mean = replace(mean, message=replace(mean.message, weight=weight))
+        is_last = index == len(cuts) - 1
+        keeper.reducer.keep_mean(part, keeper.reducer.exchange.encode_zero_mean(part, len(values)) if is_last else mean)
+
+
+@pytest.mark.parametrize(("said", "counts_as"), [(500.0, 500.0), (1e21, 1e9)])
+def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_absurd_number(
+    said: float, counts_as: float
+) -> None:
+    """A part that nobody could average has no tokens; the step is not empty for that."""
+
+    async def main() -> None:
+        world = World(SIZE)
+        keeper, asker = world.add(*identities(2))
+        first = Part(0, "gradient", 5, 0)
+        keep_means(keeper, first, said)
+
+        class Group:
+            def live_others(self, stage: int) -> list[PeerId]:
+                return [keeper.peer]
+
+            def round_s(self, stage: int) -> float:
+                return world.round_s
+
+        cuts = cut_into_parts(SIZE)
+        result = RoundResult(torch.zeros(SIZE), [False for _ in cuts])
+        await recall_failed_parts(asker.reducer, Group(), first, result)  # type: ignore[arg-type]
+        assert not result.failed_parts and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
+        assert result.weight == counts_as == min(said, asker.reducer.config.max_weight)
+        await world.close()
+
+    run(main())
+
+
+def test_an_owner_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 2^63 of them would not fit into any record."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(2))
+        owner, _ = owner_of(world, 0)
+        average = owner.reducer.exchange.average
+
+        def lie(*arguments: Any) -> PartMean | None:
+            mean = average(*arguments)
+            return mean and replace(mean, message=replace(mean.message, weight=1e21))
+
+        monkeypatch.setattr(owner.reducer.exchange, "average", lie)
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
+        for result in await one_round(world, members, [1.0] * 2, values=chosen):
+            assert result.weight == owner.reducer.config.max_weight and not result.failed_parts
         await world.close()
 
     run(main())

@@ -20,7 +20,7 @@ from agora.averaging.recall import MAX_RECALLS, RECALL_PAUSE
 from agora.averaging.replica_progress import SILENT_S
 from agora.averaging.rounds import RoundResult
 from agora.averaging.slice_rounds import RECALL_FIRST, SliceRounds
-from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped
+from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped, TaskFailed
 from agora.sim.virtual_time import run
 from agora.train.outer_step import ANCHOR, VELOCITY
 from tests.averaging.group_world import NUMEL, GroupPeer, GroupWorld
@@ -229,6 +229,7 @@ class Stages:
     def __init__(self) -> None:
         self.applied: list[tuple[int, Any]] = []
         self.refused: set[int] = set()
+        self.error: Exception = ProtocolError("bad-tensor", "as the test wants it")
         self.step = 0
 
     def step_of(self, stage: int) -> int:
@@ -239,7 +240,7 @@ class Stages:
 
     async def step_anchor(self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any) -> None:
         if step in self.refused:
-            raise ProtocolError("bad-tensor", "as the test wants it")
+            raise self.error
         self.applied.append((step, averaged))
 
 
@@ -304,7 +305,8 @@ class PartKept(EmptyReducer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchange = self
+        self.exchange = self.config = self
+        self.max_weight = 1e9
 
     def check_magnitude(self, part: Part, own: torch.Tensor, mean: torch.Tensor) -> None:
         """Everything is plausible."""
@@ -411,15 +413,19 @@ def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     run(main())
 
 
-def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on() -> None:
+@pytest.mark.parametrize("error", [ProtocolError("bad-tensor", "it is wrong"), IndexError("it is wrong")])
+def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on(error: Exception) -> None:
     async def main() -> None:
         stages, group, told = Stages(), SlowRounds({}), []
         stages.refused.add(1)
+        stages.error = error
         rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, EmptyReducer(), group, told.append)  # type: ignore[arg-type]
         rounds.begin(1, 2)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
-        assert [step for step, _ in stages.applied] == [2] and "slice round 1: " in str(told[0])
+        code = error.code if isinstance(error, ProtocolError) else "IndexError"
+        assert [step for step, _ in stages.applied] == [2]
+        assert told == [TaskFailed("averaging", f"slice round 1: {code}: it is wrong")]
 
     run(main())
 

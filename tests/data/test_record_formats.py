@@ -245,6 +245,13 @@ def test_malformed_messages_are_named(tmp_path: Path, messages: object, says: st
     refused(tmp_path, {"messages": messages}, says=["x.jsonl:1", says])
 
 
+def test_a_record_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    nested: list[Any] = []
+    for _ in range(600):
+        nested = [nested]
+    refused(tmp_path, {"messages": [{**CHAT[0], "extra": nested}, CHAT[1]]}, says=["x.jsonl:1", "nested too deeply"])
+
+
 def test_calls_of_tools_and_other_fields_are_kept_for_the_template(tmp_path: Path) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 2, "b": None}}}
     messages = [

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agora_protocol.errors import Busy, DiskError, ProtocolError, Refused
+from agora_protocol.errors import Busy, ProtocolError, Refused
 from agora_protocol.limits import MAX_BASE_TENSORS, STATE_CHUNK_BYTES
 from agora_protocol.messages import GetBase, GetPiece
 from agora_protocol.tensor_list import TensorList, bits_to_held
 
-from agora.state import base_giving
+from agora.state import base_giving, stored_tensors
 from agora.state.base_giving import LIST, MAX_AT_ONCE, BaseServer
 from agora.state.base_tensors import BaseTensors
 from agora.state.stored_tensors import BaseModelError, TensorLocation, list_tensors
@@ -227,17 +227,27 @@ def test_a_disk_that_fails_once_is_asked_again(
     tmp_path: Path, whole: Path, listed: TensorList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
-        server, tensors, _ = peer(tmp_path, listed, whole)
-        real, failures = tensors.open_list, [DiskError("the disk does not answer")]
+        server, _, events = peer(tmp_path, listed, whole)
+        real, failures = stored_tensors.read_at, [OSError("the disk does not answer")]
 
-        def open_list() -> TensorList | None:
+        def read_at(path: Path, start: int, size: int) -> bytes:
             if failures:
                 raise failures.pop()
-            return real()
+            return real(path, start, size)
 
-        monkeypatch.setattr(tensors, "open_list", open_list)
+        monkeypatch.setattr(stored_tensors, "read_at", read_at)
         with pytest.raises(Refused, match="not usable"):
             await held_by(server, listed)
+        assert "the disk does not answer" in events[0].error
         assert await held_by(server, listed)
+
+    asyncio.run(test())
+
+
+def test_all_who_wait_for_a_list_that_is_not_found_are_refused(tmp_path: Path, listed: TensorList) -> None:
+    async def test() -> None:
+        server, _, _ = peer(tmp_path, listed, None)
+        answers = await asyncio.gather(*(server.answer(GetBase()) for _ in range(3)), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [Refused] * 3
 
     asyncio.run(test())

@@ -58,7 +58,7 @@ def test_other_files_are_never_replaced(tmp_path: Path) -> None:
         export(tmp_path / "out", replace=True)
     with pytest.raises(InputError, match="is a file"):
         export(tmp_path / "out" / "thesis.txt")
-    for text in ("", "[]", '{"files": 3}'):
+    for text in ("", "[]", '{"files": 3}', "[" * 100_000):
         (tmp_path / "mine" / "export.json").write_text(text)
         with pytest.raises(InputError, match="not an earlier export"):
             export(tmp_path / "mine", replace=True)

@@ -15,12 +15,17 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import AskSteps, StageHolders, StateKeeper, ask_nobody
+from agora.state.keeper import RETURN_S, TIMEOUT_S, AskSteps, StageHolders, StateKeeper
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
 ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
 MANIFEST = small_manifest(checkpoint={"every": 10})
+
+
+async def ask_nobody(stage: int, peers: Collection[PeerId]) -> dict[PeerId, int]:
+    """As if all peers had answered that they have taken no step."""
+    return dict.fromkeys(peers, 0)
 
 
 def keeper_of(
@@ -160,5 +165,36 @@ def test_a_joiner_whose_only_source_has_left_waits_for_its_return_and_then_keeps
                 claims[other] = 40
             assert ("fetched step 40" if comes_back else "no peer offers any") in await filling
             assert compute.step_of(0) == (40 if comes_back else 0)
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer may have lasted longer than the wait, or than the patience with sources that fail."""
+    passed_s = 0.0
+    monkeypatch.setattr("agora.state.keeper.loop_time", lambda: asyncio.get_running_loop().time() + passed_s)
+    monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
+    monkeypatch.setattr("agora.state.chunk_source.PAUSE_S", 0.01)
+
+    async def whole() -> None:
+        nonlocal passed_s
+        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+            world, initial, (source, other, *_) = World(), await compute.export_state(0), OTHERS
+            fetched = replace(initial, step=40, updates=40, weights=initial.weights + 1)
+            leaving = world.add(source, fetched, hang_after=0)
+            claims = {source: 40}
+            filling = asyncio.create_task(keeper_of(compute, tmp_path, claims, world).fill_stages())
+            while not leaving.open_chunks:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            passed_s = RETURN_S + TIMEOUT_S
+            claims.clear()
+            leaving.die()
+            ended, _ = await asyncio.wait([filling], timeout=0.5)
+            assert not ended
+            world.add(other, fetched)
+            claims[other] = 40
+            assert "fetched step 40" in await filling
 
     asyncio.run(asyncio.wait_for(whole(), 30))

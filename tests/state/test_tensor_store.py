@@ -108,6 +108,7 @@ ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
         ({"a": {**ENTRY, "data_offsets": [8, 24]}}, None),
         ({"a": {**ENTRY, "data_offsets": [0]}}, None),
         ({"a": {**ENTRY, "data_offsets": ["0", "16"]}}, None),
+        ({"a": {**ENTRY, "data_offsets": [0.0, 16.0]}}, None),
         ({"a": {**ENTRY, "shape": [2**31 - 1] * 6}}, None),
     ],
 )

@@ -195,6 +195,18 @@ def test_what_no_optimizer_leaves_is_a_lie_even_where_the_hash_is_right() -> Non
     run(work())
 
 
+def test_a_state_with_more_updates_than_steps_is_refused_before_a_byte_of_it_comes() -> None:
+    async def work() -> None:
+        world = World()
+        liar = world.add("liar", state(NUMEL, step=10, updates=2**62))
+        world.add("right", state(NUMEL, step=10, updates=10))
+        got, _ = await fetched(world, fetcher(world))
+        assert got.updates == 10 and not liar.calls["GetChunk"]
+        assert [(peer, text[:13]) for peer, text in world.offences] == [("liar", "bad-message: ")]
+
+    run(work())
+
+
 def test_a_state_of_another_size_is_refused_before_a_byte_of_it_comes() -> None:
     async def work() -> None:
         world = World()
