@@ -125,18 +125,10 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     reachable = len(replicas - unreachable_replicas(others.known, replicas, now))
     listed_live = replica_progress.live_replicas(others.known, others.listed, now)
     reached = replica_progress.step_to_catch_up_to(listed_live, reachable, step, tokens, config.target_tokens)
-    behind = reached - step
-    if behind > config.max_steps_behind:
-        at_least = reached if config.synchronous else step + 1
-        return Action("fetch", reached, at_least), f"{behind} steps behind the others"
+    if decision := _action_if_behind(now, own, reached, others.leading_step, config):
+        return decision
     closed = own.counts.open_step > step
-    if behind > 0 and not closed and not config.synchronous and config.is_exact(step):
-        return Action("replay", step), f"the others have taken step {reached}"
-    if not closed and behind > MAX_LOCAL_LAG and not config.is_exact(step):
-        return Action("catch up", reached), f"the others have taken step {reached}"
-    if not closed and own.behind_since is not None and now - own.behind_since >= RESUME_AFTER_S:
-        return Action("catch up", others.leading_step), f"another stage of the run is at step {others.leading_step}"
-    must_follow = behind > 0 and config.is_exact(step)
+    must_follow = reached > step and config.is_exact(step)
     incomplete = "" if closed or must_follow else _why_incomplete(now, own, live, config)
     if incomplete:
         return Action("wait"), incomplete
@@ -147,6 +139,29 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     if replicas and reachable == 0:
         return Action("wait"), f"{', '.join(sorted(replicas))} did not answer, and may still be alive"
     return Action("step together", step), f"all tokens of step {step} are counted"
+
+
+def _action_if_behind(
+    now: float, own: OwnStage, reached: int, leading_step: int, config: ActionConfig
+) -> tuple[Action, str] | None:
+    """Returns what a stage does that is behind, and the reason in words; None if it goes on with its open step.
+
+    reached: the step that the other replicas have taken; leading_step: that of the run's leading stage. While a share
+    that was closed here awaits its mean, the stage only fetches.
+    """
+    step, behind = own.counts.step, reached - own.counts.step
+    if behind > config.max_steps_behind:
+        at_least = reached if config.synchronous else step + 1
+        return Action("fetch", reached, at_least), f"{behind} steps behind the others"
+    if own.counts.open_step > step:
+        return None
+    if behind > 0 and not config.synchronous and config.is_exact(step):
+        return Action("replay", step), f"the others have taken step {reached}"
+    if behind > MAX_LOCAL_LAG and not config.is_exact(step):
+        return Action("catch up", reached), f"the others have taken step {reached}"
+    if own.behind_since is not None and now - own.behind_since >= RESUME_AFTER_S:
+        return Action("catch up", leading_step), f"another stage of the run is at step {leading_step}"
+    return None
 
 
 def _why_incomplete(now: float, own: OwnStage, live: replica_progress.KnownReplicas, config: ActionConfig) -> str:

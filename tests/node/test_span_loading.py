@@ -97,7 +97,7 @@ def test_a_failed_question_keeps_nothing_loaded() -> None:
     asyncio.run(work())
 
 
-def test_long_links_get_four_times_the_usual_seats_as_far_as_memory_goes() -> None:
+def test_long_links_get_four_times_the_usual_slots_as_far_as_memory_goes() -> None:
     manifest = preset("tiny", model={"layers": 8}, stages={"count": 8})
     usual = usual_in_flight(manifest)
     assert compute_slots(manifest, 64 * 2**30) == 4 * usual

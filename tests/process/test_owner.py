@@ -79,7 +79,7 @@ def test_an_upload_limit_holds_within_a_tenth_while_state_is_served(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_near_its_memory_limit_a_daemon_gives_up_seats_and_goes_on(tmp_path: Path) -> None:
+def test_near_its_memory_limit_a_daemon_gives_up_slots_and_goes_on(tmp_path: Path) -> None:
     """Graphs of 16 microbatches take 100 MiB more than the limit leaves; it holds within a tenth, nobody is killed."""
     model = {"width": 256, "heads": 4, "key_value_heads": 4, "feed_forward": 1024, "subspace": 256, "context": 256}
     schedule = {"microbatch": 8, "max_in_flight": 16, "activations": "keep"}
