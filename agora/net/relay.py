@@ -29,7 +29,7 @@ RESERVED_S: Final = 120.0
 ANSWER_S: Final = 10.0
 """Seconds within which each message that opens a circuit must come."""
 CIRCUITS_PER_PEER: Final = 8
-"""Maximum number of circuits that one peer opens through this relay at once; all peers: `max_peers` times as many."""
+"""Maximum number of circuits that one peer may have open through this relay; all peers: `max_peers` times as many."""
 MAX_OPENING: Final = 32
 """Maximum number of streams whose first message is not answered yet."""
 

@@ -172,8 +172,8 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Yields nothing: hivemind hands these items to a node that it meets.
 
-        Each publisher stores its records itself, again every few seconds, so that nobody has to trust or carry another
-        one's; otherwise a stranger that makes up many nodes would have this one send everything each time.
+        Each publisher stores its records itself, again every few seconds, so that no node has to trust or pass on the
+        records of others; otherwise a stranger that makes up many nodes would have this one send everything each time.
         """
         return iter(())
 
