@@ -1,6 +1,6 @@
 """Protocols of what the pipeline needs of device and data, and the answer of a hop.
 
-Knows: the form of calls and tensors. Must not know: who implements them (train.compute, or arithmetic in tests).
+Knows: the form of calls and tensors. Must not know: what implements them (train.compute, or arithmetic in tests).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decides when an origin opens its next microbatch, and how many it keeps in flight. Pure.
 
-Knows: measured times, bounds, quotas of a step. Must not know: who measured them, or a clock (`now` is passed in).
+Knows: measured times, bounds, quotas of a step. Must not know: how they were measured, or a clock (`now` is passed in).
 
 By Little's law x = round trip / period microbatches fill a pipeline in which nothing waits. 4 * sqrt(x) more, by the
 square-root staffing rule (Halfin and Whitt, 1981), keep its slowest stage busy although times vary.

@@ -140,7 +140,7 @@ class Origin:
         return {name: mean.value for name, mean in self.metrics.items() if mean.value is not None}
 
     async def run(self) -> None:
-        """Opens training microbatches and sends each, several at once, until it succeeds; ends after `leave`.
+        """Opens training microbatches, several in flight, and sends each until it succeeds; ends after `leave`.
 
         When cancelled, cancels all open microbatches and gives them back to the source.
         """
@@ -219,7 +219,7 @@ class Origin:
         """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving.
 
         Decides again at each change of this origin (a microbatch ended, a step, resume, leave); after DRAW_AGAIN_S if
-        the source had no microbatch; and after LOOK_AGAIN_S if it waits for something that nothing notifies it of.
+        the source had no microbatch; and after LOOK_AGAIN_S if it waits for something else.
         """
         while True:
             quota = self._quota
@@ -276,7 +276,7 @@ class Origin:
     async def _train(self, microbatch: Microbatch, number: int) -> None:
         """Sends one training microbatch until it succeeds; then marks it completed in the source and counts it.
 
-        Also updates the moving averages and the pace, and raises the credit's ceiling by one, to at most twice the
+        Also updates the moving averages and the pace, and raises the credit's ceiling by one, but to at most twice the
         present credit (slow start). If sending is cancelled or fails, releases the microbatch in the source. number: by
         which the source knows the microbatch.
         """
@@ -341,9 +341,9 @@ class Origin:
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
         """Sends the microbatch through the whole pipeline once and returns the answer; after a failure returns None.
 
-        Before None it sleeps. A failure other than Busy also reports MicrobatchRerouted and interrupts the pace.
-        attempt: number of earlier attempts. The time for an attempt and the sleep double with each, up to
-        MAX_TIMEOUT_S and MAX_RETRY_S. After Busy it sleeps at least for the time asked for, up to MAX_RETRY_S.
+        Before it returns None it sleeps. A failure other than Busy also reports MicrobatchRerouted and interrupts the
+        pace. attempt: number of earlier attempts. The time for an attempt and the sleep double with each attempt, up to
+        MAX_TIMEOUT_S and MAX_RETRY_S. After Busy it sleeps at least for the time that Busy names, up to MAX_RETRY_S.
         """
         started = loop_time()
         usual_s = self._attempt_s.value

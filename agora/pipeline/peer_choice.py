@@ -53,7 +53,7 @@ class PeerStats:
     failures: int = 0  # failed calls in a row
     failed_at: float = 0.0  # when the last counted failure happened
     wasted_s: float = 0.0  # the longest time that one of these failures took
-    busy_until: float = 0.0  # before this time it is not called, because it said BUSY
+    busy_until: float = 0.0  # before this time it is not called, because it answered BUSY
     is_relayed: bool = False  # whether it is reached through a relay, see `must_use_relay`
     incarnation: int = 0  # of its claim; a higher one means that its daemon was restarted or has moved
     acceptance_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=ACCEPTANCE_WAITS))  # since sending

@@ -205,7 +205,7 @@ class RoutingTable:
         self.record_queue(now, attempt, queue)
 
     def record_queue(self, now: float, attempt: Attempt, queue: int) -> None:
-        """Records that the attempt's peer has `queue` microbatches at its device, as it says in progress messages.
+        """Records that the attempt's peer has `queue` microbatches at its device, as its progress messages report.
 
         Sets `sent_since` to 0: microbatches sent to the peer earlier are counted in `queue` now.
         """
@@ -220,7 +220,7 @@ class RoutingTable:
 
         Averages service time and length of the call, clears the peer's failures, adds 0.5 / call_limit to its
         call_limit, and applies _bound_service_times to the stage. service_s: seconds on the peer's device, as the peer
-        says. answer_bytes: bytes of the answer's tensors. period_s: time between two answers to this caller.
+        reports. answer_bytes: bytes of the answer's tensors. period_s: time between two answers to this caller.
         """
         stats = attempt.stats
         call_s = now - attempt.started
@@ -236,7 +236,7 @@ class RoutingTable:
     def record_abandoned(self, attempt: Attempt) -> None:
         """Ends an attempt that the caller gave up, or that did no work; measures nothing.
 
-        Takes the charge, the open call, and one microbatch of `sent_since` back.
+        Takes back the charge, the open call, and one microbatch of `sent_since`.
         """
         stats = attempt.stats
         stats.virtual_s -= attempt.charge_s

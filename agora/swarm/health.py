@@ -70,7 +70,7 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
-    """Returns STALLED because nobody serves the stages `empty`.
+    """Returns STALLED because no peer serves the stages `empty`.
 
     The advice is to wait if each of them has a joining peer; otherwise to start a peer for the first that has none.
     """

@@ -123,7 +123,7 @@ class View:
         return View(remaining, self.estimates, strangers)
 
     def of_members(self, is_member: Callable[[PeerId], bool]) -> View:
-        """Returns a copy of the view in which `is_member` decides who is among its peers, and who among its strangers.
+        """Returns a copy of the view in which `is_member` decides which are its peers and which its strangers.
 
         is_member: called with each of the view's peers and strangers; those of which it returns False are strangers.
         """
