@@ -33,10 +33,13 @@ class LivenessCheck:
     def decide(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
         """Returns PING after `silence_s` without a sign of life, GONE after `answer_s` more without one, else ALIVE.
 
-        PING is returned once in each such silence. owed: whether an answer is awaited and this side is reading; if
-        not, the peer counts as alive. heard_at: when the peer's last byte came. flushed: bytes that the kernel has
-        taken so far. backlog: bytes that wait to be taken. A backlog that shrinks is a sign of life too: on a slow link
-        the peer is still reading the request.
+        PING is returned once in each such silence.
+
+        owed: whether an answer is awaited and this side is reading; if not, the peer counts as alive.
+        heard_at: when the peer's last byte came.
+        flushed: bytes that the kernel has taken so far.
+        backlog: bytes that wait to be taken. A backlog that shrinks is a sign of life too: on a slow link the peer is
+        still reading the request.
         """
         if not owed or (self._had_backlog and flushed > self._flushed):
             self.alive_at = now

@@ -113,10 +113,12 @@ class AnswerCache:
 class RunningWork:
     """One microbatch's work that runs in `task`, and the callers that wait for it.
 
-    last_stage: the last stage that it runs. callers: the on_progress functions, one for each waiting caller. newest:
-    stage -> its latest progress message. committed: set by the function that performs the work, from the moment when
-    the gradient may be counted; from then on the work runs to its end even without callers, so that a repeated request
-    finds the answer. cancelled: whether `cancel` was called.
+    last_stage: the last stage that the work runs here.
+    callers: the on_progress functions, one for each waiting caller.
+    newest: stage -> its latest progress message.
+    committed: set by the function that performs the work, from the moment when the gradient may be counted; from then
+    on the work runs to its end even without callers, so that a repeated request finds the answer.
+    cancelled: whether `cancel` was called.
     """
 
     task: asyncio.Task[HopAnswer]

@@ -135,10 +135,12 @@ class StepState:
 class OpeningInputs:
     """What an origin sees around itself before it decides whether to open a microbatch; the inputs of next_opening.
 
-    ready: whether enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
-    staleness_ceiling: see staleness_limit. before_mean: how many microbatches may be open until the mean gradient, to
-    which this peer gives its share of a step, is applied; more would be computed on weights without that mean. None
-    where origins do not wait for means.
+    ready: whether enough replicas serve the run.
+    step: how far stage 0 is in its step; None in an asynchronous run.
+    path_s: seconds of the path to the last stage and back, see Hop.path_s.
+    staleness_ceiling: how many may be in flight by schedule.staleness, see staleness_limit.
+    before_mean: how many microbatches may be open until the mean gradient, to which this peer gives its share of a
+    step, is applied; more would be computed on weights without that mean. None where origins do not wait for means.
     """
 
     ready: bool = True

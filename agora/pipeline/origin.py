@@ -47,10 +47,11 @@ LOOK_AGAIN_S = 0.5
 class OriginConfig:
     """How the origin of the peer `me` opens microbatches.
 
-    ceiling: maximum number of microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to use a
-    measured credit. first_timeout_s: seconds that an attempt may take before any was measured. objective: the
-    manifest's kind; with "dpo" the origin first asks the swarm for the rows' log-probabilities under the reference
-    model, unless it remembers them.
+    ceiling: maximum number of microbatches in flight that memory allows.
+    max_in_flight: the manifest's maximum number of microbatches in flight; 0 to use a measured credit.
+    first_timeout_s: seconds that an attempt may take before any was measured.
+    objective: the kind of the manifest's objective; with "dpo" the origin first asks the swarm for the rows'
+    log-probabilities under the reference model, unless it remembers them.
     """
 
     me: PeerId
@@ -63,10 +64,12 @@ class OriginConfig:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch of this origin. tokens: its token ids. started: loop time of its opening.
+    """One microbatch of this origin.
 
-    path: stage -> the peer last seen to hold the microbatch there, a hint for the next attempt. purpose, step,
-    references: as in the message Process.
+    tokens: its token ids.
+    started: loop time of its opening.
+    path: stage -> the peer last seen to hold the microbatch there, a hint for the next attempt.
+    purpose, step, references: see the message Process.
     """
 
     id: MicrobatchId
@@ -86,10 +89,12 @@ class Microbatch:
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    look: returns the inputs of the decision whether to open a microbatch; called before each decision. session: the
-    first 8 bytes of all ids of this origin's microbatches, by default random. completed: number of microbatches trained
-    on so far. credit: the present limit of microbatches in flight, and why. Moving averages over completed training
-    microbatches: loss (nats per token), microbatch_tokens (tokens that count), metrics (by name).
+    look: returns the inputs of the decision whether to open a microbatch; called before each decision.
+    session: the first 8 bytes of all ids of this origin's microbatches, by default random.
+    completed: number of microbatches trained on so far.
+    credit: the present limit of microbatches in flight, and why.
+    loss, microbatch_tokens, metrics: moving averages over completed training microbatches, of nats per token, of tokens
+    that count, and of each metric by name.
     """
 
     def __init__(

@@ -114,9 +114,10 @@ class Choice:
 class Candidate(NamedTuple):
     """One peer that may get a microbatch, as choose_next compares it with others.
 
-    ready_at: time from which it may be called; infinite when only an answer of this peer can make it ready. lead_s:
-    seconds of work charged to it beyond the least charged peer of the stage. finish_s: expected seconds until it has
-    computed the microbatch. obstacle: why it is not ready, in words; "" if it is.
+    ready_at: time from which the peer may be called; infinite when only an answer of this peer can make it ready.
+    lead_s: seconds of work charged to the peer beyond the least charged peer of the stage.
+    finish_s: expected seconds until the peer has computed the microbatch.
+    obstacle: why the peer is not ready, in words; "" if it is ready.
     """
 
     peer: PeerId

@@ -101,9 +101,11 @@ class RoutedCall:
 class Router:
     """Sends microbatches to peers of later stages: chooses a peer, calls it, tries another when it fails or is busy.
 
-    view_of: returns the present view, which lists the peers. wire_rules: what answers must be. offences: records bad
-    answers, and knows which peers are suspended. round_trip_s(peer): returns the seconds measured on the idle link,
-    None when unknown. table: what was measured of every peer.
+    view_of: returns the present view, which lists the peers.
+    wire_rules: the run's rules for the tensors and numbers in answers.
+    offences: records bad answers, and knows which peers are suspended.
+    round_trip_s(peer): returns the seconds measured on the idle link, None when unknown.
+    table: what was measured of every peer.
     """
 
     def __init__(

@@ -42,9 +42,10 @@ RETRY_S: Final = 15.0
 class Findings:
     """What this peer has found out about how others can connect to it.
 
-    answered_at: when neighbours that were asked to dial back last answered, None before the first answer. reached: the
-    direct addresses, without /p2p/PEER, at which neighbours dialled this peer back. relays: those at which this peer
-    has a reservation. was_punched: whether this peer has had a connection through a punched hole (NAT traversal).
+    answered_at: when neighbours that were asked to dial back last answered, None before the first answer.
+    reached: the direct addresses, without /p2p/PEER, at which neighbours dialled this peer back.
+    relays: those at which this peer has a reservation.
+    was_punched: whether this peer has had a connection through a punched hole (NAT traversal).
     is_confirmed: False if `reached` is one neighbour's word about an address that this peer does not know as its own.
     """
 
