@@ -1,7 +1,7 @@
 """Reserves the bytes of answers before they are made, and rations the answers that strangers may ask for.
 
-Knows: how large the answer to each kind of request can be, who holds how many bytes. Must not know: how an answer is
-made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for each.
+Knows: how large the answer to each kind of request can be, how many bytes each holder has. Must not know: how an answer
+is made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for each.
 
 | request | bytes reserved | besides |
 |---|---|---|

@@ -59,7 +59,7 @@ class Dialler:
         self._is_closing = False
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known multiaddrs of `peer` with those given that end in its id; keeps the known if none does."""
+        """Replaces the known multiaddrs of `peer` with the given ones that end in its id; if none does, changes nothing."""
         self._book.learn(peer, addresses)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:

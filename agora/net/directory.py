@@ -137,8 +137,8 @@ class Directory:
         """Signs `record` and stores it in `shards`.
 
         Returns whether within PUBLISH_S some node stored it for every shard. The record expires after `lifetime_s`, or
-        just after this peer's last record in any of `shards` that it has published or read, if that is later: the DHT
-        keeps the one that expires last, even if it was published while this machine's clock was ahead. Raises
+        just after this peer's last record in any of `shards` that this node has published or read, if that is later:
+        the DHT keeps the one that expires last, even if it was published while this machine's clock was ahead. Raises
         ProtocolError for a record that is too large or of another peer.
         """
         now_unix = self._unix()

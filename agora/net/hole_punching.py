@@ -1,6 +1,7 @@
 """Opens TCP connections through the NATs of both ends, and carries ordinary libp2p connections through them.
 
-Knows: TCP's simultaneous open (RFC 9293, section 3.5; RFC 5128, section 3.4). Must not know: who introduced the two.
+Knows: TCP's simultaneous open (RFC 9293, section 3.5; RFC 5128, section 3.4). Must not know: which peer introduced the
+two.
 
 Both peers connect at the same time, from the port at which their p2pd listens and to the address from which a common
 neighbour sees the other; each one's packet opens its own NAT for the other's. The socket must stay the same from the

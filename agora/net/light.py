@@ -101,9 +101,9 @@ class _Query:
     requester: Credentials
 
     def hello_to(self, peer: PeerId) -> messages.Hello:
-        """Returns the HELLO for a stream to `peer`, which asks to be a reader of the run.
+        """Returns the HELLO for a stream to `peer`, in which this client asks to be a reader of the run.
 
-        It carries a token of the run, salted for `peer`.
+        The HELLO carries a token of the run, salted for `peer`.
         """
         me = self.requester.identity.peer
         salt = os.urandom(SALT_BYTES)

@@ -46,7 +46,7 @@ class LinkError(InputError):
 class LinkSpec:
     """One peer's access link: `rate` bytes per second each way, with a delay (`rtt_s`), jitter and loss of packets.
 
-    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer. loss:
+    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, plus up to (jitter_a + jitter_b) / 2. loss:
     fraction of packets, 0 to MAX_LOSS. text: what `parse` read, "" for a link that was made otherwise.
     """
 

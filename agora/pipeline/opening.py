@@ -28,8 +28,8 @@ GRACE_S = 3.0
 class Credit:
     """How many microbatches an origin may have in flight at most (`limit`). reason: in words, why so many.
 
-    shortage: if schedule.staleness keeps the limit below what the round trip would use, a sentence for users that says
-    so; "" otherwise.
+    shortage: if schedule.staleness keeps the limit below what the round trip would use, a sentence about it for
+    users; "" otherwise.
     """
 
     limit: int

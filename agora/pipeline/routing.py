@@ -114,8 +114,8 @@ class RoutingTable:
 
         A new peer gets newcomer_stats. A peer with a higher incarnation (restarted) loses failures, queue and limits,
         but not the measured speed. Other peers are dropped; their stats are forgotten once no call to them is open.
-        Also sets who needs a relay, from own_reachability, this peer's claim. Does nothing if `replicas` is the same
-        object as at the last call, and `suspended` equal.
+        Also sets which peers need a relay, from own_reachability, which this peer claims. Does nothing if `replicas` is
+        the same object as at the last call, and `suspended` equal.
         """
         known = self._stages[stage]
         if known.replicas is replicas and known.suspended == suspended:

@@ -214,7 +214,7 @@ def _is_close(first: int, last: int, span: Span | None) -> bool:
 def read_interval_s(is_calm: bool, took_s: float) -> float:
     """Returns the seconds to wait after a read that took `took_s` seconds: 3 * took_s, at least 1 and at most 8.
 
-    If `is_calm` at least 4. is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
+    At least 4 if `is_calm`, which means that every stage has a replica, and the view has not changed for CALM_AFTER_S.
     """
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 

@@ -44,7 +44,7 @@ class Findings:
 
     answered_at: when neighbours that were asked to dial back last answered, None before the first answer.
     reached: the direct addresses, without /p2p/PEER, at which neighbours dialled this peer back.
-    relays: those at which this peer has a reservation.
+    relays: the relays at which this peer has a reservation.
     was_punched: whether this peer has had a connection through a punched hole (NAT traversal).
     is_confirmed: False if `reached` is one neighbour's word about an address that this peer does not know as its own.
     """
@@ -154,8 +154,9 @@ def build_announcement(
 ) -> Announcement:
     """Returns what this peer's claim should contain on how to connect to this peer.
 
-    The announcement has at most MAX_ADDRESSES addresses: first direct ones, at most half of that number: those at which
-    others reached this peer (`findings.reached`), then `own`; after them addresses through the relays of `findings`.
+    The announcement has at most MAX_ADDRESSES addresses: first direct ones, at most half of that number, of which those
+    come first at which others reached this peer (`findings.reached`), then `own`; after the direct ones come addresses
+    through the relays of `findings`.
     own: this machine's addresses that may be announced, without /p2p/PEER: configured ones, and those of interfaces.
     relay_addresses: for each relay, its addresses with /p2p/RELAY; an address through another relay is left out, and so
     is a relay of `findings` that is missing here. relays_for: as in Announcement; 0 is announced unless this peer is
