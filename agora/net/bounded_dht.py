@@ -128,9 +128,9 @@ class BoundedP2P:
             """Checks and charges one request, has `handler` answer it, and returns the packed response.
 
             In a store's response, the records that were removed from the request are False. p2pd sends the caller the
-            text of any error raised here. Raises NotAdmitted for a caller that has not exchanged HELLO; ProtocolError,
-            after it is counted and reported, for a malformed or oversized request; Busy when the caller's bucket is too
-            low or a find's answer would be too large.
+            text of any error raised here. Raises NotAdmitted for a caller that has not exchanged HELLO. Raises
+            ProtocolError, after it is counted and reported, for a malformed or oversized request. Raises Busy when the
+            caller's bucket is too low or a find's answer would be too large.
             """
             peer = PeerId(str(remote))
             if not self._guard.is_admitted_member(peer):
@@ -253,9 +253,9 @@ class BoundedP2P:
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
         """Calls another node after HELLO; returns its reply, without a foreign node id or a find's invalid contents.
 
-        Raises NotAdmitted for a node that is not a member of the run; ProtocolError, after it is counted and reported,
-        for a malformed reply, and for a find's reply that exceeds a bound; TimeoutError when none comes in RPC_S; or
-        hivemind's errors when the call fails.
+        Raises NotAdmitted for a node that is not a member of the run. Raises ProtocolError, after it is counted and
+        reported, for a malformed reply, and for a find's reply that exceeds a bound. Raises TimeoutError when no reply
+        comes in RPC_S, or hivemind's errors when the call fails.
         """
         raw = await self._call_greeted(peer_id, name, input.SerializeToString())
         try:

@@ -59,7 +59,7 @@ class Dialler:
         self._is_closing = False
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known multiaddrs of `peer` with the given ones that end in its id; if none does, changes nothing."""
+        """Replaces the known multiaddrs of `peer` with those given that end in its id; does nothing if none does."""
         self._book.learn(peer, addresses)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
@@ -96,8 +96,8 @@ class Dialler:
         """Opens a connection to `peer`, even if there is one, or awaits the dial that another caller has begun.
 
         The dial goes on when this caller is cancelled. Raises ConnectionBroken when the peer is not reached within
-        `dial_s`, when it is this peer itself, when its HELLO is late or malformed, and after `stop`; NotAdmitted,
-        WrongRun or another AgoraError when either side refuses the other at HELLO.
+        `dial_s`, when it is this peer itself, when its HELLO is late or malformed, and after `stop`. Raises
+        NotAdmitted, WrongRun or another AgoraError when either side refuses the other at HELLO.
         """
         if self._is_closing:
             raise ConnectionBroken("this peer is leaving")

@@ -5,9 +5,9 @@ two.
 
 Both peers connect at the same time, from the port at which their p2pd listens and to the address from which a common
 neighbour sees the other; each one's packet opens its own NAT for the other's. The socket must stay the same from the
-first packet on: the NAT drops an answer to any other. p2pd cannot be made to do that without four observers of its
+first packet on: the NAT drops an answer to any other. p2pd cannot be made to dial so without four observers of its
 address, so the connection is made here, and p2pd's bytes are carried through it: the dialler's p2pd dials a port on
-loopback, the other's p2pd is dialled on loopback. The two authenticate and encrypt as on any other connection.
+loopback, the other's p2pd is dialled on loopback. The two p2pds authenticate and encrypt as on any other connection.
 """
 
 from __future__ import annotations

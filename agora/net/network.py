@@ -116,7 +116,7 @@ class Network:
             connection.stream.abort()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known multiaddrs of `peer` with the given ones that end in its id; if none does, changes nothing."""
+        """Replaces the known multiaddrs of `peer` with those given that end in its id; does nothing if none does."""
         self._dialler.learn(peer, addresses)
 
     def set_ways_to_reach(self, ways: WaysToReach) -> None:

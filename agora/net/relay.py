@@ -122,9 +122,9 @@ class RelayService:
     def _decide_status(self, stream: RawStream, message: CircuitMessage) -> Status:
         """Returns the status to answer a request with: OK if it may be served, otherwise why not.
 
-        Not served are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`,
-        circuits to a peer without reservation, and circuits beyond CIRCUITS_PER_PEER of one caller or CIRCUITS_PER_PEER
-        * max_peers of all.
+        Refused are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`, and
+        circuits to a peer without reservation. So are circuits beyond CIRCUITS_PER_PEER of one caller, or beyond
+        CIRCUITS_PER_PEER * max_peers of all callers.
         """
         peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:

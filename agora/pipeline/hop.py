@@ -100,9 +100,9 @@ class Hop:
         A repeated request gets the kept answer immediately, or joins the running work. Others first wait at the barrier
         for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
         stage 0. on_progress: called with each CallProgress of this and later hops. holder: the caller; None for this
-        peer's own origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before any work if too
-        little time is left; Unavailable and errors of the compute during the work, PeerFailed when WorkLedger.finish
-        ends it. After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
+        peer's own origin. Before any work, raises Busy, NotMyStage or ProtocolError, or Unavailable if too little
+        time is left. During the work, raises Unavailable, errors of the compute, or PeerFailed when WorkLedger.finish
+        ends the work. After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -125,7 +125,7 @@ class Hop:
         A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy before
         the wait if the step is too far ahead. Raises Busy after the wait if a stage is still behind the step, if a
         training microbatch entered this peer at another stage and overlaps this request's stages, or if the ledger
-        takes no more work; also raises the work's own error, such as Unavailable or PeerFailed.
+        takes no more work. Also raises the work's own error, such as Unavailable or PeerFailed.
         """
         entry_stage = request.message.stage
         last_stage = self._span.last

@@ -199,8 +199,8 @@ def _issuing_problem(ticket: Ticket, parent: Ticket | None, founder: PeerId) -> 
     """Returns why the issuer of `ticket` had no right to issue it, in words; "" if it had.
 
     parent: the ticket before `ticket` in the chain; None for the first ticket, which only the founder may issue. The
-    issuer must be the parent's holder. A delegate may issue any ticket but that of a delegate; the key of a bearer
-    ticket only passes the ticket's own role on, to a named peer; no other peer may issue a ticket.
+    issuer must be the parent's holder. A delegate may issue any ticket but that of a delegate. The key of a bearer
+    ticket only passes the ticket's own role on, to a named peer. No other peer may issue a ticket.
     """
     if parent is None:
         return "" if ticket.issuer == founder else "its ticket is not signed by the founder or a delegate"

@@ -33,9 +33,9 @@ MAX_DIALS: Final = 4
 class LostPeers:
     """Remembers which peers' connections broke, and which peers are lost: a dial after that failed.
 
-    Call `update_connected` often; dial the peers that it returns, and call `record_failed_dial` for each that cannot be
-    reached; then ask `is_lost`. None is recorded as lost while this peer has no connection. A peer is lost for LOST_S,
-    or until it is connected again or has a claim of a later incarnation.
+    Call `update_connected` often, dial the peers that it returns, and call `record_failed_dial` for each of them that
+    cannot be reached. Then ask `is_lost`. None is recorded as lost while this peer has no connection. A peer is lost
+    for LOST_S, or until it is connected again or has a claim of a later incarnation.
     """
 
     def __init__(self) -> None:

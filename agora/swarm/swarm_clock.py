@@ -52,8 +52,8 @@ def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> Clo
     """Returns the settled correction that follows `current`: the median of `offsets_s`, see `_median_with_own`.
 
     The seconds stay as they are if `offsets_s` is empty, if it has one entry and `current` is settled, if the median
-    differs by less than STEADY_S from settled seconds, and if its absolute value exceeds MAX_CORRECTION_S: then the
-    median is set as `refused_s`. offsets_s: for each other peer, by how many seconds its time is ahead of this
+    differs by less than STEADY_S from settled seconds, and if its absolute value exceeds MAX_CORRECTION_S. In the last
+    case the median is set as `refused_s`. offsets_s: for each other peer, by how many seconds its time is ahead of this
     machine's uncorrected clock.
     """
     if current.is_settled and len(offsets_s) < 2:
