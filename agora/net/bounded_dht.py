@@ -99,7 +99,7 @@ class BoundedP2P:
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
         self._work = RateLimiter(rate, rate * BURST_S)
         self._signatures = RateLimiter(SIGNATURES_PER_S, SIGNATURES_BURST)
-        self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the last one that named it
+        self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the peer that named it last
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
         self.report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None

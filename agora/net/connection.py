@@ -220,7 +220,7 @@ class Connection:
             return
         took_s = boot_time() - started
         self.round_trip = self.round_trip.with_sample(took_s)
-        if isinstance(reply.message, Pong) and reply.message.unix:  # it was sent half a round trip ago
+        if isinstance(reply.message, Pong) and reply.message.unix:  # the Pong was sent half a round trip ago
             self.boot_unix = reply.message.unix - (started + took_s / 2)
 
     def tick(self, now: float) -> None:
@@ -351,7 +351,7 @@ class Connection:
             return
         if isinstance(result, AgoraError):
             call.reply.set_exception(result)
-            call.reply.exception()  # its caller may have left without asking for it
+            call.reply.exception()  # its caller may have left without retrieving it
         else:
             call.reply.set_result(result)
 

@@ -316,7 +316,7 @@ class Host:
 
     async def _watch(self) -> None:
         """Waits for p2pd's end. Sets `died` when p2pd, or the task that reads its answers, ends before `close`."""
-        # hivemind does not check this: with its p2pd gone, P2P.is_alive stays True and its calls hang.
+        # hivemind does not check p2pd: with its p2pd gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
         if not self._closing:

@@ -28,7 +28,7 @@ _REQUEST: Final = struct.Struct("=BBBxI48x")
 _MESSAGE: Final = struct.Struct("=BBBB48xIIIII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _RECEIVED: Final = struct.Struct("=QII")  # at 128 of struct tcp_info: bytes_received, segs_out, segs_in
-_SENT: Final = struct.Struct("=Q")  # at 200: bytes_sent, since Linux 4.19; it counts what is sent again
+_SENT: Final = struct.Struct("=Q")  # at 200: bytes_sent, since Linux 4.19; retransmissions count
 RECEIVED_AT, SENT_AT = 128, 200
 """Offsets in struct tcp_info of what _RECEIVED and _SENT read."""
 

@@ -213,7 +213,7 @@ class FrameStream(asyncio.BufferedProtocol):
             if len(self._scratch) > SCRATCH_BYTES:
                 self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         elif self._end == len(self._scratch):
-            self._make_room(1)  # it must never stay full
+            self._make_room(1)  # the buffer must never stay full
 
     def _call_guarded(self, step: Callable[[], object]) -> None:
         """Calls `step`; if it raises ProtocolError, ignores later bytes and calls the sink's `on_protocol_error`."""

@@ -53,11 +53,11 @@ class Attempt:
     stage: int
     peer: PeerId
     stats: PeerStats  # the peer's entry in the table
-    started: float  # when it was sent
+    started: float  # when the microbatch was sent
     until: float  # when the caller stops waiting
-    deadline_ms: int  # the time that the peer is given, a little less than until then, see deadline_to_send
+    deadline_ms: int  # milliseconds that the peer is given, a little less than to `until`, see deadline_to_send
     payload_bytes: int
-    charge_s: float  # virtual runtime that the peer was charged for it
+    charge_s: float  # virtual runtime that the peer was charged for the microbatch
 
 
 def must_use_relay(mine: str, theirs: str) -> bool:
@@ -175,7 +175,9 @@ class RoutingTable:
         """
         callees = self.callees(stage)
         stats = callees[peer]
-        charge_s = max(stats.service_s, payload_bytes / stats.bytes_per_s)  # it occupies the slower of device and link
+        charge_s = max(
+            stats.service_s, payload_bytes / stats.bytes_per_s
+        )  # a microbatch occupies the slower of device and link
         charge_s *= RELAYED_FACTOR if stats.is_relayed else 1.0
         stats.virtual_s = max(stats.virtual_s, virtual_floor(callees.values(), payload_bytes)) + charge_s
         stats.open_calls += 1

@@ -159,7 +159,7 @@ def build_announcement(
     come first, then `own`.
     own: this machine's addresses that may be announced, without /p2p/PEER: configured ones, and those of interfaces.
     relay_addresses: for each relay, its addresses with /p2p/RELAY; an address through another relay is left out, and so
-    is a relay of `findings` that is missing here. relays_for: as in Announcement; 0 is announced unless this peer is
+    is a relay of `findings` that is missing here. relays_for: see Announcement; 0 is announced unless this peer is
     public.
     """
     reachability = judge_reachability(findings)
