@@ -93,7 +93,7 @@ class Directory:
         node = await DHTNode.create(
             p2p=bounds,
             node_id=node_id_of(host.p2p.peer_id),
-            # Nothing is cached: a cached stage hides newcomers. No search reuses another's results: it would wait for them.
+            # Nothing is cached: a cached stage hides newcomers. No search waits for another to reuse its results.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,

@@ -39,9 +39,7 @@ class PeerStats:
     """
 
     virtual_s: float = 0.0  # seconds of work that were charged to the peer so far (virtual runtime)
-    service_s: float = (
-        UNMEASURED_SERVICE_S  # the peer's mean device seconds per microbatch (queueing theory: service time)
-    )
+    service_s: float = UNMEASURED_SERVICE_S  # mean device seconds per microbatch (queueing theory: service time)
     round_trip_s: float = 0.0  # mean round trip of the link, as far as it can be separated from the transfer
     bytes_per_s: float = math.inf  # mean rate of the link; infinite until a transfer was measured
     call_s: float = 0.0  # mean length of a whole call, everything downstream included

@@ -175,9 +175,7 @@ class RoutingTable:
         """
         callees = self.callees(stage)
         stats = callees[peer]
-        charge_s = max(
-            stats.service_s, payload_bytes / stats.bytes_per_s
-        )  # a microbatch occupies the slower of device and link
+        charge_s = max(stats.service_s, payload_bytes / stats.bytes_per_s)  # occupies the slower of device and link
         charge_s *= RELAYED_FACTOR if stats.is_relayed else 1.0
         stats.virtual_s = max(stats.virtual_s, virtual_floor(callees.values(), payload_bytes)) + charge_s
         stats.open_calls += 1
