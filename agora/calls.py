@@ -1,6 +1,6 @@
 """A call to another peer, as every package that makes one sees it: a request, progress while it is open, a reply.
 
-Knows: the form of a call. Must not know: who carries it (net.network.Network, or memory in tests) or what it is about.
+Knows: the form of a call. Must not know: what carries it (net.network.Network, or memory in tests) or what it is about.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Caller(Protocol):
     ) -> Reply:
         """Sends `request` with `tensors` to `peer` and returns its reply. deadline: in loop time, see clock.loop_time.
 
-        Raises the peer's refusal as the error that it names, and an AgoraError when the connection breaks or cannot be
-        opened, or at the deadline. When the caller stops waiting, by deadline or cancellation, the peer's work is
-        cancelled. on_progress: called with each progress message (CallProgress) that comes before the reply.
+        Raises the peer's refusal as the error that the refusal names, and an AgoraError when the connection breaks or
+        cannot be opened, or at the deadline. When the caller stops waiting, by deadline or cancellation, the peer's
+        work is cancelled. on_progress: called with each progress message (CallProgress) that comes before the reply.
         """

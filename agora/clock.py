@@ -18,7 +18,7 @@ def loop_time() -> float:
 
 
 def boot_time() -> float:
-    """Returns the seconds since this machine was booted, including suspended time; nobody can set this clock.
+    """Returns the seconds since this machine was booted, including suspended time; this clock cannot be set.
 
     Where the system has no such clock, suspended time is missing.
     """

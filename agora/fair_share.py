@@ -1,4 +1,4 @@
-"""Decides who may use how much of what this peer shares with others: work per second, slots, bytes. Deterministic.
+"""Decides how much each holder may use of what this peer shares: work per second, slots, bytes. Deterministic.
 
 Knows: holders (a peer and the address prefix that it comes from), counts and amounts. Must not know: what is shared,
 clocks (`now` is an argument), sockets. A holder's prefix matters because anyone can create as many peer ids as they
@@ -8,7 +8,7 @@ like, but not as many networks.
 |---|---|---|
 | work per second | each holder has a bucket that fills at a rate; a request takes its price out of it | RateLimiter |
 | slots, bytes | half are free to all; each prefix may have an equal part, each peer an equal part of it | may_acquire |
-| slots, all taken | whoever has more than its part gives one up, the largest holder first | largest_holder |
+| slots, all taken | a holder with more than its part gives one up, the largest holder first | largest_holder |
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agora_protocol.ids import PeerId
 MAX_HOLDERS: Final = 16_384
 """Maximum number of holders whose buckets are remembered; the one that asked longest ago is forgotten first."""
 FREE_FRACTION: Final = 0.5
-"""The fraction of a capacity that anybody may take, whoever holds the rest."""
+"""The fraction of a capacity that any holder may take, whichever holders have the rest."""
 
 
 class Holder(NamedTuple):
-    """Who uses a part of what is shared: a peer, and the prefix of the address that it comes from ("" if unknown)."""
+    """A user of a part of what is shared: a peer, and the prefix of the address that it comes from ("" if unknown)."""
 
     prefix: str
     peer: PeerId
@@ -46,7 +46,7 @@ class WorkBucket:
     at: float
 
     def take(self, now: float, price: float) -> bool:
-        """Adds the tokens gained until `now`; takes `price` tokens if there are that many, returns whether it did."""
+        """Adds the tokens gained until `now`; takes `price` tokens, if it holds as many; returns whether it did."""
         self.level = min(self.burst, self.level + self.rate * max(0.0, now - self.at))
         self.at = max(self.at, now)
         if price > self.level:
@@ -84,11 +84,11 @@ def may_acquire(
 ) -> bool:
     """Returns whether `holder` may take `size` more of a `capacity` (of slots or bytes). held: what each has now.
 
-    | taken in all afterwards | who may take it |
+    | taken in all afterwards | which holders may take it |
     |---|---|
-    | at most free * capacity | anybody |
+    | at most free * capacity | all |
     | more | a holder that stays within its fair share, see fair_share_of, or that has nothing yet |
-    | more than the capacity | nobody |
+    | more than the capacity | none |
     """
     taken = sum(held.values()) + size
     own = held.get(holder, 0)
@@ -98,7 +98,7 @@ def may_acquire(
 
 
 def fair_share_of(held: Mapping[Holder, int], holder: Holder, capacity: int) -> float:
-    """Returns capacity / number of prefixes / number of peers in the holder's prefix: the most that is fair for it.
+    """Returns capacity / number of prefixes / number of peers in the holder's prefix: the holder's fair share.
 
     Counts only holders that have something (held: what each has now), and `holder` itself.
     """
@@ -112,8 +112,8 @@ def fair_share_of(held: Mapping[Holder, int], holder: Holder, capacity: int) -> 
 def largest_holder(held: Mapping[Holder, int], newcomer: Holder) -> Holder | None:
     """Returns which holder should give up a slot for `newcomer`: the largest holder of the prefix that holds most.
 
-    That prefix may be the newcomer's own. held: how many slots each holder has now. Returns None if nobody has any, if
-    the largest holder is the newcomer itself, or if another prefix is chosen but the newcomer's holds as much.
+    That prefix may be the newcomer's own. held: how many slots each holder has now. Returns None if no holder has any,
+    if the largest holder is the newcomer itself, or if another prefix is chosen but the newcomer's holds as much.
     """
     by_prefix: Counter[str] = Counter()
     for holder, count in held.items():
@@ -131,7 +131,7 @@ class SharedCapacity:
     """A capacity of `limit` slots or bytes that holders share: counts what each has (`held`); see may_acquire."""
 
     def __init__(self, limit: int, max_fraction_each: float = 1.0) -> None:
-        """max_fraction_each: the fraction of the capacity that one holder may have, even if nobody else wants any."""
+        """max_fraction_each: the fraction of the capacity that one holder may have, even if no other wants any."""
         self.limit = limit
         self.held: Counter[Holder] = Counter()
         self._max_fraction_each = max_fraction_each
@@ -148,7 +148,7 @@ class SharedCapacity:
         return True
 
     def release(self, holder: Holder, size: int = 1) -> None:
-        """Releases `size` of what the holder has, or all of that if it has less."""
+        """Releases `size` of what the holder has, or all of it if that is less."""
         self.held[holder] -= size
         if self.held[holder] <= 0:
             del self.held[holder]

@@ -1,6 +1,6 @@
 """The metrics of an objective: the sums in a microbatch's answer, their bounds, and the means that are made from them.
 
-Knows: names, sums. Must not know: logits, messages, who adds the sums up.
+Knows: names, sums. Must not know: logits, messages, where the sums are added up.
 
 | objective | sums of a microbatch                                                           | metrics             |
 |-----------|--------------------------------------------------------------------------------|---------------------|

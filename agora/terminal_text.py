@@ -1,7 +1,7 @@
 """Makes text that others wrote harmless to a terminal, or one line.
 
-Knows: which characters a terminal shows. Must not know: who wrote a text, or where it is printed. Every command prints
-through it (cli/console.py), and so does the log (observe/log.py).
+Knows: which characters a terminal shows. Must not know: where a text comes from, or where it is printed. Every command
+prints through this module (cli/console.py), and so does the log (observe/log.py).
 """
 
 from __future__ import annotations

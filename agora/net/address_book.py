@@ -39,7 +39,7 @@ class AddressBook:
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Replaces the addresses of `peer` with the first MAX_ADDRESSES given that are well-formed and end in its id.
 
-        Keeps the known addresses if none of those given is.
+        Keeps the known addresses if no given address qualifies.
         """
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:

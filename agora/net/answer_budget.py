@@ -1,7 +1,7 @@
 """Reserves the bytes of answers before they are made, and rations the answers that strangers may ask for.
 
-Knows: how large the answer to each kind of request can be, who holds how many bytes. Must not know: how an answer is
-made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for each.
+Knows: how large the answer to each kind of request can be, how many bytes each holder has. Must not know: how an answer
+is made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for each.
 
 | request | bytes reserved | besides |
 |---|---|---|
@@ -37,11 +37,11 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
 MAX_FRACTION_EACH: Final = 0.5
 """The largest fraction of all bytes for answers that one peer's unread answers may hold."""
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
-"""Rationed requests of one peer: this many a second, and this many at once after a pause."""
+"""Rationed requests of one peer: this many a second, and this many in one burst after a pause."""
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
-"""Rationed requests of all peers of one network together: a second, and at once after a pause."""
+"""Rationed requests of all peers of one network together: per second, and in one burst after a pause."""
 REFUSAL_BURST: Final = 200.0
-"""Refusals at once after which a peer that goes on asking breaks the protocol: refusing costs something too."""
+"""Refusals in one burst after which a peer that goes on asking breaks the protocol: refusing costs something too."""
 RATIONED: Final = (GetStatus, GetManifest)
 RETRY_MS: Final = 1000
 """Milliseconds after which a peer that was refused as Busy may ask again."""

@@ -1,7 +1,8 @@
 """Bounds what the DHT's messages can cost: requests before they are parsed, replies before hivemind sees them.
 
-Knows: hivemind's DHT messages and how its node sends them. Must not know: what records mean, or who is a member (a
-DhtGuard says it). It stands between hivemind's DHTNode and p2pd; docs/limits.md has the bounds as a table.
+Knows: hivemind's DHT messages and how its node sends them. Must not know: what records mean, or which peers are members
+(a DhtGuard decides it). BoundedP2P stands between hivemind's DHTNode and p2pd; docs/limits.md has the bounds as a
+table.
 
 | of others | bound |
 |---|---|
@@ -43,7 +44,7 @@ MAX_NODES: Final = 20
 MAX_PEER_ID_BYTES: Final = 64
 """Bytes of a peer id in a reply; an Ed25519 key's has 38."""
 MAX_NAMED: Final = 4096
-"""Maximum number of nodes of which it is remembered who named them last."""
+"""Maximum number of nodes for which the peer that named them last is remembered."""
 SHARDS_PER_STAGE: Final = 3
 """A peer publishes a record under at most this many keys for each stage."""
 MIN_KEYS: Final = 64
@@ -56,7 +57,7 @@ BURST_S: Final = 10.0
 RECORD_PRICE: Final = 4.0
 """Tokens for each record to store; a key, and a kilobyte, cost 1."""
 SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
-"""New signatures in one peer's replies that are verified: this many a second, and this many at once after a pause."""
+"""New signatures in one peer's replies that are verified: per second, and in one burst after a pause."""
 VERIFIED_AT_ONCE: Final = 16
 """Number of signatures after which other tasks on the event loop have their turn."""
 RPC_S: Final = 2.0
@@ -77,7 +78,7 @@ class ReplyEntry(NamedTuple):
 
 
 def node_id_of(peer: Any) -> Any:
-    """Returns the DHT node id of a peer (hivemind's PeerID): the SHA-1 of its id, so nobody chooses one freely."""
+    """Returns the DHT node id of a peer (hivemind's PeerID): the SHA-1 of the peer's id, so no peer can choose it."""
     return DHTID.generate(peer.to_bytes())
 
 
@@ -90,7 +91,7 @@ class BoundedP2P:
     """
 
     def __init__(self, p2p: Any, validator: SignedRecords, stages: int, guard: DhtGuard) -> None:
-        """guard: says which peers are answered and called."""
+        """guard: decides which peers are answered and called."""
         self._p2p = p2p
         self._guard = guard
         self._validator = validator
@@ -98,7 +99,7 @@ class BoundedP2P:
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
         self._work = RateLimiter(rate, rate * BURST_S)
         self._signatures = RateLimiter(SIGNATURES_PER_S, SIGNATURES_BURST)
-        self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the last one that named it
+        self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the peer that named it last
         self.stored_bytes: Callable[[Any], int] = lambda _key: 0
         self.is_member: Callable[[PeerId], bool] = lambda _peer: True
         self.report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
@@ -126,9 +127,10 @@ class BoundedP2P:
         async def answer(raw: bytes, remote: Any) -> bytes:
             """Checks and charges one request, has `handler` answer it, and returns the packed response.
 
-            A store's response says False for the records that were removed from the request. p2pd sends the caller the
-            text of any error raised here. Raises NotAdmitted for a caller that has not exchanged HELLO; ProtocolError,
-            after it is counted and reported, for a malformed or oversized request; Busy as `_parse_and_charge` does.
+            In a store's response, the records that were removed from the request are False. p2pd sends the caller the
+            text of any error raised here. Raises NotAdmitted for a caller that has not exchanged HELLO. Raises
+            ProtocolError, after it is counted and reported, for a malformed or oversized request. Raises Busy when the
+            caller's bucket is too low or a find's answer would be too large.
             """
             peer = PeerId(str(remote))
             if not self._guard.is_admitted_member(peer):
@@ -171,8 +173,8 @@ class BoundedP2P:
     def _check_find(self, request: Any, peer: PeerId) -> None:
         """Charges 1 token for each key of a find, then 1 for every 16 KiB that this node stores under those keys.
 
-        Raises ProtocolError for more than `max_keys` keys or one that is not a hash; Busy as `_charge` does, or after
-        the first charge if the stored values exceed MAX_ANSWER_BYTES.
+        Raises ProtocolError for more than `max_keys` keys or one that is not a hash; Busy when the peer's bucket holds
+        too few tokens, or, after the first charge, if the stored values exceed MAX_ANSWER_BYTES.
         """
         if len(request.keys) > self.max_keys or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
             raise ProtocolError("too-large", f"A find of {len(request.keys)} keys; {self.max_keys} are the most.")
@@ -183,7 +185,7 @@ class BoundedP2P:
         self._charge(peer, nbytes / 16_384)
 
     def _check_store(self, request: Any, peer: PeerId) -> None:
-        """Charges RECORD_PRICE tokens for each record of a store; raises Busy as `_charge` does.
+        """Charges RECORD_PRICE tokens for each record of a store; raises Busy when the peer's bucket holds too few.
 
         Raises ProtocolError, without a charge, for more than max_keys * SHARDS_PER_STAGE records, lists of unequal
         length, or a key that is not a hash.
@@ -200,7 +202,7 @@ class BoundedP2P:
     def _charge(self, peer: PeerId, price: float) -> None:
         """Takes `price` tokens out of the peer's token bucket.
 
-        If it holds fewer, takes none, counts this and raises Busy.
+        If the bucket holds fewer, takes none, counts a refusal and raises Busy.
         """
         if not self._work.take(peer, loop_time(), price):
             self._validator.refused["busy"] += 1
@@ -251,9 +253,9 @@ class BoundedP2P:
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
         """Calls another node after HELLO; returns its reply, without a foreign node id or a find's invalid contents.
 
-        Raises NotAdmitted for a node that is not a member of the run; ProtocolError, after it is counted and reported,
-        for a malformed reply, and for a find's reply that exceeds a bound; TimeoutError when none comes in RPC_S; or
-        hivemind's errors when the call fails.
+        Raises NotAdmitted for a node that is not a member of the run. Raises ProtocolError, after it is counted and
+        reported, for a malformed reply, and for a find's reply that exceeds a bound. Raises TimeoutError when no reply
+        comes in RPC_S, or hivemind's errors when the call fails.
         """
         raw = await self._call_greeted(peer_id, name, input.SerializeToString())
         try:
@@ -271,8 +273,9 @@ class BoundedP2P:
     async def _call_greeted(self, peer_id: Any, name: str, request: bytes) -> bytes:
         """Exchanges HELLOs with a node if there is no connection, calls the node, and returns its reply.
 
-        If it answers SAY_HELLO, it does not know this connection any more: HELLO is exchanged on a new one, and the
-        call made once more. Raises NotAdmitted as `greet_member` does, and as `_call_once` does.
+        If the node answers SAY_HELLO, it does not know this connection any more: HELLO is exchanged on a new one, and
+        the call made once more. Raises NotAdmitted for a node that is not a member of the run or not greeted within
+        GREET_S, TimeoutError when no reply comes in RPC_S, and hivemind's errors when the call fails.
         """
         peer = PeerId(str(peer_id))
         await greet_member(self._guard, peer, named_by=self._named_by.get(peer))
@@ -318,7 +321,8 @@ class BoundedP2P:
         """Removes invalid records from `peer`'s result, and unverified ones beyond that peer's signature budget.
 
         A record whose signature is known to be valid costs nothing. A result with no record left becomes NOT_FOUND.
-        Lets other tasks run after every VERIFIED_AT_ONCE records. Raises as `read_dictionary` does.
+        Lets other tasks run after every VERIFIED_AT_ONCE records. Raises ProtocolError for a malformed dictionary, an
+        oversized record, or more than MAX_KEY_RECORDS.
         """
         entries = read_dictionary(result.value)
         kept = list[ReplyEntry]()
@@ -346,7 +350,7 @@ def _parse(message_type: Any, raw: bytes) -> Any:
 def _screen_nodes(result: Any, own_id: bytes) -> None:
     """Removes from a result this node (`own_id`), and each whose peer id is overlong or does not hash to the node's id.
 
-    hivemind's search takes for granted that nobody names this node. Raises ProtocolError "too-large" for more than
+    hivemind's search takes for granted that no reply names this node. Raises ProtocolError "too-large" for more than
     MAX_NODES, or unless each node id has a peer id.
     """
     count = len(result.nearest_node_ids)

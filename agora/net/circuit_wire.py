@@ -136,7 +136,7 @@ def varint(number: int) -> bytes:
 def read_varint(data: bytes) -> tuple[int, bytes]:
     """Returns the variable-length integer with which `data` begins, and the bytes after it.
 
-    Raises ValueError if it does not end within 10 bytes.
+    Raises ValueError if the integer does not end within 10 bytes.
     """
     number = 0
     for index, byte in enumerate(data[:10]):

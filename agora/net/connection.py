@@ -47,7 +47,7 @@ class ConnectionOwner(CallServices, Protocol):
     suspended_s: Callable[[PeerId], float]  # returns for how many more seconds a peer is not answered
 
     def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """Called when both sides have said HELLO. addresses: where the peer says that it can be dialled."""
+        """Called when both sides have sent HELLO. addresses: those that the peer announces for dials."""
 
     def on_gone(self, connection: Connection) -> None:
         """Called once, when the connection has broken or ended, even if `start` has not returned yet."""
@@ -99,9 +99,9 @@ class Connection:
     async def start(self) -> None:
         """Exchanges HELLOs: this side's comes first if it opened the stream, else once the peer is admitted.
 
-        Raises what the gate raises for a peer that it does not admit, and the peer's refusal if it says GOODBYE with
-        one, such as NotAdmitted. Raises ConnectionBroken when the stream ends, when no HELLO comes within `hello_s`,
-        and when the HELLO breaks the protocol, as one with a malformed proof does.
+        Raises NotAdmitted, WrongRun or ProtocolError "wrong-version" if the gate does not admit the peer, and the error
+        in the peer's GOODBYE if it sends one instead. Raises ConnectionBroken when the stream ends, when no HELLO comes
+        within `hello_s`, and when the HELLO breaks the protocol, for example with a malformed proof.
         """
         self.stream.attach(self)
         if self.is_initiator:
@@ -116,7 +116,7 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether new calls may go here: a member that has not said GOODBYE, not broken, with call numbers left."""
+        """Whether new calls may go here: to a member that sent no GOODBYE, not broken, with call numbers left."""
         has_numbers = self._next_call <= LAST_CALL - 2
         return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
 
@@ -127,17 +127,17 @@ class Connection:
 
     @property
     def is_reader(self) -> bool:
-        """Whether the peer is admitted only as a reader, or has not said HELLO yet."""
+        """Whether the peer is admitted only as a reader, or its HELLO has not come yet."""
         return self.role != MEMBER
 
     def close(self, error: AgoraError, reason: str) -> None:
-        """Queues a GOODBYE with `error`, closes the stream once it is sent, and fails calls made here as `on_lost`."""
+        """Queues a GOODBYE with `error`, closes the stream once it is sent; calls made here raise ConnectionBroken."""
         self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusals.refusal_to_wire(error)))
         self.stream.close()
         self.on_lost(reason)
 
     def abort(self, reason: str) -> None:
-        """Fails this side's calls as `on_lost` does and aborts the stream, without GOODBYE; no-op if broken already."""
+        """Aborts the stream without GOODBYE; calls made here raise ConnectionBroken. No-op if broken already."""
         if self.broken is None:
             self.on_lost(reason)
             self.stream.abort()
@@ -147,10 +147,10 @@ class Connection:
         self._mark_broken(ConnectionBroken(reason))
 
     def _mark_broken(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
-        """Marks the connection as broken and tells its owner; no-op if it is broken already. Leaves the stream open.
+        """Marks the connection as broken and notifies its owner; no-op if it is broken already. Leaves the stream open.
 
-        Open calls raise `error`, a waiting `start` raises `handshake_error`, or `error` without one. The peer's calls
-        are not answered any more, although their work goes on.
+        Open calls raise `error`; a waiting `start` raises `handshake_error`, or `error` if that is None. The peer's
+        calls are not answered any more, although their work goes on.
         """
         if self.broken is not None:
             return
@@ -164,14 +164,14 @@ class Connection:
         self._owner.on_gone(self)
 
     def _close_when_idle(self) -> None:
-        """Aborts if the peer has said GOODBYE without a refusal and neither side has an open call other than a ping."""
+        """Aborts if the peer has sent GOODBYE without a refusal and neither side has an open call other than a ping."""
         if self._peer_leaves and not self._unanswered_calls and not len(self.incoming):
             self.abort("the peer is leaving")
 
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Reports the request to `count_sent`, waits until fewer than `max_calls` are open, then does as `_ask`."""
+        """Has `count_sent` count the request, sends it once fewer than `max_calls` are open; the rest: see `_ask`."""
         self._owner.count_sent(request, tensors)
         async with self._slots:
             self._unanswered_calls += 1
@@ -184,8 +184,9 @@ class Connection:
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
         """Sends a request without waiting for a call slot (a large one waits for room), and returns the reply.
 
-        on_progress: called with each CallProgress before it. When cancelled, drops a request that is still queued,
-        otherwise sends CANCEL if no reply has come. Raises the peer's refusal, or what broke the connection.
+        on_progress: called with each CallProgress before the reply. When cancelled, drops a request that is still
+        queued, otherwise sends CANCEL if no reply has come. Raises the peer's refusal as an AgoraError, or `broken`,
+        the error that ended the connection: mostly ConnectionBroken.
         """
         if self.broken is not None:
             raise self.broken
@@ -219,13 +220,13 @@ class Connection:
             return
         took_s = boot_time() - started
         self.round_trip = self.round_trip.with_sample(took_s)
-        if isinstance(reply.message, Pong) and reply.message.unix:  # it was sent half a round trip ago
+        if isinstance(reply.message, Pong) and reply.message.unix:  # the Pong was sent half a round trip ago
             self.boot_unix = reply.message.unix - (started + took_s / 2)
 
     def tick(self, now: float) -> None:
         """Called twice a second: pings a peer that owes an answer and is silent; aborts if it stays silent.
 
-        Also pings while a long payload is being received, so that its sender hears a sign of life; aborts when a
+        Also pings while a long payload is being received, so that its sender gets a sign of life; aborts when a
         payload, or the peer's reading of what this side sends, stalls. Does nothing before the peer's HELLO.
         """
         if self.role is None or self.broken is not None:
@@ -236,7 +237,7 @@ class Connection:
         stream = self.stream
         spawn = self._owner.spawn
         if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.silence_s / 2:
-            spawn(self.ping())  # on a slow link the payload's sender may hear nothing else for long
+            spawn(self.ping())  # on a slow link the payload's sender may receive nothing else for long
         verdict = self._liveness.decide(
             now,
             owed=self._unanswered_calls > 0 and not stream.is_waiting,
@@ -275,7 +276,7 @@ class Connection:
             raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes that nobody asked for.")
 
     def on_header(self, prefix: Prefix, message: Message | None) -> PayloadAction:
-        """Decides whether a frame's payload is read: a request's as `incoming` says, an answer's if its call is open.
+        """Decides whether a frame's payload is read: `incoming` decides for a request; an answer's if its call is open.
 
         Reserves memory for an answer. Refuses requests that a reader must not make, and every request of a suspended
         peer. Raises ProtocolError for a call number of the wrong side or never used, or an answer of the wrong type.
@@ -302,7 +303,7 @@ class Connection:
     def on_frame(self, frame: Frame) -> None:
         """Gives a peer's request or CANCEL to `incoming`, ends or advances a call made here, handles HELLO and GOODBYE.
 
-        Releases an answer's reserved memory. Calls on_progress in a later turn of the event loop. Raises as `_settle`.
+        Releases an answer's reserved memory. Calls on_progress later in the event loop. May raise ProtocolError.
         """
         message: Any = frame.message  # its class was checked with the header
         payloads = self.incoming.payloads
@@ -310,7 +311,7 @@ class Connection:
             case FrameType.REQUEST:
                 self.incoming.on_request(frame, message)
             case FrameType.ANSWER:
-                payloads.release(payloads.take_arrived())  # others may go on at once, and end this connection
+                payloads.release(payloads.take_arrived())  # others may go on immediately, and end this connection
                 tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
                 self._settle(frame.call, Reply(message, tensors))
             case FrameType.PROGRESS:
@@ -327,7 +328,7 @@ class Connection:
                 self._on_goodbye(message)
 
     def on_protocol_error(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Refuses the request if one broke the protocol; ends the connection with GOODBYE and tells the owner."""
+        """Refuses the request if one broke the protocol; ends the connection with GOODBYE and notifies the owner."""
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._is_own(prefix.call):
             self.incoming.refuse(prefix.call, error)
         self.close(error, f"the peer broke the protocol ({error.code}): {error}")
@@ -344,13 +345,13 @@ class Connection:
         return self._open.get(number)
 
     def _settle(self, number: int, result: Reply | AgoraError) -> None:
-        """Has an open call return the Reply or raise the error, unless it is over. Raises as `_find_open` does."""
+        """Has this side's call, if open, return the Reply or raise the error. ProtocolError if it was never made."""
         call = self._find_open(number)
         if call is None or call.reply.done():
             return
         if isinstance(result, AgoraError):
             call.reply.set_exception(result)
-            call.reply.exception()  # its caller may have left without asking for it
+            call.reply.exception()  # its caller may have left without retrieving it
         else:
             call.reply.set_result(result)
 
@@ -361,7 +362,7 @@ class Connection:
     def _on_hello(self, hello: Hello) -> None:
         """Sets the peer's role and proof and lets `start` return if the gate admits it; otherwise ends with GOODBYE.
 
-        Says HELLO if the peer opened the stream; tells the owner. Raises ProtocolError for a second HELLO or a bad
+        Sends HELLO if the peer opened the stream; notifies the owner. Raises ProtocolError for a second HELLO or a bad
         proof.
         """
         if self.role is not None:
@@ -382,7 +383,7 @@ class Connection:
             self._ready.set_result(None)
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        """Ends the connection: at once if the GOODBYE carries a refusal, otherwise once no call is open.
+        """Ends the connection: immediately if the GOODBYE carries a refusal, otherwise once no call is open.
 
         With a refusal all calls fail: with the refusal itself if the peer rejects this one or its version, otherwise
         with ConnectionBroken; `start` raises the refusal. The stream is aborted GOODBYE_S later.

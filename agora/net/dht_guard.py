@@ -32,8 +32,8 @@ class DhtGuard(Protocol):
         """Exchanges HELLOs with `peer` if there is no connection; returns whether `peer` is a member of the run.
 
         False when `peer` cannot be reached, or must not be called. reconnect: first aborts a connection that `peer`
-        does not know any more. named_by: the node that named `peer`; if `peer` cannot be dialled at known addresses,
-        this node is asked for others. None: nobody is asked.
+        does not know any more. named_by: the node that named `peer`; it is asked for other addresses if `peer`
+        cannot be dialled at the known ones. None: no node is asked.
         """
 
     def is_from_member(self, record: Record) -> bool:
@@ -41,7 +41,7 @@ class DhtGuard(Protocol):
 
 
 class OpenGuard:
-    """A DhtGuard that lets everybody do everything: the default of Directory.create, used by tests and benchmarks."""
+    """A DhtGuard that lets every peer do everything: the default of Directory.create, used by tests and benchmarks."""
 
     def may_call(self, peer: PeerId) -> bool:
         """Returns True."""
@@ -66,7 +66,7 @@ async def greet_member(
     """Exchanges HELLOs with a peer before the DHT calls that peer, if there is no connection yet or `reconnect`.
 
     Raises NotAdmitted when the peer, connected or not, is not a member of the run, or not reached and greeted within
-    GREET_S. reconnect, named_by: as DhtGuard.greet.
+    GREET_S. reconnect: first aborts a connection that the peer does not know any more. named_by: see DhtGuard.greet.
     """
     try:
         async with asyncio.timeout(GREET_S):

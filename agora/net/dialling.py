@@ -1,7 +1,7 @@
-"""Opens connections to other peers: dials each at its known addresses, and again if both sides dialled at once.
+"""Opens connections to other peers: dials each at its known addresses, again after a simultaneous open.
 
 Knows: where peers can be dialled, and the dials under way. Must not know: which peers are connected (it asks), whether
-a peer may be called, or what is said on a connection after HELLO.
+a peer may be called, or what is sent on a connection after HELLO.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Dialler:
         self._is_closing = False
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known multiaddrs of `peer` with those given that end in its id; keeps the known if none does."""
+        """Replaces the known multiaddrs of `peer` with those given that end in its id; does nothing if none does."""
         self._book.learn(peer, addresses)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class Dialler:
                 self.learn(relay, its_addresses)
 
     def on_peer_connected(self, peer: PeerId) -> None:
-        """Tells a dial that waits after a simultaneous open that `peer` has connected; does nothing if none waits."""
+        """Wakes the dial that waits, after a simultaneous open, for `peer` to connect; does nothing if none waits."""
         if peer in self._awaited_peers:
             self._awaited_peers[peer].set()
 
@@ -96,7 +96,8 @@ class Dialler:
         """Opens a connection to `peer`, even if there is one, or awaits the dial that another caller has begun.
 
         The dial goes on when this caller is cancelled. Raises ConnectionBroken when the peer is not reached within
-        `dial_s`, is this peer itself, or after `stop`; and what `Connection.start` raises.
+        `dial_s`, when it is this peer itself, when its HELLO is late or malformed, and after `stop`. Raises
+        NotAdmitted, WrongRun or another AgoraError when either side refuses the other at HELLO.
         """
         if self._is_closing:
             raise ConnectionBroken("this peer is leaving")
@@ -115,13 +116,14 @@ class Dialler:
         """Called when a dial has ended: forgets it, so that the next caller of `dial` starts a new one."""
         self._dials.pop(peer, None)
         if not dial.cancelled():
-            dial.exception()  # callers that still wait get it; perhaps none does
+            dial.exception()  # callers that still wait get the error; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
         """Opens a stream to `peer`, registers and greets a connection on it, and returns the connection.
 
         After a simultaneous open, returns the connection that the peer opened, if it did. Aborts the new connection if
-        the HELLOs fail. Raises as `dial` does.
+        the HELLOs fail. Raises ConnectionBroken when the peer is not reached within `dial_s`, and the error of a failed
+        HELLO, see `Connection.start`.
         """
         try:
             async with asyncio.timeout(self._dial_s):
@@ -141,9 +143,9 @@ class Dialler:
     async def _open_stream_or_await_peer(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
         """Returns a new stream to `peer` and its path; or, after a simultaneous open, the peer's connection.
 
-        Simultaneous open: both peers dialled each other at once, and both dials failed. Then waits for the peer's
-        stream for DIAL_AGAIN_S and a random time, shorter at the lower peer id, and dials again if none came, without
-        end: the caller sets a limit.
+        Simultaneous open: both peers dialled each other at the same time, and both dials failed. Then waits for the
+        peer's stream for DIAL_AGAIN_S plus a random time, shorter at the lower peer id, and dials again if none came,
+        without end: the caller sets a limit.
         """
         while True:
             try:
@@ -164,7 +166,8 @@ class Dialler:
         """Connects p2pd to `peer` in any way at its known addresses, if any, opens a stream, returns it and its path.
 
         If connecting fails, tries to open the stream all the same. The path is "direct", "punched" or "relayed". Raises
-        ConnectionBroken, with the reasons, when the peer cannot be reached, SimultaneousOpen as Host.reach does.
+        ConnectionBroken, with the reasons, when the peer cannot be reached, and SimultaneousOpen when both peers
+        dialled each other at the same time.
         """
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
         addresses = self._book.addresses(peer)

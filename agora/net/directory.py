@@ -82,7 +82,7 @@ class Directory:
     ) -> Directory:
         """Starts a node on `host` for a run of `stages` stages; joins the DHT if a peer at `bootstrap` answers.
 
-        guard: says which peers the node answers and calls, and whose records it keeps; None: all. unix: the time by
+        guard: decides which peers the node answers and calls, and whose records it keeps; None: all. unix: the time by
         which records are published and judged, for all nodes of this process; None: the wall clock.
         """
         guard = guard or OpenGuard()
@@ -93,7 +93,7 @@ class Directory:
         node = await DHTNode.create(
             p2p=bounds,
             node_id=node_id_of(host.p2p.peer_id),
-            # Nothing is cached: a cached stage hides newcomers. No search reuses another one: it would wait for it.
+            # Nothing is cached: a cached stage hides newcomers. No search waits for another to reuse its results.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
@@ -137,8 +137,8 @@ class Directory:
         """Signs `record` and stores it in `shards`.
 
         Returns whether within PUBLISH_S some node stored it for every shard. The record expires after `lifetime_s`, or
-        just after this peer's last record in any of `shards` that it has published or read, if that is later: the DHT
-        keeps the one that expires last, even if it was published while this machine's clock was ahead. Raises
+        just after this peer's last record in any of `shards` that this node has published or read, if that is later:
+        the DHT keeps the one that expires last, even if it was published while this machine's clock was ahead. Raises
         ProtocolError for a record that is too large or of another peer.
         """
         now_unix = self._unix()
@@ -161,8 +161,8 @@ class Directory:
         """Returns by shard the valid records of members that came within READ_S, at most one of each peer.
 
         With more than SMALL_SWARM neighbours, a shard that no node answered for is left out; with fewer, its list is
-        empty. Each list has at most MAX_KEY_RECORDS: peers that `bounds.is_member` knows first, then by ascending hash
-        of the peer id.
+        empty. Each list has at most MAX_KEY_RECORDS: peers that `bounds.is_member` accepts first, then by ascending
+        hash of the peer id.
         """
         keys = {shard: DHTID.generate(self._key(kind, shard)) for shard in shards}
         ask = self._ask_everyone if self._is_small else self._ask_holders
@@ -179,9 +179,9 @@ class Directory:
         return record_key(self._run, kind, shard.stage, shard.bits)
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks every known node, and the nodes that they name, for all keys at once; returns merged records by key.
+        """Asks every known node, and the nodes that they name, for all keys together; returns merged records by key.
 
-        Includes what this node itself stores; a key that nobody has gets no records. Stops waiting after READ_S, or
+        Includes what this node itself stores; a key that no node has gets no records. Stops waiting after READ_S, or
         when half have answered and no other answer comes for NEXT_ANSWER_S; the other requests go on, unused.
         """
         deadline = loop_time() + READ_S
@@ -224,7 +224,7 @@ class Directory:
     def _verify_all(self, key: Any, entries: _Entries) -> list[Record]:
         """Verifies and decodes the entries under one key, without those expired, invalid or not from a member.
 
-        Returns at most MAX_KEY_RECORDS: peers that `bounds.is_member` knows come first, then smaller hashes. Also
+        Returns at most MAX_KEY_RECORDS: peers that `bounds.is_member` accepts come first, then smaller hashes. Also
         remembers when this peer's own record expires, see `publish`.
         """
         now_unix = self._unix()
@@ -238,9 +238,9 @@ class Directory:
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
 
-        # Members first: whoever invents many peers can choose ids with the smallest hashes.
+        # Members first: an attacker that invents many peers can choose ids with the smallest hashes.
         def rank(record: Record) -> tuple[bool, int]:
-            """Returns a sort key: peers that `bounds.is_member` knows first, then by the hash of the peer id."""
+            """Returns a sort key: peers that `bounds.is_member` accepts first, then by the hash of the peer id."""
             return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
 
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]

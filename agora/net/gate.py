@@ -1,6 +1,7 @@
-"""The gate between this peer and all others: makes its HELLO, judges theirs, and says whom it may call.
+"""The gate between this peer and all others: makes its HELLO, judges theirs, and decides which it may call.
 
-Knows: HELLO, roles, who has said HELLO. Must not know: tickets, modes, bans (agora/swarm/admission.py judges), streams.
+Knows: HELLO, roles, which peers have sent HELLO. Must not know: tickets, modes, bans (agora/swarm/admission.py judges),
+streams.
 
 | what | asks the gate |
 |---|---|
@@ -24,7 +25,7 @@ from agora_protocol.messages import Hello
 from agora_protocol.tickets import MEMBER, READER, run_token
 
 MAX_GREETED: Final = 16_384
-"""Maximum number of peers that are remembered to have said HELLO; who said it longest ago is forgotten first."""
+"""Maximum number of admitted members that are remembered; the one whose HELLO came longest ago is forgotten first."""
 
 Judge = Callable[[PeerId, bytes], str]
 """Returns the role, MEMBER or READER, that a peer's proof bytes grant it. Raises NotAdmitted or ProtocolError."""
@@ -36,7 +37,7 @@ def admit_everyone(peer: PeerId, proof: bytes) -> str:
 
 
 class Gate:
-    """Makes this peer's HELLO, judges that of others, and remembers who has been admitted as a member.
+    """Makes this peer's HELLO, judges that of others, and remembers which peers have been admitted as members.
 
     role: the role that this peer's HELLO asks for. addresses: returns where this peer can be dialled.
     """
@@ -53,7 +54,7 @@ class Gate:
         refusal_reason: Callable[[PeerId], str] = lambda _: "",
         version: int = PROTOCOL_VERSION,
     ) -> None:
-        """me, run, software, addresses, proof: what this peer's HELLO says; proof: its tickets, b"" for none.
+        """me, run, software, addresses, proof: what this peer's HELLO contains; proof: its tickets, b"" for none.
 
         judge: returns the role that a peer's proof grants. refusal_reason: returns why a peer must be neither called
         nor answered, "" if it may be. `addresses` and `role` may be set after this.
@@ -101,7 +102,7 @@ class Gate:
     def find_new_refusal(self, peer: PeerId, proof: bytes, role: str) -> AgoraError | None:
         """Judges a peer admitted in `role` again; returns the error to refuse it with, None if it may stay.
 
-        Called for open connections: tickets expire and peers are banned meanwhile.
+        Called for open connections, during which tickets expire and peers are banned.
         """
         try:
             is_same = self._judge(peer, proof) in (MEMBER, role)
@@ -112,7 +113,7 @@ class Gate:
     def find_refusal(self, peer: PeerId) -> AgoraError | None:
         """Returns the error to raise instead of calling `peer`, None if it may be called.
 
-        Judges its id only, by `refusal_reason`.
+        Judges the peer's id only, by `refusal_reason`.
         """
         why = self._refusal_reason(peer)
         return NotAdmitted(f"{peer} is not admitted: {why}.") if why else None

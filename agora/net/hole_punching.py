@@ -1,12 +1,13 @@
 """Opens TCP connections through the NATs of both ends, and carries ordinary libp2p connections through them.
 
-Knows: TCP's simultaneous open (RFC 9293, section 3.5; RFC 5128, section 3.4). Must not know: who introduced the two.
+Knows: TCP's simultaneous open (RFC 9293, section 3.5; RFC 5128, section 3.4). Must not know: which peer introduced the
+two.
 
-Both peers connect at once, from the port at which their p2pd listens and to the address from which a common neighbour
-sees the other; each one's packet opens its own NAT for the other's. The socket must stay the same from the first packet
-on: the NAT drops an answer to any other. p2pd cannot be told to do that without four observers of its address, so
-the connection is made here, and p2pd's bytes are carried through it: the dialler's p2pd dials a port on loopback, the
-other's p2pd is dialled on loopback. The two authenticate and encrypt as on any other connection.
+Both peers connect at the same time, from the port at which their p2pd listens and to the address from which a common
+neighbour sees the other; each one's packet opens its own NAT for the other's. The socket must stay the same from the
+first packet on: the NAT drops an answer to any other. p2pd cannot be made to dial so without four observers of its
+address, so the connection is made here, and p2pd's bytes are carried through it: the dialler's p2pd dials a port on
+loopback, the other's p2pd is dialled on loopback. The two p2pds authenticate and encrypt as on any other connection.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PUNCH_S: Final = 4.0
 AGAIN_S: Final = 0.1
 """Seconds from a refused connection to the next attempt."""
 MAX_HOLES: Final = 64
-"""Maximum number of holes that are open, or being opened, at once; see HolePuncher.has_room."""
+"""Maximum number of holes that are open, or being opened, at the same time; see HolePuncher.has_room."""
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
@@ -49,7 +50,7 @@ class HolePuncher:
     async def connect(self, peer: PeerId, address: str) -> None:
         """Opens a hole to `address` and has p2pd dial `peer` through it. `peer` must call `expect` at the same time.
 
-        The hole then stays open until the connection ends; it is closed at once if p2pd had a connection to `peer`
+        The hole then stays open until the connection ends; it is closed immediately if p2pd had a connection to `peer`
         already. Raises ConnectionBroken when the hole or the dial fails.
         """
         self._connecting += 1
@@ -138,8 +139,8 @@ class HolePuncher:
     async def _open(self, address: str) -> RawStream:
         """Returns a TCP connection to `address`, made from the port at which p2pd listens.
 
-        Tries again AGAIN_S after each failure. Raises ConnectionBroken: at once for an address that is no direct TCP
-        address, or of a kind of IP on which p2pd does not listen; else after PUNCH_S.
+        Tries again AGAIN_S after each failure. Raises ConnectionBroken: immediately for an address that is no direct
+        TCP address, or of a kind of IP on which p2pd does not listen; else after PUNCH_S.
         """
         parts = host_and_port(address)
         if parts is None or parts[0] not in self._host.listen_endpoints:

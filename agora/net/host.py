@@ -163,7 +163,7 @@ class Host:
         """Has p2pd dial `peer` at `addresses` unless it is connected, and waits for it. Ignores malformed addresses.
 
         Raises ConnectionBroken when that fails or takes longer than `timeout_s`, SimultaneousOpen when both peers
-        dialled each other at once.
+        dialled each other at the same time.
         """
         encoded = [_address_bytes(address.removesuffix(f"/p2p/{peer}")) for address in addresses]
         raw = [address for address in encoded if address]
@@ -184,9 +184,9 @@ class Host:
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
     ) -> tuple[FrameStream, str]:
-        """Opens a stream to `peer`; returns it, and its path "direct", "punched" or "relayed". Raises as `reach` does.
+        """Opens a stream to `peer`; returns the stream, and its path: "direct", "punched" or "relayed".
 
-        `link` and `brake` slow the stream. It reads frames, as `limits` allows, only after `FrameStream.attach`.
+        `link` and `brake` slow it. It reads frames, within `limits`, after `FrameStream.attach`. Errors: see `reach`.
         """
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
@@ -219,7 +219,7 @@ class Host:
     async def serve_raw(self, protocol: str, on_stream: Callable[[RawStream], Awaitable[None]]) -> None:
         """From now on, has each stream of plain bytes that a peer opens for `protocol` served by `on_stream` in a task.
 
-        The stream ends with `on_stream`, whose ConnectionBroken or ValueError is ignored. Raises as `serve` does.
+        The stream ends with `on_stream`, whose ConnectionBroken or ValueError is ignored. Errors: see `serve`.
         """
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -316,7 +316,7 @@ class Host:
 
     async def _watch(self) -> None:
         """Waits for p2pd's end. Sets `died` when p2pd, or the task that reads its answers, ends before `close`."""
-        # hivemind does not check this: with its p2pd gone, P2P.is_alive stays True and its calls hang.
+        # hivemind does not check p2pd: with its p2pd gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
         if not self._closing:
@@ -324,7 +324,7 @@ class Host:
         await child
 
     async def _ask(self, request: Any, timeout_s: float) -> Any:
-        """Sends p2pd a request that opens no stream, and returns its answer. Raises as `_request` does."""
+        """Sends p2pd a request that opens no stream, and returns its answer; for errors see `_request`."""
         stream, response = await self._request(request, FrameLimits(), timeout_s)
         stream.abort()
         return response
@@ -332,7 +332,7 @@ class Host:
     async def _request(self, request: Any, limits: FrameLimits, timeout_s: float) -> tuple[FrameStream, Any]:
         """Sends a request to p2pd on a new socket; returns the socket, which carries the opened stream, and the answer.
 
-        Raises ConnectionBroken when p2pd is gone, late, or answers with an error, or SimultaneousOpen as `reach` does.
+        Raises ConnectionBroken if p2pd is gone, late or answers with an error, SimultaneousOpen if both peers dialled.
         """
         loop = asyncio.get_running_loop()
         control = self.p2p._daemon_listen_maddr["unix"]

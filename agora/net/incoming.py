@@ -40,10 +40,10 @@ class NetLimits:
 
     max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES  # of one frame, as the run's manifest implies
     max_held_bytes: int = 2 * limits.MAX_PAYLOAD_BYTES  # of all payloads that have come, or begun to, and are in use
-    max_calls: int = limits.MAX_CALLS_PER_CONNECTION  # open at once on one connection, each way
+    max_calls: int = limits.MAX_CALLS_PER_CONNECTION  # open at the same time on one connection, each way
     max_answer_bytes: int = 67_108_864  # of answers that are not written yet; see answer_budget
     max_connections: int = 512
-    max_silent: int = 64  # how many of them readers and peers without a HELLO may have opened
+    max_silent: int = 64  # how many connections readers and peers without a HELLO may have opened
     timeout_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
     dial_s: float = 10.0
     hello_s: float = limits.HANDSHAKE_TIMEOUT_S
@@ -93,7 +93,7 @@ class PayloadBudget:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether more than half of the bytes are reserved, or somebody waits for some."""
+        """Whether more than half of the bytes are reserved, or a connection waits for some."""
         return bool(self.waiting) or 2 * self.used > self.limit
 
     def reserve(self, size: int) -> None:
@@ -108,7 +108,7 @@ class PayloadBudget:
         releases the bytes; the outer call goes on with the queue.
         """
         self.used -= size
-        if self._is_releasing:  # one that is served may release others at once: the outer call goes on with the queue
+        if self._is_releasing:  # one that is served may release bytes too: the outer call goes on with the queue
             return
         self._is_releasing = True
         try:
@@ -128,7 +128,7 @@ class PayloadReservations:
     |---|---|
     | an answer | always: this peer asked for it, and its caller may hold bytes that others wait for |
     | a request | if it fits into the budget or GUARANTEED_BYTES; otherwise it waits, at most `timeout_s` |
-    | a request, after one waited in vain | only if it fits at once, until one has |
+    | a request, after one waited in vain | only if it fits immediately, until one has |
 
     Waits are short because nothing is read meanwhile, not even answers that would free the bytes.
     """
@@ -237,8 +237,9 @@ class IncomingCalls:
         """Decides on a REQUEST by its header: its payload is read (TAKE), waits for memory, or is refused and dropped.
 
         Also reserves the bytes of its answer. A Ping is always read. refusal: why any other request is refused. If
-        None, it may still be refused as Busy: beyond `max_calls`, for lack of memory, or when AnswerBudget says so.
-        Raises ProtocolError for an open number, more than MAX_CALLS_PER_CONNECTION, and as AnswerBudget.reserve does.
+        None, it may still be refused as Busy: beyond `max_calls`, for lack of memory, or when AnswerBudget refuses.
+        Raises ProtocolError for a number that is open, more than MAX_CALLS_PER_CONNECTION open calls, and refused
+        requests of GetStatus or GetManifest that the peer repeats too often.
         """
         number = prefix.call
         protocol_max_calls = limits.MAX_CALLS_PER_CONNECTION
@@ -264,7 +265,7 @@ class IncomingCalls:
 
     @property
     def _holder(self) -> Holder:
-        """The peer and the network of its address, in whose name answers are reserved."""
+        """The caller and the network of its address, together the holder of bytes that are reserved for answers."""
         return Holder(self._stream.address_prefix, self._peer)
 
     def _release_answer(self, number: int) -> None:
@@ -288,7 +289,7 @@ class IncomingCalls:
         return PayloadAction.DROP
 
     def on_request(self, frame: Frame, request: Request) -> None:
-        """Answers a Ping at once; serves any other request in a task, to whose end its payload's bytes stay reserved.
+        """Answers a Ping immediately; serves any other request in a task, until whose end its payload stays reserved.
 
         Called when the whole request has arrived.
         """
@@ -332,13 +333,13 @@ class IncomingCalls:
     async def _serve(self, number: int, call: IncomingCall) -> None:
         """Has one request handled, then queues its answer, unless the caller is gone or no room comes in time.
 
-        In time: before the call's deadline. The bytes reserved for the answer are released when it was written, or at
-        once when it is not sent.
+        In time: before the call's deadline. The bytes reserved for the answer are released when it was written, or
+        immediately when it is not sent.
         """
         is_sent = False
         try:
             buffers = await self._answer(number, call)
-            with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
+            with contextlib.suppress(TimeoutError, ConnectionBroken):  # no caller waits for this answer any more
                 async with asyncio.timeout_at(call.deadline):  # ends a wait for room, but no send that need not wait
                     if not call.is_caller_gone:
                         await self._stream.send(buffers, number, partial(self._release_answer, number))
@@ -359,8 +360,8 @@ class IncomingCalls:
     async def _answer(self, number: int, call: IncomingCall) -> Buffers:
         """Runs the handler until the call's deadline; returns the ANSWER frame, or a REFUSAL with its AgoraError.
 
-        A missed deadline is refused as PeerFailed, and so is a handler that ends as cancelled although nobody has
-        cancelled this call. So are other exceptions and invalid answers, which are also reported. An ANSWER is counted
+        A missed deadline is refused as PeerFailed, and so is a handler that ends as cancelled although this call's task
+        was not cancelled. So are other exceptions and invalid answers, which are also reported. An ANSWER is counted
         as sent (`count_sent`).
         """
         refusal: AgoraError
@@ -373,7 +374,7 @@ class IncomingCalls:
             this_call = asyncio.current_task()
             if this_call is None or this_call.cancelling():
                 raise
-            # What the handler waited for was given up, such as a mean when a stage is closed; the caller must hear it.
+            # What the handler waited for was given up, such as the mean of a closed stage; the caller needs an error.
             refusal = PeerFailed("the peer has given this work up")
         except Exception as error:
             if timeout.expired():

@@ -91,7 +91,7 @@ class KeyHolders:
         """Stores one value under each key at all its holders, this node included where it is one.
 
         Looks up unknown holders first. Returns whether every key now has the value on some node. A holder that refuses
-        it, because it keeps records of smaller hashes, does not count. Nodes that do not answer are forgotten as
+        the value, because it keeps records of smaller hashes, does not count. Nodes that do not answer are forgotten as
         holders.
         """
         await self._look_up(keys)

@@ -35,12 +35,12 @@ from agora.net.network_errors import Unreachable
 TIMEOUT_S: Final = 10.0  # maximum duration of one query to the swarm, in seconds
 STAGGER_S: Final = 0.4  # seconds after which the next peer is tried in parallel to those that have not answered yet
 SOFTWARE: Final = "agora light client"  # the `software` in its HELLO
-LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers that it asks for have no payload
+LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers to this client's requests have no payload
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who asks: an identity, and the tickets (`proof`) that let it read or ban; b"" for none, as a stranger asks."""
+    """The requester: an identity, and the tickets (`proof`) that let it read or ban; b"" for a stranger."""
 
     identity: Identity
     proof: bytes = b""
@@ -53,7 +53,7 @@ def fetch_status(
 
     addresses: multiaddrs with /p2p/PEER. credentials: None asks as a stranger, by a new identity. Blocks for at most
     about `timeout_s`. Raises InputError for a malformed address, WrongRun when all peers that answered train another
-    run, NotAdmitted when all of them refused to tell, Unreachable when none answered, ProtocolError for an answer
+    run, NotAdmitted when all of them refused to answer, Unreachable when none answered, ProtocolError for an answer
     without a status.
     """
     return _decode_status(_ask_run(addresses, run, messages.GetStatus(), timeout_s, credentials))
@@ -68,8 +68,9 @@ def share_revocations(
 ) -> messages.TookRevocations:
     """Sends sealed revocations to peers of a run until one answers, and returns its answer.
 
-    Several peers may get them: the next one is asked while those before have not answered. Blocks and raises as
-    fetch_status; ProtocolError for another kind of answer.
+    Several peers may get them: the next one is asked while those before have not answered. Blocks for at most about
+    `timeout_s`. Raises InputError for a malformed address, WrongRun or NotAdmitted when all peers that answered refused
+    for that reason, Unreachable when none answered, ProtocolError for another kind of answer.
     """
     answer = _ask_run(addresses, run, messages.ShareRevocations(tuple(sealed)), timeout_s, credentials)
     if not isinstance(answer, messages.TookRevocations):
@@ -80,9 +81,10 @@ def share_revocations(
 def _ask_run(
     addresses: Sequence[str], run: RunId, request: Message, timeout_s: float, credentials: Credentials | None
 ) -> Message:
-    """Sends one request to the peers at `addresses`, returns the first answer. Blocks and raises as `fetch_status`.
+    """Sends one request to the peers at `addresses`, returns the first answer. Silences py-libp2p's log.
 
-    credentials: None for a new identity without tickets. Silences py-libp2p's log.
+    credentials: None for a new identity without tickets. Blocks for at most about `timeout_s`. Raises InputError for a
+    malformed address, and WrongRun, NotAdmitted or Unreachable, see `_ask_all`.
     """
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
     requester = credentials or Credentials(Identity.generate())
@@ -92,16 +94,16 @@ def _ask_run(
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """The request that is sent to each peer, the run that it is about, and who asks."""
+    """The request that is sent to each peer, the run that it is about, and the requester's credentials."""
 
     run: RunId
     request: Message
     requester: Credentials
 
     def hello_to(self, peer: PeerId) -> messages.Hello:
-        """Returns the HELLO for a stream to `peer`, which asks to be a reader of the run.
+        """Returns the HELLO for a stream to `peer`, in which this client asks to be a reader of the run.
 
-        It carries a token of the run, salted for `peer`.
+        The HELLO carries a token of the run, salted for `peer`.
         """
         me = self.requester.identity.peer
         salt = os.urandom(SALT_BYTES)
@@ -114,7 +116,7 @@ class _Query:
 
 
 async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: float) -> Message:
-    """Asks the peers, each STAGGER_S after the one before or at once after its failure; returns the first answer.
+    """Asks the peers, each STAGGER_S after the one before, or as soon as that has failed; returns the first answer.
 
     The first answer cancels the other queries. Raises WrongRun or NotAdmitted when each peer that refused or answered
     wrongly did so for that reason, even if others were silent; else Unreachable, with every peer's reason.
@@ -155,7 +157,8 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: f
 async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> Message:
     """Connects to one peer, exchanges HELLO, sends it the request, returns its answer. Answers Pings meanwhile.
 
-    Raises what the peer refuses with, WrongRun if it trains another run, another AgoraError or py-libp2p's errors.
+    Raises the peer's refusal as its error, WrongRun if the peer trains another run, Unreachable if the stream ends,
+    ProtocolError for a malformed frame, or py-libp2p's errors.
     """
     identity = ID.from_base58(peer)
     await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))

@@ -37,7 +37,7 @@ _PARTS: Final = (
 
 
 class LinkError(InputError):
-    """Raised by `LinkSpec.parse` and `at_rate` for malformed text or extreme values; the message says what to write."""
+    """Raised by `LinkSpec.parse` and `at_rate` for malformed text or extreme values; the text names what to write."""
 
     code = "bad-link"
 
@@ -46,7 +46,7 @@ class LinkError(InputError):
 class LinkSpec:
     """One peer's access link: `rate` bytes per second each way, with a delay (`rtt_s`), jitter and loss of packets.
 
-    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, and up to (jitter_a + jitter_b) / 2 longer. loss:
+    A round trip between peers a and b takes (rtt_a + rtt_b) / 2, plus up to (jitter_a + jitter_b) / 2. loss:
     fraction of packets, 0 to MAX_LOSS. text: what `parse` read, "" for a link that was made otherwise.
     """
 
@@ -54,7 +54,7 @@ class LinkSpec:
     rtt_s: float
     jitter_s: float = 0.0
     loss: float = 0.0  # fraction of packets that have to be sent again
-    text: str = field(default="", kw_only=True)  # as `parse` read it
+    text: str = field(default="", kw_only=True)  # what `parse` read; "" for a link made otherwise
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
@@ -83,7 +83,7 @@ class LinkSpec:
     def at_rate(self, text: str) -> LinkSpec:
         """Returns the same link at the rate that `text` names, such as "20Mbit".
 
-        Raises LinkError as `parse` does, and for a link that `parse` did not make.
+        Raises LinkError for malformed text, a rate below SLOWEST, and for a link that `parse` did not make.
         """
         return LinkSpec.parse(",".join([text.replace(",", " "), *self.text.split(",")[1:]]))
 

@@ -26,17 +26,20 @@ class LivenessCheck:
     def __init__(self, silence_s: float, answer_s: float, now: float) -> None:
         self._silence_s, self._answer_s = silence_s, answer_s
         self.alive_at = now  # when `decide` last saw a sign of life, or nothing owed
-        self._pinged_at = math.inf  # infinity: it need not answer a ping
+        self._pinged_at = math.inf  # infinity: the peer need not answer a ping
         self._flushed = 0
         self._had_backlog = False
 
     def decide(self, now: float, *, owed: bool, heard_at: float, flushed: int, backlog: int) -> Verdict:
         """Returns PING after `silence_s` without a sign of life, GONE after `answer_s` more without one, else ALIVE.
 
-        PING is returned once in each such silence. owed: whether an answer is awaited and this side is reading; while
-        not, the peer counts as alive. heard_at: when the peer's last byte came. flushed: bytes that the kernel has
-        taken so far. backlog: bytes that wait to be taken. A backlog that shrinks is a sign of life too: on a slow link
-        the peer is still reading the request.
+        PING is returned once in each such silence.
+
+        owed: whether an answer is awaited and this side is reading; if not, the peer counts as alive.
+        heard_at: when the peer's last byte came.
+        flushed: bytes that the kernel has taken so far.
+        backlog: bytes that wait to be taken. A backlog that shrinks is a sign of life too: on a slow link the peer is
+        still reading the request.
         """
         if not owed or (self._had_backlog and flushed > self._flushed):
             self.alive_at = now

@@ -43,8 +43,8 @@ SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's de
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
-ASK_ADDRESSES_S: Final = 1.5  # seconds in which a neighbour must say where another peer can be dialled
-MAX_CLOCKS: Final = 16  # peers that are asked for the time at once
+ASK_ADDRESSES_S: Final = 1.5  # seconds in which a neighbour must answer where another peer can be dialled
+MAX_CLOCKS: Final = 16  # peers that are asked for the time together
 
 
 class Network:
@@ -62,13 +62,13 @@ class Network:
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
     ) -> None:
-        """gate: says whom this peer calls and answers. handler: answers other peers' requests.
+        """gate: decides which peers this peer calls and answers. handler: answers other peers' requests.
 
         report_protocol_error: called when a peer broke the protocol. suspended_s: returns for how many more seconds a
         peer must be neither called nor answered. report_failure: called with what `handler` raised that is not an
         AgoraError, and when its answer cannot be encoded. count_sent: called with each request of this peer and its
         tensors, and with each request that this peer answers and the answer's tensors. `tell_time` may be set: it
-        returns the swarm's unix time, which goes into every Pong; 0 while it is not known.
+        returns the swarm's unix time, which goes into every Pong; 0 while that time is not known.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
@@ -97,7 +97,7 @@ class Network:
         self.spawn(self._tick())
 
     async def close(self) -> None:
-        """Cancels work and dials, says GOODBYE to all peers, and aborts streams that last longer than GOODBYES_S."""
+        """Cancels work and dials, sends GOODBYE to all peers, and aborts streams that last longer than GOODBYES_S."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -116,7 +116,7 @@ class Network:
             connection.stream.abort()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known multiaddrs of `peer` with those given that end in its id; keeps the known if none does."""
+        """Replaces the known multiaddrs of `peer` with those given that end in its id; does nothing if none does."""
         self._dialler.learn(peer, addresses)
 
     def set_ways_to_reach(self, ways: WaysToReach) -> None:
@@ -128,7 +128,7 @@ class Network:
         self._dialler.learn_announced(peer, addresses)
 
     async def connect(self, peer: PeerId) -> None:
-        """Opens a connection to `peer` unless there is one. Raises NotAdmitted, or what `Dialler.dial` raises."""
+        """Connects to `peer` unless it is connected. Raises NotAdmitted, ConnectionBroken or an error of the HELLOs."""
         self._raise_if_refused(peer)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
@@ -164,7 +164,7 @@ class Network:
         """Pings up to `max_peers` connected peers, chosen at random; returns what members' Pongs imply, in any order.
 
         Each value is the unix time at which, by that peer's clock, this machine's `boot_time` was 0. A peer that does
-        not answer gives what an earlier Pong implied; one that has never told the time gives none. timeout_s: for all.
+        not answer gives what an earlier Pong implied; one that never sent the time gives none. timeout_s: for all.
         """
         peers = random.sample(sorted(self._connections), min(max_peers, len(self._connections)))
         asked = [found for peer in peers if (found := self.connection_to(peer)) and not found.is_reader]
@@ -187,9 +187,9 @@ class Network:
         """Sends `peer` a request and returns its reply; dials `peer` first when there is no connection.
 
         deadline: loop time, to which the request's `deadline_ms` is lowered. on_progress: called with each
-        CallProgress. The tensors must not change until this returns. Raises what the peer refused with, NotAdmitted for
-        a peer that must not be called, ConnectionBroken as soon as the stream breaks or cannot be opened,
-        DeadlinePassed, also for a PeerFailed within SAME_MOMENT_S of the deadline.
+        CallProgress. The tensors must not change until this returns. Raises the peer's refusal as its error,
+        NotAdmitted for a peer that must not be called, ConnectionBroken as soon as the stream breaks or cannot be
+        opened, DeadlinePassed, also for a PeerFailed within SAME_MOMENT_S of the deadline.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -218,12 +218,12 @@ class Network:
         return min(usable, key=lambda connection: connection.is_initiator is not is_lower, default=None)
 
     def has_met(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has said HELLO as a member, and is connected or was within the last MET_S seconds."""
+        """Returns whether `peer` has sent HELLO as a member, and is connected or was within the last MET_S seconds."""
         met_at = self._met.get(peer)
         return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
 
     async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Learns the addresses that `peer` announces, and opens a connection to it as `connect` does."""
+        """Learns the addresses that `peer` announces; connects to it unless it is connected. Errors: see `connect`."""
         self._raise_if_refused(peer)
         self.learn_announced(peer, addresses)
         if self.connection_to(peer) is None:
@@ -250,7 +250,7 @@ class Network:
     def _make_room(self, newcomer: Holder) -> bool:
         """Returns whether one more connection may be made; aborts another one for it if there are too many.
 
-        First a silent one, of which `max_silent` may be: opened by a peer that is a reader or has not said HELLO.
+        First a silent one, of which `max_silent` may be: opened by a peer that is a reader or has not sent HELLO.
         Without one, one of the largest holder if that is of another network than `newcomer`; otherwise returns False.
         """
         connections = self._all_connections()
@@ -352,8 +352,8 @@ class Network:
         """Connects to `peer` unless it is connected; returns whether it is a usable member now.
 
         False if it cannot be reached, or is refused or suspended, connected or not. reconnect: first aborts all
-        connections to `peer`, for a caller who knows that `peer` has none of them any more. named_by: a connected peer
-        that is asked where `peer` can be dialled, if that fails at the known addresses.
+        connections to `peer`, for a caller which knows that `peer` has none of them any more. named_by: a connected
+        peer that is asked where `peer` can be dialled, if that fails at the known addresses.
         """
         for connection in list(self._connections.get(peer, ())) if reconnect else ():
             connection.abort("the peer does not know of the connection")
@@ -363,7 +363,7 @@ class Network:
         return False
 
     async def _dial_or_ask(self, peer: PeerId, named_by: PeerId | None) -> Connection:
-        """Dials `peer`; if that fails, asks `named_by` for other addresses and dials those. Raises as `call` does."""
+        """Dials `peer`; if that fails, asks `named_by` for other addresses and dials those. Raises an AgoraError."""
         try:
             return await self._dialler.dial(peer)
         except ConnectionBroken:
@@ -378,7 +378,7 @@ class Network:
         return await self._dialler.dial(peer)
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
-        """Returns the known multiaddrs of a member that has said HELLO, to tell other members; () for others."""
+        """Returns the known multiaddrs of a member that has sent HELLO, to pass on to other members; () for others."""
         return self._dialler.addresses(peer) if self.gate.is_admitted_member(peer) else ()
 
     def members(self) -> list[PeerId]:

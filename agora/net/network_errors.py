@@ -12,7 +12,7 @@ class ConnectionBroken(AgoraError):
 
 
 class SimultaneousOpen(AgoraError):
-    """Raised by a dial when both peers dialled each other at once, and both dials failed.
+    """Raised by a dial when both peers dialled each other at the same time, and both dials failed.
 
     p2pd then backs off for some seconds; the peer with the lower id dials again first, see dialling.py.
     """
@@ -21,12 +21,12 @@ class SimultaneousOpen(AgoraError):
 
 
 class DeadlinePassed(AgoraError):
-    """Raised by a call without an answer before the caller's deadline; a peer that had the request was told to stop."""
+    """Raised by a call without an answer before the caller's deadline; a peer that had the request was sent CANCEL."""
 
     code = "deadline"
 
 
 class Unreachable(AgoraError):
-    """Raised by the light client when no peer answered; the text says why for each peer, and what to do."""
+    """Raised by the light client when no peer answered; the text has the reason of each peer, and what to do."""
 
     code = "unreachable"

@@ -1,6 +1,6 @@
-"""Finds this machine's own addresses and ports, and tells which addresses are private.
+"""Finds this machine's own addresses and ports, and which addresses are private.
 
-Knows: interfaces, multiaddrs of TCP. Must not know: p2pd, other peers, who may see an address.
+Knows: interfaces, multiaddrs of TCP. Must not know: p2pd, other peers, which peers may see an address.
 
 Private is every address that not all of the internet can dial: of a LAN, of one cable, of loopback, behind a carrier's
 NAT, or reserved (RFC 6890).
@@ -107,7 +107,7 @@ class HeldPorts:
         return [self._hold_free_port(address) for address in present or listen]
 
     def _hold_free_port(self, address: str) -> str:
-        """Returns a TCP multiaddr of port 0 with a port held for it, any other as it is. Raises as hold_free_ports."""
+        """Returns a TCP multiaddr of port 0 with a port held for it, any other as it is. May raise LocalError."""
         parts = host_and_port(address)
         if parts is None or parts[2] != 0:
             return address

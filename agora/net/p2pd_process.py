@@ -23,7 +23,7 @@ from agora_protocol.errors import LocalError
 from agora.net.hive import P2P, P2PDaemonError
 from agora.terminal_text import one_line
 
-STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start at once
+STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start together
 SOCKET_PREFIX: Final = "agora-net-"  # the names of the folders that hold p2pd's Unix sockets begin with it
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
 MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's words in an error's sentence
@@ -46,7 +46,7 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         """Returns p2pd's command line, without relay and DHT; on Linux, p2pd is killed when this process ends."""
         kwargs["relayService"] = 0  # p2pd's own relay; the daemon has one (relay.py)
-        kwargs.pop("dhtServer", None)  # p2pd's own Kademlia, which tells every stranger whom p2pd is connected with
+        kwargs.pop("dhtServer", None)  # p2pd's own Kademlia: it tells every stranger p2pd's connected peers
         command: list[str] = P2P._make_process_args(*args, **kwargs)
         if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
             return command
@@ -78,7 +78,7 @@ class SocketDirectory:
         if len(str(base)) > MAX_BASE_CHARACTERS:
             base = Path("/tmp")
         for folder in base.glob(SOCKET_PREFIX + "*"):
-            # An OSError says: not ours, in use, or just removed by another daemon.
+            # An OSError means: not ours, in use, or just removed by another daemon.
             with contextlib.suppress(OSError), (folder / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -98,9 +98,9 @@ async def start_p2pd(
 ) -> Any:
     """Starts a p2pd that listens on `listen`, and returns hivemind's P2P. Raises LocalError if it does not start.
 
-    announce: addresses that it announces instead; none: those that it listens on. sockets: the folder for its Unix
-    sockets. upnp: whether it asks the router to forward its ports. p2pd neither looks for relays or peers nor judges
-    whether it can be reached, because the daemon does all three.
+    announce: addresses that p2pd announces instead of `listen`; if empty, it announces those it listens on. sockets:
+    the folder for its Unix sockets. upnp: whether it asks the router to forward its ports. p2pd neither looks for
+    relays or peers nor judges whether it can be reached, because the daemon does all three.
     """
     p2p_class = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:

@@ -18,7 +18,7 @@ MIN_BYTES_PER_S: Final = 2048.0
 
 
 class TransferWatch:
-    """Tells when one direction of one stream makes no progress: call `is_stalled` about twice a second."""
+    """Decides when one direction of one stream makes no progress: call `is_stalled` about twice a second."""
 
     def __init__(self) -> None:
         self._since: float | None = None  # the start of the present time window; None while nothing is under way

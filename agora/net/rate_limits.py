@@ -82,7 +82,7 @@ class StreamBrake:
     def update(self, now: float, carried: int | None, streamed: int) -> float:
         """Sets `rate` by the bytes carried since the last call, and returns it; both counts are totals since the start.
 
-        now: seconds. carried: by all sockets; None: cannot be counted. streamed: by streams, which is part of it. The
+        now: seconds. carried: by all sockets; None: cannot be counted. streamed: by streams, a part of `carried`. The
         rate is the limit, less the averaged rate of traffic that is not of streams, less the excess over the limit so
         far / DEBT_S; but at least MIN_SHARE of the limit, and UNCOUNTED_SHARE of it where nothing can be counted. The
         first call, and any call without a limit, changes nothing.

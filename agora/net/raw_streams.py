@@ -14,7 +14,7 @@ from agora_protocol.ids import PeerId
 from agora.net.network_errors import ConnectionBroken
 
 READ_BYTES: Final = 262_144
-"""Maximum number of bytes that one direction of a splice reads at once, and holds."""
+"""Maximum number of bytes that one direction of a splice reads in one go, and holds."""
 
 
 class RawStream:
@@ -66,12 +66,12 @@ class RawStream:
             raise ConnectionBroken("the stream ended") from error
 
     def abort(self) -> None:
-        """Ends the stream at once, both ways; what is not sent yet is lost."""
+        """Ends the stream immediately, both ways; what is not sent yet is lost."""
         self._writer.transport.abort()
 
 
 async def no_limit(_size: int) -> None:
-    """Does nothing: the `let_pass` of a splice whose bytes pass at once."""
+    """Does nothing: the `let_pass` of a splice whose bytes pass without waiting."""
 
 
 async def splice(one: RawStream, other: RawStream, let_pass: Callable[[int], Awaitable[None]] = no_limit) -> None:

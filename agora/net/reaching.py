@@ -66,8 +66,8 @@ async def reach_by_any_way(
     """Has p2pd connect to `peer` unless it is connected: directly, else through a hole, else through a relay.
 
     Each way is tried only if the ways before failed, and if `addresses` and `punch_hole` allow it, for the time that
-    the module's table gives it. Raises ConnectionBroken, with the reason for each way; SimultaneousOpen at once, as
-    Host.reach does.
+    the module's table gives it. Raises ConnectionBroken, with the reason for each way; SimultaneousOpen
+    immediately, if both peers dialled each other at the same time.
     """
     direct = [address for address in addresses if not is_circuit(address)]
     circuits = [address for address in addresses if is_circuit(address)]

@@ -1,8 +1,8 @@
 """Relays connections between peers that cannot dial each other, and makes reservations at other relays.
 
-Knows: the hop and stop streams of libp2p's circuit relay, the owner's cap. Must not know: who is public, which relay to
-choose. Between its ends a circuit is encrypted like any other connection: a relay carries bytes that it cannot read.
-p2pd's own relay ends each circuit after 128 KiB, so this one takes its place on the host.
+Knows: the hop and stop streams of libp2p's circuit relay, the owner's cap. Must not know: which peers are public, which
+relay to choose. Between its ends a circuit is encrypted like any other connection: a relay carries bytes that it cannot
+read. p2pd's own relay ends each circuit after 128 KiB, so this one takes its place on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESERVED_S: Final = 120.0
 ANSWER_S: Final = 10.0
 """Seconds within which each message that opens a circuit must come."""
 CIRCUITS_PER_PEER: Final = 8
-"""Maximum number of circuits that one peer opens through this relay at once; all peers: `max_peers` times as many."""
+"""Maximum number of circuits that one peer may have open through this relay; all peers: `max_peers` times as many."""
 MAX_OPENING: Final = 32
 """Maximum number of streams whose first message is not answered yet."""
 
@@ -64,7 +64,7 @@ class RelayService:
         return list(self._reserved)
 
     async def _serve_stream(self, stream: RawStream) -> None:
-        """Serves one hop stream: answers its first message, and carries the circuit that it opens until that ends.
+        """Serves one hop stream: answers its first message, and carries the circuit that this opens until its end.
 
         Returns without an answer while MAX_OPENING other streams have no answer yet, for a first message that is
         malformed or late, and when the other end of the circuit breaks off or answers with something malformed.
@@ -122,9 +122,9 @@ class RelayService:
     def _decide_status(self, stream: RawStream, message: CircuitMessage) -> Status:
         """Returns the status to answer a request with: OK if it may be served, otherwise why not.
 
-        Not served are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`,
-        circuits to a peer without reservation, and circuits beyond CIRCUITS_PER_PEER of one caller or CIRCUITS_PER_PEER
-        * max_peers of all.
+        Refused are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`, and
+        circuits to a peer without reservation. So are circuits beyond CIRCUITS_PER_PEER of one caller, or beyond
+        CIRCUITS_PER_PEER * max_peers of all callers.
         """
         peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
@@ -143,8 +143,7 @@ class RelayService:
     async def _offer_circuit(self, caller: PeerId, peer: PeerId) -> RawStream | None:
         """Offers `peer` a circuit from `caller` on a new stream of libp2p's stop protocol, and returns the stream.
 
-        None if `peer` refuses, or no stream opens. Raises ConnectionBroken or ValueError if no answer comes that can be
-        read.
+        None if `peer` refuses, or no stream opens. Raises ConnectionBroken or ValueError if no readable answer comes.
         """
         try:
             stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_S)
@@ -171,8 +170,8 @@ class RelayService:
 async def reserve(host: Host, relay: PeerId) -> None:
     """Makes or renews this peer's reservation at a relay, which p2pd is connected to.
 
-    Raises ConnectionBroken if it is refused or not answered. It lasts as long as the relay decides: RESERVED_S at one
-    of this program. Its expiry is not read.
+    Raises ConnectionBroken if the relay refuses or does not answer in ANSWER_S. The reservation lasts as long as the
+    relay decides, RESERVED_S at a relay of this program; its expiry is not read.
     """
     stream = await host.open_raw(relay, circuit_wire.HOP_PROTOCOL, ANSWER_S)
     try:

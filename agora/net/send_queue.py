@@ -20,7 +20,7 @@ Buffers = Sequence[bytes | memoryview]
 
 
 def _do_nothing() -> None:
-    """Does nothing: the `on_released` of a frame for which nobody gave one."""
+    """Does nothing: the `on_released` of a frame for which the caller gave none."""
 
 
 @dataclass(slots=True, eq=False)

@@ -42,7 +42,7 @@ class AccessLink:
     def change_rate(self, text: str) -> None:
         """Sets the emulated link's rate, such as "20Mbit", for later bytes; limits set by `brake` still hold.
 
-        Raises LinkError as LinkSpec.at_rate does.
+        Raises LinkError for malformed text, a rate below link.SLOWEST, or a link that was not made by LinkSpec.parse.
         """
         self.spec = self.spec.at_rate(text)
         self.brake(*self._brakes)
@@ -62,7 +62,7 @@ class AccessLink:
 
     @property
     def read_at_once(self) -> int:
-        """Maximum number of bytes to read at once: those of HOLD_S within MAX_CHUNK, but at least `sent_at_once`."""
+        """Maximum number of bytes to read in one go: those of HOLD_S within MAX_CHUNK, but at least `sent_at_once`."""
         return max(self.sent_at_once, min(MAX_CHUNK, int(HOLD_S * self.down.rate)))
 
 
@@ -191,7 +191,7 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return self._stream.get_buffer(-1)[: self._link.read_at_once]  # type: ignore[index]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Called by asyncio when bytes came: books them, and tells the stream at once if the rate allows it.
+        """Called by asyncio when bytes came: books them, and passes them to the stream now if the rate allows it.
 
         Otherwise holds the bytes and pauses reading until the rate allows it.
         """
@@ -254,11 +254,11 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._real.abort()
 
     def eof_received(self) -> bool | None:
-        """Called when the other side has stopped sending: tells the stream; returns its answer (True: stay open)."""
+        """Called when the other side has stopped sending: notifies the stream; returns its answer (True: stay open)."""
         return self._stream.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called when the real transport is closed: drops what is queued or held, and tells the stream."""
+        """Called when the real transport is closed: drops what is queued or held, and notifies the stream."""
         self._drop_all()
         self._stream.connection_lost(exc)
 

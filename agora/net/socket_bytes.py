@@ -1,4 +1,4 @@
-"""Counts the bytes that the TCP sockets of a process have carried, as the kernel tells any user (Linux, sock_diag(7)).
+"""Counts the bytes that the TCP sockets of a process have carried, from Linux' sock_diag(7), open to any user.
 
 Knows: netlink's messages, /proc/PID/fd. Must not know: whose process it is, what the bytes are.
 """
@@ -28,7 +28,7 @@ _REQUEST: Final = struct.Struct("=BBBxI48x")
 _MESSAGE: Final = struct.Struct("=BBBB48xIIIII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _RECEIVED: Final = struct.Struct("=QII")  # at 128 of struct tcp_info: bytes_received, segs_out, segs_in
-_SENT: Final = struct.Struct("=Q")  # at 200: bytes_sent, since Linux 4.19; it counts what is sent again
+_SENT: Final = struct.Struct("=Q")  # at 200: bytes_sent, since Linux 4.19; retransmissions count
 RECEIVED_AT, SENT_AT = 128, 200
 """Offsets in struct tcp_info of what _RECEIVED and _SENT read."""
 
@@ -55,8 +55,8 @@ class SocketCounter:
     def read(self) -> CarriedBytes | None:
         """Adds what each socket has carried since the last read, and returns the totals. Takes some milliseconds.
 
-        The first read adds all that the open sockets have carried. Returns None where the kernel does not tell, or the
-        process is gone or another user's.
+        The first read adds all that the open sockets have carried. Returns None where the kernel gives no counts, or
+        the process is gone or another user's.
         """
         try:
             inodes = set(_socket_inodes(self._pid))

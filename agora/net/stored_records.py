@@ -95,7 +95,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     def _find_shard_key(self, key_hash: bytes, packed: bytes) -> str:
         """Returns the key, as text, of the shard whose DHT id is `key_hash`, and remembers it.
 
-        A key cannot be computed from its hash, but the record in `packed` says in which shards it can be: each of these
+        A key cannot be computed from its hash, but the record in `packed` shows in which shards it can be: each of them
         is tried. Raises ProtocolError if none has this hash.
         """
         with contextlib.suppress(ProtocolError):
@@ -145,7 +145,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return all(stored)
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores one peer's record; returns whether it did. A full key drops the record of the greatest hash for it.
+        """Stores one peer's record; returns whether it did. If the key is full, the record of the greatest hash goes.
 
         Refuses a record that is expired or expires no later than the peer's last one, whose peer has a greater hash
         than all peers of a full key, or whose key is new while there are MAX_STORED_KEYS.
@@ -172,8 +172,8 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Yields nothing: hivemind hands these items to a node that it meets.
 
-        Each publisher stores its records itself, again every few seconds, so that nobody has to trust or carry another
-        one's; otherwise a stranger that makes up many nodes would have this one send everything each time.
+        Each publisher stores its records itself, again every few seconds, so that no node has to trust or pass on the
+        records of others; otherwise a stranger that makes up many nodes would have this one send everything each time.
         """
         return iter(())
 

@@ -23,7 +23,7 @@ from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import DROPPABLE_BYTES, Buffers, QueuedFrame, SendQueue
 
 SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, wherever in the buffer it begins
-HEAD_BYTES: Final = 8192  # maximum read at once while no payload has a buffer: payload bytes in it must be copied
+HEAD_BYTES: Final = 8192  # maximum of one read while no payload has a buffer: payload bytes in it must be copied
 MAX_PREAMBLE_BYTES: Final = 4096  # the longest preamble of p2pd, before the first frame of a stream
 WRITE_HIGH_BYTES, WRITE_LOW_BYTES = 262_144, 65_536  # the transport pauses writing above, and resumes below
 FLUSH_S: Final = 5.0  # seconds that a closing stream may take to write its last frames
@@ -95,7 +95,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._frame: Frame | None = None  # its payload is being read, or waits to be
         self._filled = 0
         self._bytes_to_skip = 0
-        self.is_waiting = False  # whether nothing is read because the sink said WAIT
+        self.is_waiting = False  # whether nothing is read because the sink returned WAIT
         self._ignores_input = False  # whether what arrives is thrown away
         self._queue = SendQueue()
         self._written: QueuedFrame | None = None  # the last one that was handed to the transport
@@ -139,7 +139,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._frame = None
         if not self.preamble.done():
             self.preamble.set_exception(ConnectionBroken("the stream ended before it began"))
-            self.preamble.exception()  # nobody may be waiting for it any more
+            self.preamble.exception()  # perhaps no task waits for it any more
         if self._sink is not None:
             self._sink.on_lost(str(error) if error else "the stream ended")
 
@@ -158,7 +158,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._pump()
 
     def abort(self) -> None:
-        """Closes the stream at once; what is queued is lost, and what arrives is ignored."""
+        """Closes the stream immediately; what is queued is lost, and what arrives is ignored."""
         self._ignores_input = True
         self._transport.abort()
 
@@ -195,7 +195,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._frame is not None or self._bytes_to_skip > 0
 
     def resume_payload(self, action: PayloadAction) -> None:
-        """Resumes reading after the sink said WAIT, if it has: TAKE reads the waiting payload, DROP throws it away."""
+        """Resumes reading if the sink has returned WAIT: TAKE reads the waiting payload, DROP throws it away."""
         frame, prefix = self._frame, self._frame_prefix
         if not self.is_waiting or frame is None or prefix is None or self._ignores_input:
             return
@@ -213,7 +213,7 @@ class FrameStream(asyncio.BufferedProtocol):
             if len(self._scratch) > SCRATCH_BYTES:
                 self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         elif self._end == len(self._scratch):
-            self._make_room(1)  # it must never stay full
+            self._make_room(1)  # the buffer must never stay full
 
     def _call_guarded(self, step: Callable[[], object]) -> None:
         """Calls `step`; if it raises ProtocolError, ignores later bytes and calls the sink's `on_protocol_error`."""
@@ -225,7 +225,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._sink.on_protocol_error(error, self._frame_prefix)
 
     def _parse(self) -> None:
-        """Parses frames until bytes are missing, a payload has begun that is not complete, or the sink says WAIT.
+        """Parses frames until bytes are missing, a payload has begun that is not complete, or the sink returns WAIT.
 
         Calls the sink's on_prefix and on_header on the way. While no sink is attached, reads the preamble instead.
         """
@@ -353,14 +353,14 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort()
 
     def enqueue_droppable(self, buffers: Buffers, call: int) -> None:
-        """Queues a small frame as `enqueue` does, but drops it if DROPPABLE_BYTES of small frames wait already."""
+        """Queues a small frame, see `enqueue`, but drops it if DROPPABLE_BYTES of small frames wait already."""
         if self._queue.small_bytes < DROPPABLE_BYTES:
             self.enqueue(buffers, call)
 
     async def send(self, buffers: Buffers, call: int, on_released: Callable[[], None] | None = None) -> None:
-        """Waits for room if the frame is large, then queues it as `enqueue` does. Nothing is queued when this raises.
+        """Waits for room if the frame is large, then queues it, see `enqueue`. Nothing is queued when this raises.
 
-        Does not wait until it is written: the buffers must not change until the peer has answered. Raises
+        Does not wait until the frame is written: the buffers must not change until the peer has answered. Raises
         ConnectionBroken if the stream is closed.
         """
         await self._queue.wait_for_room(sum(map(len, buffers)))

@@ -1,6 +1,6 @@
 """Lets coroutines wait: for any change, for a step of this peer's stages, for a mean gradient that is expected soon.
 
-Knows: one event loop, steps by number. Must not know: what changes, who takes steps, or what a microbatch is.
+Knows: one event loop, steps by number. Must not know: what changes, how steps are taken, or what a microbatch is.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StepBarrier:
         self._changed.notify()
 
     def refuse_early(self, entry_stage: int, step: int) -> None:
-        """Raises Busy at once if a microbatch of `step` would have to wait for more than MAX_STEPS_AHEAD steps.
+        """Raises Busy if a microbatch of `step` would have to wait for more than MAX_STEPS_AHEAD steps; never waits.
 
         That is so if any stage from `entry_stage` to the span's last has taken fewer than step - MAX_STEPS_AHEAD steps.
         """
@@ -77,8 +77,8 @@ class StepBarrier:
     async def wait_for_step(self, entry_stage: int, step: int, deadline: float) -> None:
         """Waits until all stages from `entry_stage` to the span's last have taken at least `step` steps.
 
-        If they have not after MAX_WAIT_FRACTION of the time until the loop time `deadline`, raises Busy, so that the
-        caller can still ask another peer.
+        Raises Busy if any of them has not after MAX_WAIT_FRACTION of the time until the loop time `deadline`, so that
+        the caller can still ask another peer.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         while loop_time() < until and self._stages_behind(entry_stage, step):

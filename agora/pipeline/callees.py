@@ -2,8 +2,8 @@
 
 Knows: ids, claimed capacities. Must not know: how one of them is chosen for a microbatch (peer_choice.py), clocks.
 
-A caller of hundreds of peers hears from each of them every few minutes, and knows nothing of their queues. With
-MAX_CALLEES it hears of each queue about as often as that queue is served. docs/routing.md has the figures.
+A caller of hundreds of peers gets an answer of each only every few minutes, and knows nothing of their queues. With
+MAX_CALLEES it learns each queue's length about as often as that queue is served. docs/routing.md has the figures.
 """
 
 from __future__ import annotations

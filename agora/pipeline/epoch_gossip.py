@@ -1,6 +1,7 @@
 """Epoch gossip: exchanges with the other origins which rows of the epochs in progress are taken and done.
 
-Knows: GossipEpochs and GossipedEpochs, when to send them and to whom. Must not know: what the state means, training.
+Knows: GossipEpochs and GossipedEpochs, when to send them and to which peers. Must not know: what the state means,
+training.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SharedEpochs(Protocol):
         """What `next_state` last returned; () before its first call."""
 
     def next_state(self) -> tuple[int, ...]:
-        """Encodes the present knowledge as integers to send; returns and keeps it as `last_state`.
+        """Encodes the present knowledge as integers to send; returns the integers, and keeps them as `last_state`.
 
         Each call also advances the clock by which claims expire: call it once in each interval.
         """
@@ -83,7 +84,7 @@ class EpochGossip:
         self._reported_at: dict[PeerId, float] = {}
 
     async def run(self) -> None:
-        """Calls `tick` at once and every INTERVAL_S until cancelled; then cancels the open calls and waits for them."""
+        """Calls `tick` now and every INTERVAL_S until cancelled; then cancels the open calls and waits for them."""
         try:
             while True:
                 self.tick()
@@ -96,8 +97,8 @@ class EpochGossip:
     def tick(self) -> None:
         """Encodes the state again, and sends it to up to TARGETS random origins if it is due; then calls `on_exchange`.
 
-        It is due if it has changed since the last tick, or was not sent for HEARTBEAT_S. Starts one task for each call,
-        and does not wait. Origins to which a call is still open are left out.
+        The state is due if it has changed since the last tick, or was not sent for HEARTBEAT_S. Starts one task for
+        each call, and does not wait. Origins to which a call is still open are left out.
         """
         now = loop_time()
         last_state = self._shares.last_state
@@ -114,7 +115,7 @@ class EpochGossip:
         """Merges the state of the origin `peer`, and returns this origin's state as of its last tick.
 
         Before the first tick, encodes the state by SharedEpochs.next_state, which counts as a tick. A state of other
-        rows is not merged, see _merge, but answered. Raises ProtocolError for a malformed state.
+        rows is not merged, see _merge, but is answered. Raises ProtocolError for a malformed state.
         """
         self._merge(peer, message.state)
         return GossipedEpochs(self._shares.last_state or self._shares.next_state())

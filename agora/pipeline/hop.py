@@ -1,7 +1,7 @@
 """One peer's work on one microbatch. Each hop calls the next one; the gradient comes back as the answer of the call.
 
 Knows: the order of the work (slot, forward, next stage, backward, answer). Must not know: how tensors are computed
-(interfaces.SpanCompute), which peer comes next (router), or who draws microbatches (origin).
+(interfaces.SpanCompute), which peer comes next (router), or which peer draws microbatches (origin).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HopRequest:
     boundary: WireTensor | None  # what enters stage `message.stage`; None at stage 0
     tokens: WireTensor
     deadline: float  # loop time by which its answer is due
-    holder: Holder | None = None  # the peer that asks and its address prefix; None for this peer's own origin
+    holder: Holder | None = None  # the calling peer and its address prefix; None for this peer's own origin
 
     @property
     def is_training(self) -> bool:
@@ -70,7 +70,7 @@ class Hop:
         fault: faults.ReachFault = faults.reach,
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_trained: is called when a training microbatch leaves this hop, after training_count was decremented."""
+        """on_trained: called when a training microbatch leaves this hop, after training_count was decremented."""
         self._span = compute.span
         self._is_last = compute.span.last == router.stage_count - 1
         self._compute = compute
@@ -97,12 +97,12 @@ class Hop:
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
-        A repeated request gets the kept answer at once, or joins the running work. For others, the barrier first waits
+        A repeated request gets the kept answer immediately, or joins the running work. Others first wait at the barrier
         for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
-        stage 0. on_progress is called with each CallProgress of this and later hops. holder: who asks; None for this
-        peer's own origin. Raises Busy, NotMyStage or ProtocolError before any work; Unavailable before any work if too
-        little time is left; Unavailable and errors of the compute during the work, PeerFailed when WorkLedger.finish
-        ends it. After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
+        stage 0. on_progress: called with each CallProgress of this and later hops. holder: the caller; None for this
+        peer's own origin. Before any work, raises Busy, NotMyStage or ProtocolError, or Unavailable if too little
+        time is left. During the work, raises Unavailable, errors of the compute, or PeerFailed when WorkLedger.finish
+        ends the work. After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
         """
         try:
             answer = self._ledger.answer_repeat(message, on_progress, self.queue)
@@ -123,8 +123,9 @@ class Hop:
         """Waits at the barrier, then starts the request's work in the ledger or joins it; returns the work's answer.
 
         A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy before
-        the wait for a step that is too far ahead, and after it as StepBarrier.wait_for_step and WorkLedger.run do, and
-        for a training microbatch that entered this peer at another stage and overlaps this request's stages.
+        the wait if the step is too far ahead. Raises Busy after the wait if a stage is still behind the step, if a
+        training microbatch entered this peer at another stage and overlaps this request's stages, or if the ledger
+        takes no more work. Also raises the work's own error, such as Unavailable or PeerFailed.
         """
         entry_stage = request.message.stage
         last_stage = self._span.last
@@ -146,7 +147,7 @@ class Hop:
     async def _perform(self, request: HopRequest, work: RunningWork) -> HopAnswer:
         """Computes this span, has later peers compute the stages after it, and returns the answer.
 
-        Publishes "accepted" to the callers at the start and "finished" when the answer is there. Counts a training
+        Publishes "accepted" to the callers at the start and "finished" when the answer exists. Counts a training
         microbatch in `training_count` meanwhile, then calls `on_trained`, also after an error. Raises Unavailable,
         before any work, if too little time is left for this hop alone.
         """

@@ -1,6 +1,6 @@
 """Protocols of what the pipeline needs of device and data, and the answer of a hop.
 
-Knows: the form of calls and tensors. Must not know: who implements them (train.compute, or arithmetic in tests).
+Knows: the form of calls and tensors. Must not know: what implements them (train.compute, or arithmetic in tests).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SpanCompute(Protocol):
     """Protocol: the device that computes this peer's span of stages; implemented by train.Compute.
 
     entry_stage: the stage at which the microbatch enters the span. boundary: the hidden state that enters there, None
-    at stage 0. purpose, references: as in the message Process. Every failure is an AgoraError, and a cancelled job
+    at stage 0. purpose, references: see the message Process. Every failure is an AgoraError, and a cancelled job
     leaves nothing behind. `finish` with purpose "train", and `backward`, count the microbatch: when one of these
     returns, the microbatch's gradient is in the stages' sums; when it raises, the gradient is not.
     """

@@ -1,7 +1,8 @@
 """The work ledger: a microbatch that enters this peer is started once; a repeat joins it or gets the kept answer.
 
-Knows: slots, running tasks, who waits for them, the answers given; docs/routing.md has the table. Must not know: what
-the work computes. The ledger lives as long as the peer, longer than its span: after a move it still answers repeats.
+Knows: slots, running tasks, the callers that wait for them, the answers given; docs/routing.md has the table. Must not
+know: what the work computes. The ledger lives as long as the peer, longer than its span: after a move it still answers
+repeats.
 """
 
 from __future__ import annotations
@@ -112,10 +113,12 @@ class AnswerCache:
 class RunningWork:
     """One microbatch's work that runs in `task`, and the callers that wait for it.
 
-    last_stage: the last stage that it runs. callers: the on_progress functions, one for each waiting caller. newest:
-    stage -> its latest progress message. committed: set by the function that performs the work, from the moment when
-    the gradient may be counted; from then on the work runs to its end even without callers, so that a repeated request
-    finds the answer. cancelled: whether `cancel` was called.
+    last_stage: the last stage that the work runs here.
+    callers: the on_progress functions, one for each waiting caller.
+    newest: stage -> its latest progress message.
+    committed: set by the function that performs the work, from the moment when the gradient may be counted; from then
+    on the work runs to its end even without callers, so that a repeated request finds the answer.
+    cancelled: whether `cancel` was called.
     """
 
     task: asyncio.Task[HopAnswer]
@@ -142,7 +145,7 @@ class RunningWork:
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancels the task of the work and returns at once; the slot stays taken until the task has ended."""
+        """Cancels the task of the work and returns immediately; the slot stays taken until the task has ended."""
         self.cancelled = True
         self.task.cancel()
 
@@ -207,11 +210,11 @@ class WorkLedger:
     ) -> HopAnswer:
         """Joins the running work `key`, or starts it as `start(work)` on a free slot; waits for and returns the answer.
 
-        last_stage: the last stage that the work runs here. holder: who asks; None for this peer's own origin. Joining
-        reports RepeatServed and passes the work's latest progress on at once. If joined work fails before `deadline`
-        (loop time), this caller starts it again; the deadline does not end the wait for an answer. Raises what the work
-        raises, PeerFailed when `finish` cancels the work, and Busy as _start does or when an earlier, cancelled attempt
-        has not ended by `deadline`.
+        last_stage: the last stage that the work runs here. holder: the caller; None for this peer's own origin. Joining
+        reports RepeatServed and passes the work's latest progress on immediately. If joined work fails before
+        `deadline` (loop time), this caller starts the work again; the deadline does not end the wait for an answer.
+        Raises the work's own error, PeerFailed when `finish` cancels the work, and Busy when no slot is free for the
+        holder, when no new work is accepted, or when an earlier, cancelled attempt has not ended by `deadline`.
         """
         while True:
             work = self._works.get(key)
@@ -246,7 +249,7 @@ class WorkLedger:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
         The callers of cancelled work get PeerFailed. Waits up to MAX_ENDING_S for that work to end. Returns whether all
-        work ended without being cancelled here. reason: as for stop_accepting.
+        work ended without being cancelled here. reason: completes "this peer is ..." in the Busy of new requests.
         """
         self.stop_accepting(reason)
         if self._works:
@@ -264,7 +267,7 @@ class WorkLedger:
         """Takes a slot and starts `start(work)` in a new task; returns the work, without waiting.
 
         last_stage: the last stage that the work runs here. Raises Busy, with the time after which to try again, when
-        all slots are taken, when the last ones are kept for holders with fewer (fair_share.may_acquire), or when this
+        all slots are taken, when the last slots are kept for holders with fewer (fair_share.may_acquire), or when this
         ledger accepts no new work.
         """
         if refusal := self._refusal or self.shortage:
@@ -343,7 +346,7 @@ class WorkLedger:
                 work.cancel()
 
     def _end(self, work: RunningWork) -> None:
-        """Frees the work's slot, if it is still taken; if the task is done, marks its error as seen for asyncio.
+        """Frees the work's slot, if it is still taken; if the task is done, marks its error as retrieved for asyncio.
 
         Called at the end of the task and again when it is done: a task that is cancelled before it began never runs.
         """

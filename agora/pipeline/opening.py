@@ -1,6 +1,6 @@
 """Decides when an origin opens its next microbatch, and how many it keeps in flight. Pure.
 
-Knows: measured times, bounds, quotas of a step. Must not know: who measured them, or a clock (`now` is passed in).
+Knows: measured times, bounds, quotas of a step. Must not know: how they were measured, or a clock (`now` is passed in).
 
 By Little's law x = round trip / period microbatches fill a pipeline in which nothing waits. 4 * sqrt(x) more, by the
 square-root staffing rule (Halfin and Whitt, 1981), keep its slowest stage busy although times vary.
@@ -28,8 +28,8 @@ GRACE_S = 3.0
 class Credit:
     """How many microbatches an origin may have in flight at most (`limit`). reason: in words, why so many.
 
-    shortage: if schedule.staleness keeps the limit below what the round trip would use, a sentence for users that says
-    so; "" otherwise.
+    shortage: if schedule.staleness keeps the limit below what the round trip would use, a sentence about it for
+    users; "" otherwise.
     """
 
     limit: int
@@ -135,10 +135,12 @@ class StepState:
 class OpeningInputs:
     """What an origin sees around itself before it decides whether to open a microbatch; the inputs of next_opening.
 
-    ready: whether enough replicas serve the run. step: None in an asynchronous run. path_s: see Hop.path_s.
-    staleness_ceiling: see staleness_limit. before_mean: how many microbatches may be open until the mean gradient, to
-    which this peer gives its share of a step, is applied; more would be computed on weights without that mean. None
-    where origins do not wait for means.
+    ready: whether enough replicas serve the run.
+    step: how far stage 0 is in its step; None in an asynchronous run.
+    path_s: seconds of the path to the last stage and back, see Hop.path_s.
+    staleness_ceiling: how many may be in flight by schedule.staleness, see staleness_limit.
+    before_mean: how many microbatches may be open until the mean gradient, to which this peer gives its share of a
+    step, is applied; more would be computed on weights without that mean. None where origins do not wait for means.
     """
 
     ready: bool = True

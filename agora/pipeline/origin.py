@@ -47,10 +47,11 @@ LOOK_AGAIN_S = 0.5
 class OriginConfig:
     """How the origin of the peer `me` opens microbatches.
 
-    ceiling: maximum number of microbatches in flight that memory allows. max_in_flight: the manifest's, 0 to use a
-    measured credit. first_timeout_s: seconds that an attempt may take before any was measured. objective: the
-    manifest's kind; with "dpo" the origin first asks the swarm for the rows' log-probabilities under the reference
-    model, unless it remembers them.
+    ceiling: maximum number of microbatches in flight that memory allows.
+    max_in_flight: the manifest's maximum number of microbatches in flight; 0 to use a measured credit.
+    first_timeout_s: seconds that an attempt may take before any was measured.
+    objective: the kind of the manifest's objective; with "dpo" the origin first asks the swarm for the rows'
+    log-probabilities under the reference model, unless it remembers them.
     """
 
     me: PeerId
@@ -63,10 +64,12 @@ class OriginConfig:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch of this origin. tokens: its token ids. started: loop time of its opening.
+    """One microbatch of this origin.
 
-    path: stage -> the peer last seen to hold the microbatch there, a hint for the next attempt. purpose, step,
-    references: as in the message Process.
+    tokens: its token ids.
+    started: loop time of its opening.
+    path: stage -> the peer last seen to hold the microbatch there, a hint for the next attempt.
+    purpose, step, references: see the message Process.
     """
 
     id: MicrobatchId
@@ -86,10 +89,12 @@ class Microbatch:
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    look: returns the inputs of the decision whether to open a microbatch; called before each decision. session: the
-    first 8 bytes of all ids of this origin's microbatches, by default random. completed: number of microbatches trained
-    on so far. credit: the present limit of microbatches in flight, and why. Moving averages over completed training
-    microbatches: loss (nats per token), microbatch_tokens (tokens that count), metrics (by name).
+    look: returns the inputs of the decision whether to open a microbatch; called before each decision.
+    session: the first 8 bytes of all ids of this origin's microbatches, by default random.
+    completed: number of microbatches trained on so far.
+    credit: the present limit of microbatches in flight, and why.
+    loss, microbatch_tokens, metrics: moving averages over completed training microbatches, of nats per token, of tokens
+    that count, and of each metric by name.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class Origin:
         return {name: mean.value for name, mean in self.metrics.items() if mean.value is not None}
 
     async def run(self) -> None:
-        """Opens training microbatches and sends each, several at once, until it succeeds; ends after `leave`.
+        """Opens training microbatches, several in flight, and sends each until it succeeds; ends after `leave`.
 
         When cancelled, cancels all open microbatches and gives them back to the source.
         """
@@ -219,7 +224,7 @@ class Origin:
         """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving.
 
         Decides again at each change of this origin (a microbatch ended, a step, resume, leave); after DRAW_AGAIN_S if
-        the source had no microbatch; and after LOOK_AGAIN_S if it waits for something that nothing notifies it of.
+        the source had no microbatch; and after LOOK_AGAIN_S if it waits for something else.
         """
         while True:
             quota = self._quota
@@ -276,7 +281,7 @@ class Origin:
     async def _train(self, microbatch: Microbatch, number: int) -> None:
         """Sends one training microbatch until it succeeds; then marks it completed in the source and counts it.
 
-        Also updates the moving averages and the pace, and raises the credit's ceiling by one, to at most twice the
+        Also updates the moving averages and the pace, and raises the credit's ceiling by one, but to at most twice the
         present credit (slow start). If sending is cancelled or fails, releases the microbatch in the source. number: by
         which the source knows the microbatch.
         """
@@ -341,9 +346,9 @@ class Origin:
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
         """Sends the microbatch through the whole pipeline once and returns the answer; after a failure returns None.
 
-        Before None it sleeps. A failure other than Busy also reports MicrobatchRerouted and interrupts the pace.
-        attempt: number of earlier attempts. The time for an attempt and the sleep double with each, up to
-        MAX_TIMEOUT_S and MAX_RETRY_S. After Busy it sleeps at least for the time asked for, up to MAX_RETRY_S.
+        Before it returns None it sleeps. A failure other than Busy also reports MicrobatchRerouted and interrupts the
+        pace. attempt: number of earlier attempts. The time for an attempt and the sleep double with each attempt, up to
+        MAX_TIMEOUT_S and MAX_RETRY_S. After Busy it sleeps at least for the time that Busy names, up to MAX_RETRY_S.
         """
         started = loop_time()
         usual_s = self._attempt_s.value

@@ -39,23 +39,23 @@ class PeerStats:
     """
 
     virtual_s: float = 0.0  # seconds of work that were charged to the peer so far (virtual runtime)
-    service_s: float = UNMEASURED_SERVICE_S  # its mean device seconds per microbatch (queueing theory: service time)
+    service_s: float = UNMEASURED_SERVICE_S  # mean device seconds per microbatch (queueing theory: service time)
     round_trip_s: float = 0.0  # mean round trip of the link, as far as it can be separated from the transfer
     bytes_per_s: float = math.inf  # mean rate of the link; infinite until a transfer was measured
     call_s: float = 0.0  # mean length of a whole call, everything downstream included
     answers: int = 0  # how often the peer has answered
-    acceptances: int = 0  # how often it has accepted a microbatch, that is, given it a slot
-    open_calls: int = 0  # this caller's calls to it that are open
-    call_limit: float = math.inf  # how many open calls it accepts of this caller, learnt from BUSY
-    queue: int = 0  # microbatches at its device, as it reported at `queue_at`
-    queue_at: float = 0.0  # when it last reported `queue`
+    acceptances: int = 0  # how often the peer has accepted a microbatch, that is, given it a slot
+    open_calls: int = 0  # this caller's open calls to the peer
+    call_limit: float = math.inf  # how many open calls the peer accepts of this caller, learnt from BUSY
+    queue: int = 0  # microbatches at the peer's device, as the peer reported at `queue_at`
+    queue_at: float = 0.0  # when the peer last reported `queue`
     sent_since: int = 0  # microbatches that this caller has sent since `queue_at`
     failures: int = 0  # failed calls in a row
     failed_at: float = 0.0  # when the last counted failure happened
     wasted_s: float = 0.0  # the longest time that one of these failures took
-    busy_until: float = 0.0  # before this time it is not called, because it said BUSY
-    is_relayed: bool = False  # whether it is reached through a relay, see `must_use_relay`
-    incarnation: int = 0  # of its claim; a higher one means that its daemon was restarted or has moved
+    busy_until: float = 0.0  # before this time the peer is not called, because it answered BUSY
+    is_relayed: bool = False  # whether the peer is reached through a relay, see `must_use_relay`
+    incarnation: int = 0  # of the peer's claim; a higher one means that its daemon was restarted or has moved
     acceptance_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=ACCEPTANCE_WAITS))  # since sending
 
     def queue_now(self, now: float) -> float:
@@ -114,9 +114,10 @@ class Choice:
 class Candidate(NamedTuple):
     """One peer that may get a microbatch, as choose_next compares it with others.
 
-    ready_at: time from which it may be called; infinite when only an answer of this peer can make it ready. lead_s:
-    seconds of work charged to it beyond the least charged peer of the stage. finish_s: expected seconds until it has
-    computed the microbatch. obstacle: why it is not ready, in words; "" if it is.
+    ready_at: time from which the peer may be called; infinite when only an answer of this peer can make it ready.
+    lead_s: seconds of work charged to the peer beyond the least charged peer of the stage.
+    finish_s: expected seconds until the peer has computed the microbatch.
+    obstacle: why the peer is not ready, in words; "" if it is ready.
     """
 
     peer: PeerId

@@ -1,7 +1,7 @@
 """Remembers the log-probabilities of rows of preference pairs under the frozen reference: they never change.
 
 A row is known by its content, so it does not matter in which microbatch of an epoch it is. Knows: rows as bytes,
-log-probabilities. Must not know: who was asked, epochs, the pipeline.
+log-probabilities. Must not know: which peer was asked, epochs, the pipeline.
 """
 
 from __future__ import annotations

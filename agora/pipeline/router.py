@@ -50,9 +50,9 @@ class RoutedCall:
     tensors: Sequence[WireTensor]
     deadline: float  # loop time
     on_progress: OnProgress  # passes a progress message on upstream
-    hint: PathHint  # which peers hold the microbatch; at first those that the request names
+    hint: PathHint  # which peers hold the microbatch; at first those named in the request
     reported_upstream: dict[int, PeerId] = field(default_factory=dict)
-    """Stage -> the peer that upstream was last told of."""
+    """Stage -> the peer that was last reported upstream."""
     reasons: dict[PeerId, str] = field(default_factory=dict)  # peer -> why it last failed or was busy
     failed: set[PeerId] = field(default_factory=set)  # the peers that have failed
 
@@ -64,9 +64,9 @@ class RoutedCall:
     def record_progress(self, call_progress: CallProgress, callee: PeerId) -> bool:
         """Records in `hint` and `reported_upstream` which peer holds the microbatch, by `callee`'s `call_progress`.
 
-        Returns whether the message must be passed on, because upstream was not last told of that peer at that stage. A
-        callee may report itself at the request's stage, and any peer at later stages; any other message is ignored:
-        False. If the callee has finished, it is also added to `hint.finished`.
+        Returns whether the message must be passed on, because another peer, or none, was last reported upstream for
+        that stage. A callee may report itself at the request's stage, and any peer at later stages; any other message
+        is ignored: False. If the callee has finished, it is also added to `hint.finished`.
         """
         is_own = call_progress.stage == self.process.stage
         if not (call_progress.peer == callee if is_own else call_progress.stage > self.process.stage):
@@ -92,7 +92,7 @@ class RoutedCall:
     def make_request(self, deadline_ms: int) -> Process:
         """Returns the Process message of one attempt: that of the call with `deadline_ms` and the present hints.
 
-        These name at most MAX_HINTS peers, those of the nearest later stages.
+        The hints name at most MAX_HINTS peers, those of the nearest later stages.
         """
         ahead = sorted((stage, peer) for stage, peer in self.hint.peer_by_stage.items() if stage > self.process.stage)
         return replace(self.process, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
@@ -101,9 +101,11 @@ class RoutedCall:
 class Router:
     """Sends microbatches to peers of later stages: chooses a peer, calls it, tries another when it fails or is busy.
 
-    view_of: returns the present view, which lists the peers. wire_rules: what answers must be. offences: records bad
-    answers, and says which peers are suspended. round_trip_s(peer): returns the seconds measured on the idle link, None
-    when unknown. table: what was measured of every peer.
+    view_of: returns the present view, which lists the peers.
+    wire_rules: the run's rules for the tensors and numbers in answers.
+    offences: records bad answers, and knows which peers are suspended.
+    round_trip_s(peer): returns the seconds measured on the idle link, None when unknown.
+    table: what was measured of every peer.
     """
 
     def __init__(
@@ -140,8 +142,8 @@ class Router:
     ) -> HopAnswer:
         """Sends a microbatch to a peer of stage `process.stage`, and returns the checked answer.
 
-        tensors: [boundary, tokens]. Tries one peer after another, never two at once, and waits while none can be asked.
-        Raises Unavailable at the loop time `deadline`. on_progress: called with each new progress message from
+        tensors: [boundary, tokens]. Tries one peer after another, never two at a time, and waits while none can be
+        asked. Raises Unavailable at the loop time `deadline`. on_progress: called with each new progress message from
         downstream. The answer's `peer` is the peer that was called, and its `path_ms` includes the time on that link.
         """
         routed = RoutedCall(process, tensors, deadline, on_progress, PathHint(dict(process.hint)))
@@ -199,7 +201,7 @@ class Router:
             routed.reasons[attempt.peer] = "busy"
         except AgoraError as error:
             self._record_failure(routed, attempt, error)
-        except BaseException:  # this side leaves the call
+        except BaseException:  # this side gives the call up
             self.table.record_abandoned(attempt)
             raise
         else:
@@ -209,13 +211,13 @@ class Router:
         return None
 
     async def _call(self, routed: RoutedCall, attempt: Attempt) -> Reply:
-        """Calls the attempt's peer and returns the reply; handles the peer's progress messages by `on_progress`."""
+        """Calls the attempt's peer and returns the reply; handles the peer's progress messages."""
         stage, peer = attempt.stage, attempt.peer
         limit = MAX_PROGRESS_PER_STAGE * (self.stage_count - stage)
         counts = Counter[str]()
 
         def on_progress(call_progress: CallProgress) -> None:
-            """Records one progress message in `routed` and the table, and passes it on if upstream does not know it.
+            """Records one progress message in `routed` and the table, and passes it on if it is news upstream.
 
             Ignores more than `limit` messages of one kind.
             """

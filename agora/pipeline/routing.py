@@ -53,11 +53,11 @@ class Attempt:
     stage: int
     peer: PeerId
     stats: PeerStats  # the peer's entry in the table
-    started: float  # when it was sent
+    started: float  # when the microbatch was sent
     until: float  # when the caller stops waiting
-    deadline_ms: int  # the time that the peer is given, a little less than until then, see deadline_to_send
+    deadline_ms: int  # milliseconds that the peer is given, a little less than to `until`, see deadline_to_send
     payload_bytes: int
-    charge_s: float  # virtual runtime that the peer was charged for it
+    charge_s: float  # virtual runtime that the peer was charged for the microbatch
 
 
 def must_use_relay(mine: str, theirs: str) -> bool:
@@ -114,8 +114,8 @@ class RoutingTable:
 
         A new peer gets newcomer_stats. A peer with a higher incarnation (restarted) loses failures, queue and limits,
         but not the measured speed. Other peers are dropped; their stats are forgotten once no call to them is open.
-        Also sets who needs a relay, from own_reachability, this peer's claim. Does nothing if `replicas` is the same
-        object as at the last call, and `suspended` equal.
+        Also sets which peers need a relay, from own_reachability, which this peer claims. Does nothing if `replicas` is
+        the same object as at the last call, and `suspended` equal.
         """
         known = self._stages[stage]
         if known.replicas is replicas and known.suspended == suspended:
@@ -175,7 +175,7 @@ class RoutingTable:
         """
         callees = self.callees(stage)
         stats = callees[peer]
-        charge_s = max(stats.service_s, payload_bytes / stats.bytes_per_s)  # it occupies the slower of device and link
+        charge_s = max(stats.service_s, payload_bytes / stats.bytes_per_s)  # occupies the slower of device and link
         charge_s *= RELAYED_FACTOR if stats.is_relayed else 1.0
         stats.virtual_s = max(stats.virtual_s, virtual_floor(callees.values(), payload_bytes)) + charge_s
         stats.open_calls += 1
@@ -205,7 +205,7 @@ class RoutingTable:
         self.record_queue(now, attempt, queue)
 
     def record_queue(self, now: float, attempt: Attempt, queue: int) -> None:
-        """Records that the attempt's peer has `queue` microbatches at its device, as it says in progress messages.
+        """Records that the attempt's peer has `queue` microbatches at its device, as its progress messages report.
 
         Sets `sent_since` to 0: microbatches sent to the peer earlier are counted in `queue` now.
         """
@@ -220,7 +220,7 @@ class RoutingTable:
 
         Averages service time and length of the call, clears the peer's failures, adds 0.5 / call_limit to its
         call_limit, and applies _bound_service_times to the stage. service_s: seconds on the peer's device, as the peer
-        says. answer_bytes: bytes of the answer's tensors. period_s: time between two answers to this caller.
+        reports. answer_bytes: bytes of the answer's tensors. period_s: time between two answers to this caller.
         """
         stats = attempt.stats
         call_s = now - attempt.started
@@ -236,7 +236,7 @@ class RoutingTable:
     def record_abandoned(self, attempt: Attempt) -> None:
         """Ends an attempt that the caller gave up, or that did no work; measures nothing.
 
-        Takes the charge, the open call, and one microbatch of `sent_since` back.
+        Takes back the charge, the open call, and one microbatch of `sent_since`.
         """
         stats = attempt.stats
         stats.virtual_s -= attempt.charge_s

@@ -1,6 +1,6 @@
 """The rules of a run for the tensors and numbers in Process requests and in the answers to them.
 
-Knows: shapes, dtypes, bounds of numbers. Must not know: how tensors are computed, who sent them, what follows.
+Knows: shapes, dtypes, bounds of numbers. Must not know: how tensors are computed, which peer sent them, what follows.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class AdmissionPolicy:
     """Who may take part in a run, as its manifest says.
 
     founder: the peer that may admit and ban others, and make delegates. mode: OPEN (everyone), LISTED (the peers in
-    `listed`) or TICKET (whoever shows a ticket). public_status: whether peers that are not admitted may read the
-    status.
+    `listed`) or TICKET (every peer that shows a ticket). public_status: whether peers that are not admitted may read
+    the status.
     """
 
     founder: PeerId
@@ -65,7 +65,7 @@ class Admission:
 class NoAdmission:
     """The decision that one peer is not admitted.
 
-    reason: why not, in words for the peer's owner; from `judge_admission` also whom to ask.
+    reason: why not, in words for the peer's owner; from `judge_admission` also which person or peer to ask.
     """
 
     reason: str
@@ -118,7 +118,7 @@ def judge_admission(
     banned by the founder only. Otherwise the policy's mode decides; a ticket's DELEGATE becomes MEMBER. With
     `public_status`, a peer that the mode does not admit is a READER.
     proof: the chain of tickets that the peer shows, the founder's first, () for none. The caller must have verified the
-    tickets' signatures (agora_protocol.tickets.open_proof) and that it is `peer` who shows them.
+    tickets' signatures (agora_protocol.tickets.open_proof) and that `peer` itself shows them.
     """
     if peer == policy.founder:
         return Admission(MEMBER, math.inf, "it is the founder")
@@ -199,8 +199,8 @@ def _issuing_problem(ticket: Ticket, parent: Ticket | None, founder: PeerId) -> 
     """Returns why the issuer of `ticket` had no right to issue it, in words; "" if it had.
 
     parent: the ticket before `ticket` in the chain; None for the first ticket, which only the founder may issue. The
-    issuer must be the parent's holder. A delegate may issue any ticket but that of a delegate; the key of a bearer
-    ticket only passes the ticket's own role on, to a named peer; nobody else may issue a ticket.
+    issuer must be the parent's holder. A delegate may issue any ticket but that of a delegate. The key of a bearer
+    ticket only passes the ticket's own role on, to a named peer. No other peer may issue a ticket.
     """
     if parent is None:
         return "" if ticket.issuer == founder else "its ticket is not signed by the founder or a delegate"

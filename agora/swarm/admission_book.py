@@ -1,4 +1,4 @@
-"""Remembers what a peer knows about who is admitted: revocations, own bans, and the proofs that others have shown.
+"""Remembers what decides which peers are admitted: revocations, own bans, and the proofs that others have shown.
 
 Deterministic: an AdmissionBook changes only by the calls to it; `now_unix` is an argument.
 
@@ -33,7 +33,7 @@ MAX_PROOFS: Final = 4096
 
 
 class AdmissionBook:
-    """What this peer knows about who is admitted to one run: revocations, own bans, and proofs, in memory only.
+    """What decides which peers this peer admits to one run: revocations, own bans, and proofs, in memory only.
 
     A proof is a peer's chain of signed tickets. policy: the manifest's rules. banned_here: peers that the owner of this
     machine has banned, which no method admits; may be changed at any time.
@@ -80,9 +80,9 @@ class AdmissionBook:
             return False
 
     def is_member_by_proof(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
-        """Returns whether `peer` is a member by `proof`, which its claim carries; remembers the proof, as `judge` does.
+        """Returns whether `peer` is a member by `proof`, which its claim carries; if so, remembers the proof.
 
-        Returns False, where `judge` raises, for a peer that is not admitted and for a malformed proof.
+        Returns False for a peer that is not admitted or only a reader, and for a malformed or wrongly signed proof.
         """
         try:
             return self.judge(peer, proof, now_unix).is_member

@@ -1,4 +1,4 @@
-"""Remembers the offences of other peers, and decides who is suspended for them, and for how long.
+"""Remembers the offences of other peers, and decides which are suspended for them, and for how long.
 
 Deterministic: a Conduct changes only itself, and only by the calls to it; `now` is an argument.
 
@@ -37,7 +37,7 @@ class Offence(Enum):
     BAD_AVERAGE = "bad-average"
     """The peer sent a part for an average that no replica may send. It is refused, and counts once for each round."""
     IMPLAUSIBLE_STEP = "implausible-step"
-    """The peer reported a step that nobody can be at. Nothing that it says of the stage counts."""
+    """The peer reported a step that no peer can be at. Nothing that it reports of the stage counts."""
     FALSE_STATE = "false-state"
     """The peer sent state that is not what it had announced. The transfer goes on with others."""
     FALSE_BASE = "false-base"
@@ -96,7 +96,7 @@ class _Record:
 
 
 class Conduct:
-    """Counts the offences of other peers, and says who is suspended. All times are seconds on one monotonic clock.
+    """Counts the offences of other peers, decides which are suspended. All times are seconds on one monotonic clock.
 
     It remembers MAX_PEERS peers; beyond that the peer whose last offence is oldest is forgotten, and its suspension
     ends.
@@ -110,7 +110,7 @@ class Conduct:
         """Adds an offence of `peer` at `now`, suspends the peer if its sum of points is enough, returns what follows.
 
         If the sum of points that have not expired is POINTS_TO_SUSPEND or more, the peer is suspended for the penalty's
-        time from `now`, also if it is suspended already; a suspension is never shortened. Returns None, and adds
+        time from `now`, even if it is suspended already; a suspension is never shortened. Returns None, and adds
         nothing, if `occasion` is not "" and one of the peer's newest POINTS_TO_SUSPEND offences that count is of this
         kind and had the same occasion.
         """
@@ -135,7 +135,7 @@ class Conduct:
     def suspended_s(self, peer: PeerId, now: float) -> float:
         """Returns for how many seconds after `now` the peer is still suspended; 0.0 if it is not, or is unknown.
 
-        now: on the same clock as `record`'s `now`.
+        now: seconds, on the same clock as the `now` of `record`.
         """
         record = self._records.get(peer)
         return 0.0 if record is None else max(0.0, record.suspended_until - now)

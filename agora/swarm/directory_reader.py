@@ -73,7 +73,7 @@ class DirectoryReader:
 
     A shard is one key of the directory, with the records of one stage whose peer hash begins with certain bits. The
     estimates decide which shards are read next, and in which this peer publishes. The caller merges the records that
-    `read` returns into a view. A run is small if the estimates say so, or there are none: then everything is read.
+    `read` returns into a view. A run is small if the estimates say so, or if there are none: then everything is read.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class DirectoryReader:
     def stage_estimates(self, span: Span | None) -> dict[int, StageEstimate]:
         """Returns, by stage, the estimated number of its peers and the seconds within which each is read again.
 
-        Returns {} in a small run, which is read whole each time. span: the one that this peer claims, None for none.
+        Returns {} in a small run, which is read whole each time. span: that of this peer's claim, None for none.
         """
         if self._plan.is_small:
             return {}
@@ -193,7 +193,7 @@ class DirectoryReader:
     def _linger_after_s(self, reads: float) -> float:
         """Returns the seconds for which a peer stays in the view, if its shard is read again only after `reads` reads.
 
-        This is the function `linger_s` of the latest read's time; in a large run, plus the longest time that so many
+        This is the module's `linger_s` of the latest read's time, in a large run plus the longest time that so many
         waits and reads take. In a small run `reads` has no effect.
         """
         if self._plan.is_small:
@@ -214,7 +214,7 @@ def _is_close(first: int, last: int, span: Span | None) -> bool:
 def read_interval_s(is_calm: bool, took_s: float) -> float:
     """Returns the seconds to wait after a read that took `took_s` seconds: 3 * took_s, at least 1 and at most 8.
 
-    If `is_calm` at least 4. is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
+    At least 4 if `is_calm`, which means that every stage has a replica, and the view has not changed for CALM_AFTER_S.
     """
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 

@@ -56,7 +56,7 @@ DEPTH_0_MARGIN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one read of a directory shard says about the number of its stage's peers."""
+    """What one read of a directory shard shows about the number of its stage's peers."""
 
     count: int  # the number of peers found
     covered: float
@@ -232,9 +232,9 @@ def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: 
 
     OWN_SHARDS / span_length is rounded down to a power of two. These shards' bits equal those of the reader's hash but
     for a few positions, at which every combination is read; the positions change every OWN_SHARD_ROTATION_S. So all
-    peers of these shards read the same shards, and agree on who averages with whom; over time each peer averages with
-    every other one. peers: estimated number of peers of the stage. span_length: how many stages the reader's span has.
-    now: unix seconds.
+    peers of these shards read the same shards, and agree on which peers average with each other; over time each peer
+    averages with every other one. peers: estimated number of peers of the stage. span_length: how many stages the
+    reader's span has. now: unix seconds.
     """
     depth = depth_to_read(peers)
     free_bits = min(depth, int(math.log2(max(1, OWN_SHARDS // span_length))))

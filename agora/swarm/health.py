@@ -45,8 +45,8 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
     """Returns the swarm's health as a running peer sees it in its view, with the reason and the remedy in words.
 
     Never returns PAUSED. The states are tried in this order: UNREACHABLE (an empty view), STALLED (a stage without a
-    serving peer, or without a step within its time limit, see `_step_limit_s`; the first such stage is named), DEGRADED
-    (a stage that never stepped or has a single replica), OK. In a sampled stage the time limit is longer by twice the
+    serving peer, or without a step within its time limit, see `_step_limit_s`), DEGRADED (a stage that never stepped or
+    has a single replica), OK. The first such stage is named. In a sampled stage the time limit is longer by twice the
     seconds between two reads of a peer. since_unix: when the running peer began to look; time without steps counts only
     from then on.
     """
@@ -70,7 +70,7 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
-    """Returns STALLED because nobody serves the stages `empty`.
+    """Returns STALLED because no peer serves the stages `empty`.
 
     The advice is to wait if each of them has a joining peer; otherwise to start a peer for the first that has none.
     """

@@ -1,18 +1,18 @@
 """Decides which peers count as gone before their claims end: their connection broke, and dialling them fails.
 
-Deterministic: LostPeers changes only by the calls to it; `now` is an argument. Knows: who is connected, who is in the
-view, which dials have failed. Must not know: how peers are dialled, who replicates what, the network.
+Deterministic: LostPeers changes only by the calls to it; `now` is an argument. Knows: which peers are connected and
+in the view, which dials have failed. Must not know: how peers are dialled, what they replicate, the network.
 
-A claim outlives a killed peer by half a minute. Whoever was connected to it can tell immediately:
+A claim outlives a killed peer by half a minute. A peer that was connected to the killed one notices immediately:
 
 | a peer of the view that was connected                       | is                                           |
 |-------------------------------------------------------------|----------------------------------------------|
 | and is no longer                                            | dialled, once                                |
 | and the dial succeeded                                      | there, as before                             |
 | and the dial failed, while others are connected             | lost                                         |
-| and the dial failed, while nobody is connected              | there: this machine's own link may be broken |
+| and the dial failed, while no peer is connected             | there: this machine's own link may be broken |
 | and is lost, but connected again, or has a later claim      | there again                                  |
-| and is lost for LOST_S                                      | what its claim says: others may reach it     |
+| and is lost for LOST_S                                      | as its claim states: others may reach it     |
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MAX_DIALS: Final = 4
 class LostPeers:
     """Remembers which peers' connections broke, and which peers are lost: a dial after that failed.
 
-    Call `update_connected` often; dial the peers that it returns, and call `record_failed_dial` for each that cannot be
-    reached; then ask `is_lost`. None is while this peer is connected to nobody. A peer is lost for LOST_S, or until it
-    is connected again or has a claim of a later incarnation.
+    Call `update_connected` often, dial the peers that it returns, and call `record_failed_dial` for each of them that
+    cannot be reached. Then ask `is_lost`. None is recorded as lost while this peer has no connection. A peer is lost
+    for LOST_S, or until it is connected again or has a claim of a later incarnation.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class LostPeers:
         self._lost: dict[PeerId, tuple[int, float]] = {}
 
     def update_connected(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
-        """Records who is connected now, and returns the peers to dial because their connections broke.
+        """Records which peers are connected now, and returns the peers to dial because their connections broke.
 
         A connection broke if the peer was connected at the former call and is not now. Returns each peer once, and at
         most MAX_DIALS: the next calls return the rest. Leaves out peers that are connected again or not in the view.

@@ -3,7 +3,7 @@
 Knows: claims, and which dials were begun when. Must not know: whether a dial succeeds (then the peer is no longer a
 stranger), the network, or a clock: `now` and a random generator are passed in.
 
-A claim costs its signer nothing, so it counts for nothing until somebody was met under its name at its addresses: see
+A claim costs its signer nothing, so it counts for nothing until a peer was met under its name at its addresses: see
 docs/limits.md. Dials are shared among the networks that the addresses are of, so that a thousand invented claims delay
 those of one network, not the others.
 """

@@ -1,6 +1,6 @@
 """Publishes this peer's records in the directory, and keeps its view of the other peers fresh.
 
-Knows: when to publish, when to read, and whom to notify. Must not know: how records are stored, which of them are read,
+Knows: when to publish, when to read, and what to notify. Must not know: how records are stored, which of them are read,
 how a view is used.
 """
 
@@ -74,9 +74,9 @@ class Membership:
     """This peer's membership of the run: chooses and publishes the span that it holds, and keeps its view fresh.
 
     While `run` runs, the claim and the progress are published again and again, and the directory is read. claim: this
-    peer's present claim; None until it has claimed a span. view: what this peer knows of itself and of other peers.
-    acquaintances: says which peers were met; only they are among the view's peers. It counts everybody as met until the
-    creator of this Membership replaces it.
+    peer's present claim; None until this peer has claimed a span. view: what this peer knows of itself and of other
+    peers. acquaintances: says which peers were met; only they are among the view's peers. It counts every peer as met
+    until the creator of this Membership replaces it.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class Membership:
 
         Reads the directory and dials strangers first; takes seconds. If `pinned` is None, publishes the claim, reads
         the claims of others that chose at the same time, and claims another span if they collide, until it has settled;
-        call `confirm` before serving. A pinned span is settled at once. The new claim replaces this peer's former one,
-        and is reported as SpanChosen at the end. If the best placement has no span, claims nothing and returns it: the
-        peer is to stand by.
+        call `confirm` before serving. A pinned span is settled immediately. The new claim replaces this peer's former
+        one, and is reported as SpanChosen at the end. If the best placement has no span, claims nothing and returns it:
+        the peer is to stand by.
         """
         await self.refresh()
         await self._meet_everybody()
@@ -204,7 +204,7 @@ class Membership:
             )
 
     async def announce_addresses(self, announcement: Announcement) -> None:
-        """Sets what the claim and later claims say of how to connect to this peer, and publishes the claim, if any.
+        """Sets what the claim and later claims contain on how to connect to this peer, and publishes the claim, if any.
 
         Does nothing if `announcement` equals the former one.
         """

@@ -17,7 +17,7 @@ from agora.swarm.conduct import Conduct, Offence
 class OffenceLog:
     """Records offences of other peers in a Conduct, by the event loop's clock, and reports each as an event.
 
-    It also says which peers are suspended. conduct: None for a new one with the usual penalties.
+    It also knows which peers are suspended. conduct: None for a new one with the usual penalties.
     """
 
     def __init__(self, report: Report, conduct: Conduct | None = None) -> None:
@@ -34,7 +34,7 @@ class OffenceLog:
             self._report(events.OffenceRecorded(peer, offence.value, text, consequence.reason, consequence.suspended_s))
 
     def report_protocol_error(self, peer: PeerId, error: ProtocolError) -> None:
-        """Records and reports a BAD_FRAME offence: `peer` sent a frame that the protocol forbids, as `error` says."""
+        """Records and reports a BAD_FRAME offence: `peer` sent a frame that the protocol forbids, see `error`."""
         self.report_offence(peer, Offence.BAD_FRAME, f"{error.code}: {error}")
 
     def suspended_s(self, peer: PeerId) -> float:

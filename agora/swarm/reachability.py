@@ -8,7 +8,7 @@ Knows: what other peers answered, and the view. Must not know: sockets, p2pd, a 
 | no | yes | yes | punched |
 | no | yes | no | relayed |
 | no | no | any | unreachable |
-| nobody has answered yet | any | any | unknown |
+| none has answered yet | any | any | unknown |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agora_protocol.limits import MAX_ADDRESSES
 from agora.swarm.view import PeerView, View
 
 RELAYS_HELD: Final = 2
-"""Number of relays at which a peer that cannot be dialled has reservations, so that it still has one if one dies."""
+"""Number of relays at which a peer that cannot be dialled has reservations, so that one is left if a relay dies."""
 REFUSED_S: Final = 60.0
 """Seconds for which a relay that gave no reservation is not asked again."""
 ASKED: Final = 3
@@ -42,9 +42,10 @@ RETRY_S: Final = 15.0
 class Findings:
     """What this peer has found out about how others can connect to it.
 
-    answered_at: when neighbours that were asked to dial back last answered, None before the first answer. reached: the
-    direct addresses, without /p2p/PEER, at which neighbours dialled this peer back. relays: those at which this peer
-    has a reservation. was_punched: whether this peer has had a connection through a punched hole (NAT traversal).
+    answered_at: when neighbours that were asked to dial back last answered, None before the first answer.
+    reached: the direct addresses, without /p2p/PEER, at which neighbours dialled this peer back.
+    relays: the relays at which this peer has a reservation.
+    was_punched: whether this peer has had a connection through a punched hole (NAT traversal).
     is_confirmed: False if `reached` is one neighbour's word about an address that this peer does not know as its own.
     """
 
@@ -66,7 +67,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a peer's claim says of how to connect to the peer.
+    """What a peer's claim contains on how to connect to the peer.
 
     reachability: "public", "punched", "relayed", "unreachable" or "unknown", see the module's table. addresses: with
     /p2p/PEER at the end. relays_for: the maximum number of peers for which the peer offers to relay; 0 for none.
@@ -95,7 +96,7 @@ class RelayRefusals:
 def judge_reachability(findings: Findings) -> str:
     """Returns how others can connect to this peer: "public", "punched", "relayed", "unreachable" or "unknown".
 
-    "public" if it was dialled back; else "unknown" if nobody has answered yet; else "unreachable" without a relay
+    "public" if it was dialled back; else "unknown" if no neighbour has answered yet; else "unreachable" without a relay
     reservation; else "punched" if there was a connection through a punched hole; else "relayed".
     """
     if findings.reached:
@@ -151,13 +152,14 @@ def offers_relay(peer: PeerView) -> bool:
 def build_announcement(
     me: PeerId, own: Sequence[str], findings: Findings, relay_addresses: Mapping[PeerId, Sequence[str]], relays_for: int
 ) -> Announcement:
-    """Returns what this peer's claim should say of how to connect to this peer.
+    """Returns what this peer's claim should contain on how to connect to this peer.
 
-    The announcement has at most MAX_ADDRESSES addresses: first direct ones, at most half of that number: those at which
-    others reached this peer (`findings.reached`), then `own`; after them addresses through the relays of `findings`.
+    The announcement has at most MAX_ADDRESSES addresses: first direct ones, at most half of that number, then ones
+    through the relays of `findings`. Of the direct ones, those at which others reached this peer (`findings.reached`)
+    come first, then `own`.
     own: this machine's addresses that may be announced, without /p2p/PEER: configured ones, and those of interfaces.
     relay_addresses: for each relay, its addresses with /p2p/RELAY; an address through another relay is left out, and so
-    is a relay of `findings` that is missing here. relays_for: as in Announcement; 0 is announced unless this peer is
+    is a relay of `findings` that is missing here. relays_for: see Announcement; 0 is announced unless this peer is
     public.
     """
     reachability = judge_reachability(findings)

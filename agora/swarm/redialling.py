@@ -5,7 +5,8 @@ the network, or a clock: `now` and a random generator are passed in.
 
 This is how a split swarm becomes one again: each half goes on dialling those of the other half, however many neighbours
 it has of its own. It begins FIRST_S after a peer was last seen, then waits twice as long each time, at most LONGEST_S,
-which bounds how long two halves stay apart after their link is back. Whoever has said that it leaves is not dialled.
+which bounds how long two halves stay apart after their link is back. A peer whose claim announced that it leaves is not
+dialled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _KnownPeer:
 
 
 class Redialling:
-    """Remembers up to MAX_REMEMBERED peers of the last day, and says which to dial of those that left the view.
+    """Remembers up to MAX_REMEMBERED peers of the last day, and chooses which of those that left the view to dial.
 
     The caller does the dialling. All times are seconds on one clock.
     """
@@ -67,7 +68,7 @@ class Redialling:
     def remember_view(self, now: float, view: View, may_dial: Callable[[str], bool] = lambda _: True) -> None:
         """Remembers the peers in the view, except this one; each is due FIRST_S from now if it leaves the view.
 
-        Forgets peers whose claim says that they leave, peers last seen more than REMEMBERED_S before the peer seen
+        Forgets peers that are leaving by their claim, peers last seen more than REMEMBERED_S before the peer seen
         last, and beyond MAX_REMEMBERED those seen longest ago. may_dial: returns whether an address that a peer
         announces may be dialled; other addresses are not remembered, and what is known of a peer without any such
         address stays.

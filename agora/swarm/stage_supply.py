@@ -1,9 +1,9 @@
 """Computes each stage's number of peers and microbatches per second, and where one more machine helps most.
 
 Knows: claims of the view, the work of each stage. Deterministic: a StageSupply changes only itself, and only by the
-calls to it. Must not know: who asks, clocks, the directory. Rates add up: a stage's rate is the sum of the rates of its
-holders, and the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendix, places servers by the
-same sums).
+calls to it. Must not know: which peer asks, clocks, the directory. Rates add up: a stage's rate is the sum of the rates
+of its holders, and the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendix, places servers by
+the same sums).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class StageSupply:
         self.add(span, -rate, -1)
 
     def without(self, span: Span, rate: float) -> StageSupply:
-        """Returns a copy from which one holder, which does `rate` microbatches per second, is removed; see `remove`."""
+        """Returns a copy without one holder, which does `rate` microbatches per second, in each stage of `span`."""
         copied = copy.copy(self)
         copied.rates, copied.holders = list(self.rates), list(self.holders)
         copied.remove(span, rate)

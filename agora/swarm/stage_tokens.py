@@ -17,10 +17,13 @@ class StageTokens:
     """How many tokens the present replicas of one stage have computed, and how many went into optimizer steps.
 
     tokens_computed: tokens whose gradient the replicas have computed, each replica since it loaded the stage.
-    tokens_counted: of these, the tokens that went into a step. share_counted: of the computed tokens that no longer
-    wait for a step, the fraction that went into one; the rest is lost. tokens_per_step: mean number of tokens that one
-    step is of. staleness: mean number of steps by which a token's weights were behind when its gradient was used. The
-    last three are None if not known yet.
+    tokens_counted: of these, the tokens that went into a step.
+    share_counted: of the computed tokens that no longer wait for a step, the fraction that went into one; the rest is
+    lost.
+    tokens_per_step: mean number of tokens that one step is of.
+    staleness: mean number of steps by which a token's weights were behind when its gradient was used.
+
+    share_counted, tokens_per_step and staleness are None if not known yet.
     """
 
     tokens_computed: int

@@ -24,9 +24,12 @@ SCHEMA = 1
 class SampleReport:
     """How many training samples the swarm has trained on, as one origin (a peer that feeds data in) knows it.
 
-    told_by: the origin's short name. step: the step of stage 0 at which it knew this. epoch: the first one that is not
-    complete. seen: samples trained on; a sample counts once in each epoch. repeated: how often a sample was trained on
-    again in the same epoch. missed: samples not trained on yet, of epochs before the newest.
+    told_by: the origin's short name.
+    step: the step of stage 0 at which the origin knew this.
+    epoch: the first one that is not complete.
+    seen: samples trained on; a sample counts once in each epoch.
+    repeated: how often a sample was trained on again in the same epoch.
+    missed: samples not trained on yet, of epochs before the newest.
     """
 
     told_by: str

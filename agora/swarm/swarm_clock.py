@@ -1,21 +1,21 @@
-"""Computes the swarm's time: this machine's clock, corrected by what other peers' clocks say.
+"""Computes the swarm's time: this machine's clock, corrected by other peers' clocks.
 
-Deterministic: the class changes only by the calls to it. Knows: what peers have told, the rules below. Must not know:
-who asks them, what is judged by the time. Records are published and judged in swarm time, so that a clock that is wrong
-makes no peer invisible.
+Deterministic: the class changes only by the calls to it. Knows: the times that peers have sent, the rules below. Must
+not know: how they are asked, what is judged by the time. Records are published and judged in swarm time, so that a
+clock that is wrong makes no peer invisible.
 
 The wall clock is read once, at the start; from then on elapsed time is added, so that a clock that is set back or
 forward while the daemon runs changes nothing. `boot` times are seconds since this machine was started.
 
-| this peer | others that tell | swarm time is |
+| this peer | others that send a time | swarm time is |
 |---|---|---|
 | has just started | none | its own: it is the first peer, and settled by that |
 | has just started | 1 or more | the median of theirs |
 | is settled | none or 1 | as before: one peer alone is not followed |
 | is settled | 2 or more | the median of theirs |
 
-If an even number of other peers tell a time, the median counts this peer's own time too. An unsettled peer tells nobody
-a time. A median within STEADY_S of the time in force changes nothing, so that measuring errors do not add up. One that
+If an even number of other peers send a time, the median counts this peer's own time too. An unsettled peer sends no
+time. A median within STEADY_S of the time in force changes nothing, so that measuring errors do not add up. One that
 is more than MAX_CORRECTION_S from this machine's clock is not followed.
 """
 
@@ -29,7 +29,7 @@ from typing import Final
 STEADY_S: Final = 0.25
 """Seconds by which the others' median may differ before the correction changes."""
 MAX_CORRECTION_S: Final = 86_400.0
-"""Seconds by which this machine's clock is corrected at most, whatever the others say."""
+"""Seconds by which this machine's clock is corrected at most, whatever the others' clocks show."""
 MAX_TOLERATED_S: Final = 10.0
 """Seconds by which this machine's clock may be off before its owner is told."""
 REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
@@ -52,8 +52,8 @@ def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> Clo
     """Returns the settled correction that follows `current`: the median of `offsets_s`, see `_median_with_own`.
 
     The seconds stay as they are if `offsets_s` is empty, if it has one entry and `current` is settled, if the median
-    differs by less than STEADY_S from settled seconds, and if its absolute value exceeds MAX_CORRECTION_S: then the
-    median is set as `refused_s`. offsets_s: for each other peer, by how many seconds its time is ahead of this
+    differs by less than STEADY_S from settled seconds, and if its absolute value exceeds MAX_CORRECTION_S. In the last
+    case the median is set as `refused_s`. offsets_s: for each other peer, by how many seconds its time is ahead of this
     machine's uncorrected clock.
     """
     if current.is_settled and len(offsets_s) < 2:
@@ -106,11 +106,11 @@ class SwarmClock:
         return self._boot_unix + self._boot_s() + self.correction.seconds
 
     def time_for_others_unix(self) -> float:
-        """Returns the time that this peer tells others: swarm time in unix seconds, or 0.0 while it is not settled."""
+        """Returns the time that this peer sends others: swarm time in unix seconds, or 0.0 while it is not settled."""
         return self.unix() if self.correction.is_settled else 0.0
 
     def follow(self, boot_unix: Collection[float]) -> bool:
-        """Sets `correction` by the times that other peers told, see `correct_clock`; returns whether it has changed.
+        """Sets `correction` by the times that other peers sent, see `correct_clock`; returns whether it has changed.
 
         boot_unix: for each of these peers, the unix time on its clock when this machine's `boot_s` was 0. If empty, a
         clock that is not settled yet is settled as it is, which counts as a change. A settled clock is not changed by

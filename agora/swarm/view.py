@@ -24,12 +24,17 @@ _NO_STEPS = MovingAverage(STEP_S_WEIGHT)
 class PeerView:
     """What is known of one live peer, from its latest claim and progress record.
 
-    state: "joining", "serving" or "leaving". steps, accounts: optimizer steps taken and token counts, one entry for
-    each stage of the span; empty before the first progress. capacity: microbatches per second for the span; bandwidth:
-    bytes per second; both 0 for unknown. expires_unix: when the peer is dropped unless its claim is read again.
-    seen_unix: when its claim was last read. stepped_unix: when any of the steps was last seen to grow. loss, metrics,
-    waits_for, note: see Progress. mean_step_s: the moving average of the seconds between two steps of a stage; it has
-    no value before the second step. reachability, relays_for: as in reachability.Announcement.
+    state: "joining", "serving" or "leaving".
+    steps, accounts: optimizer steps taken and token counts, one entry for each stage of the span; empty before the
+    first progress.
+    capacity: microbatches per second for the span; 0 for unknown.
+    bandwidth: bytes per second; 0 for unknown.
+    expires_unix: when the peer is dropped unless its claim is read again.
+    seen_unix: when its claim was last read.
+    stepped_unix: when any of the steps was last seen to grow.
+    loss, metrics, waits_for, note: see Progress.
+    mean_step_s: the moving average of the seconds between two steps of a stage; without a value before the second step.
+    reachability, relays_for: see reachability.Announcement.
     """
 
     peer: PeerId
@@ -123,7 +128,7 @@ class View:
         return View(remaining, self.estimates, strangers)
 
     def of_members(self, is_member: Callable[[PeerId], bool]) -> View:
-        """Returns a copy of the view in which `is_member` decides who is among its peers, and who among its strangers.
+        """Returns a copy of the view in which `is_member` decides which are its peers and which its strangers.
 
         is_member: called with each of the view's peers and strangers; those of which it returns False are strangers.
         """

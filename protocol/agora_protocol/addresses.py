@@ -22,7 +22,7 @@ _RELAY_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,60}\Z", re.ASCII)
 
 
 def _is_ip(version: int) -> Callable[[str], bool]:
-    """Returns a function that says whether a text is an IP address of that version (4 or 6), without a zone."""
+    """Returns a function that tests whether a text is an IP address of that version (4 or 6), without a zone."""
 
     def is_address(text: str) -> bool:
         """Returns whether `text` is an IP address of `version` without a zone such as %eth0."""

@@ -1,6 +1,6 @@
 """The names of boundary codecs, and the dtype, shape and bytes of a wire tensor that follow from a name.
 
-A name is what a manifest's boundary.codec says, such as "bf16", "int6/int3" or "top28:int8". Knows: names and sizes.
+A name is the value of a manifest's boundary.codec, such as "bf16", "int6/int3" or "top28:int8". Knows: names and sizes.
 Must not know: tensor libraries, nor how values become bytes (agora.codec).
 """
 
@@ -98,7 +98,7 @@ class CodecSpec:
     def wire_format(self, shape: Shape, direction: Direction) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape of the wire tensor of a boundary of `shape`.
 
-        It is uint8 [bytes] if only some columns are sent, otherwise as DirectionCodec.wire_format says.
+        It is uint8 [bytes] if only some columns are sent, otherwise what DirectionCodec.wire_format returns.
         """
         if self.columns:
             return "uint8", (self.bytes_of(shape, direction),)

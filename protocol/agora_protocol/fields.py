@@ -29,8 +29,10 @@ MAX_UINT: Final = 2**63 - 1
 class Field:
     """One field of a Structure; immutable.
 
-    words: its type as SPEC.md prints it. check: returns what is wrong with a value, or None. default: REQUIRED if there
-    is none. load, dump: convert a value from and to its msgpack form; None if both are the same.
+    words: the field's type as SPEC.md prints it.
+    check: returns what is wrong with a value, or None.
+    default: REQUIRED if the field has none.
+    load, dump: convert a value from and to its msgpack form; None if both are the same.
     """
 
     words: str

@@ -61,15 +61,16 @@ class Identity:
     def load(cls, path: Path) -> Identity:
         """Returns the identity in a key file.
 
-        Raises IdentityError if it is missing, unreadable, readable by other users, damaged, or not of Ed25519.
+        Raises IdentityError if the file is missing, unreadable, readable by other users, damaged, or not of Ed25519.
         """
         return cls(_parse_key_file(_read_private_file(Path(path)), Path(path)))
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Returns the identity in the file `path`, which it creates if missing; raises IdentityError as these do.
+        """Returns the identity in the file `path`, which it creates if missing.
 
-        Two processes that do this at the same time get the same identity.
+        Two processes that do this at the same time get the same identity. Raises IdentityError if the file cannot be
+        written, or is unreadable, readable by other users, damaged, or not of Ed25519.
         """
         if not os.path.lexists(path):
             with contextlib.suppress(IdentityError):

@@ -31,8 +31,7 @@ class Invite:
     """A run's id, its name for people, 1 to MAX_ADDRESSES addresses of peers that were in it, and perhaps a ticket.
 
     Immutable. ticket: a text that tickets.InviteTicket parses; "" for none. str(invite) is what a person sends, and
-    `parse` reads it. An invite with a bearer ticket
-    is a secret: whoever has it may take part.
+    `parse` reads it. An invite with a bearer ticket is a secret: anyone who has it may take part.
     """
 
     run: RunId

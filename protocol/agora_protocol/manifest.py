@@ -76,8 +76,8 @@ SIGNED_VERSION: Final = 1
 class Manifest(Section):
     """Everything that the peers of a run agree on; immutable.
 
-    from_values and from_toml check it and raise ManifestError; model_copy checks nothing. `founder` is empty until it
-    is signed.
+    from_values and from_toml check it and raise ManifestError; model_copy checks nothing. `founder` is empty until the
+    manifest is signed.
     """
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="a name for people")
@@ -214,7 +214,7 @@ class Manifest(Section):
     def admits_without_ticket(self, peer: PeerId) -> bool:
         """Returns whether `peer` may take part without a ticket: all in mode open, otherwise founder and listed peers.
 
-        Ignores revocations; who is really admitted is decided in agora/swarm/admission.py.
+        Ignores revocations; which peers are really admitted is decided in agora/swarm/admission.py.
         """
         return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
 
@@ -241,7 +241,7 @@ class SignedManifest:
 
     @classmethod
     def sign(cls, manifest: Manifest, identity: Identity) -> SignedManifest:
-        """Returns a copy of `manifest` with `identity` as founder, which changes the run id, and signed by it."""
+        """Returns a copy of `manifest`, signed by `identity`, which becomes the founder; that changes the run id."""
         founded = manifest.model_copy(update={"founder": identity.peer})
         return cls(founded, identity.sign(SIGNATURE_TAG + founded.canonical()))
 
@@ -265,8 +265,8 @@ class SignedManifest:
     def from_bytes(cls, data: bytes, run: RunId | None = None) -> SignedManifest:
         """Returns the verified manifest in the bytes that a peer has sent.
 
-        Raises ManifestError if they are malformed or not in canonical form, if the signature is wrong, or if the
-        manifest is not of `run`, where that is given.
+        Raises ManifestError if they are malformed or not in canonical form, if the signature is wrong, or if
+        `run` is given and the manifest is of another run.
         """
         try:
             parts = unpack(data, MAX_MANIFEST_BYTES)

@@ -238,7 +238,7 @@ class HfSection(ModelSection):
             config = parse_config(values["config"])
             sizes = sizes_in(config)
         except (KeyError, TypeError, ValueError):
-            return values  # check_values says what is wrong
+            return values  # check_values reports what is wrong
         known = {"layers": sizes.layers, "width": sizes.width, "vocabulary": sizes.vocabulary}
         return {**known, **values, "config": canonical_config(config)}
 

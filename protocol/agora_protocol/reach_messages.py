@@ -1,6 +1,6 @@
 """The messages by which peers find out whether they can be dialled, and meet through the NATs between them.
 
-Knows what a message must be; not who may send it, nor what a receiver does. SPEC.md, section 10.
+Knows what a message must be; not which peers may send it, nor what a receiver does. SPEC.md, section 10.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turns errors into the Refusal that is sent, and a received Refusal into the error that it stands for.
 
-Knows: which errors may be told to a peer. Must not know: frames, calls.
+Knows: which errors may be sent to a peer. Must not know: frames, calls.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
 def refusal_to_wire(error: AgoraError) -> Refusal:
     """Returns the Refusal to send for an error.
 
-    A refusal, an offence or a peer's failure is sent with its code and text; any other error as "failed", of which only
-    the code is said.
+    A refusal, an offence or a peer's failure is sent with its code and text; any other error as "failed", with
+    only its code in the text.
     """
     sentence = clip_text(str(error))
     if isinstance(error, errors.Busy):

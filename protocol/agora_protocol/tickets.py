@@ -1,6 +1,7 @@
 """Tickets, by which a founder admits peers to a run, and revocations, by which it bans them: bytes and signatures.
 
-Knows: bytes, bounds, signatures. Must not know: who is admitted in the end (agora/swarm/admission.py), any clock.
+Knows: bytes, bounds, signatures. Must not know: which peers are admitted in the end (agora/swarm/admission.py), any
+clock.
 
 A ticket is msgpack [payload, signature]; payload is msgpack [1, fields]; the signature is over b"agora ticket 1\\0" ||
 run (32 bytes) || payload, by `issuer`. A proof is msgpack [ticket, ...]: the holder of each has issued the next, and
@@ -200,7 +201,10 @@ def _seal(structure: Ticket | Revocation, tag: bytes, run: RunId, issuer: Identi
 
 
 def _open(data: bytes, kind: type[Signed], tag: bytes, run: RunId, most: int) -> Signed:
-    """Returns what `_seal` has sealed, after checking its signature. Raises ProtocolError as `open_proof` does."""
+    """Returns the `kind` that `_seal` has sealed, after checking the signature; `data` may have `most` bytes.
+
+    Raises ProtocolError: "too-large", "bad-ticket", "bad-signature".
+    """
     payload, signature = _pair(unpack(data, most, "bad-ticket"))
     if len(signature) != SIGNATURE_BYTES:
         raise ProtocolError("bad-signature", f"A signature has {SIGNATURE_BYTES} bytes.")
