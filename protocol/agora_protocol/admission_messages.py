@@ -20,7 +20,7 @@ from agora_protocol.message_base import FrameType, Message
 class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
     """Introduces the sender, and proves that it may take part. The first frame in both directions.
 
-    Whoever has opened the stream says it at once; the other side only after it has admitted the opener.
+    The opener of the stream sends it first; the other side sends its own only after it has admitted the opener.
     """
 
     version: int = int_field(1, 65_535, doc="protocol version of the sender; must be 1")

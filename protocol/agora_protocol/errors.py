@@ -6,7 +6,7 @@
     |-- DataError            a data file has no known format, or a record is not what its format says
     |-- ProtocolError        a peer sent what the protocol forbids (an offence)
     |-- Refused              a peer refused before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
-    |-- Unavailable          nobody could serve a stage before the deadline; names the stage and the reasons
+    |-- Unavailable          no peer could serve a stage before the deadline; names the stage and the reasons
     |-- PeerFailed           a peer began and could not finish, for a reason of its own
     `-- LocalError           this machine cannot do it: DiskError | OutOfMemory | DeviceError | IdentityError
 
@@ -117,7 +117,7 @@ class Unsupported(Refused):
 
 
 class Unavailable(AgoraError):
-    """Nobody could serve `stage` before the deadline; `reasons` has one short text for each peer tried."""
+    """No peer could serve `stage` before the deadline; `reasons` has one short text for each peer tried."""
 
     code: ClassVar[str] = "unavailable"
 

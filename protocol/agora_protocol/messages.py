@@ -55,7 +55,7 @@ _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
 
 
 class Ping(Message, kind=2, frames=(FrameType.REQUEST,)):
-    """Asks whether the receiver is still there. Answered by Pong at once."""
+    """Asks whether the receiver is still there. Answered by Pong, without waiting for other work."""
 
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -156,11 +156,11 @@ class Refusal(Message, kind=6, frames=(FrameType.REFUSAL, FrameType.GOODBYE)):
     retry_after_ms: int = int_field(
         0, MAX_DEADLINE_MS, default=0, doc="for busy: milliseconds before which asking again is pointless"
     )
-    stage: int = int_field(0, MAX_STAGES - 1, default=0, doc="for unavailable: the stage that nobody could serve")
+    stage: int = int_field(0, MAX_STAGES - 1, default=0, doc="for unavailable: the stage that no peer could serve")
 
 
 class Pong(Message, kind=7, frames=(FrameType.ANSWER,)):
-    """Answers Ping, and tells the swarm's time as the sender knows it."""
+    """Answers Ping, with the swarm's time as the sender knows it."""
 
     unix: float = float_field(0, 1e12, default=0.0, doc="unix seconds in swarm time when this was sent; 0: not known")
 

@@ -55,14 +55,14 @@ class DialedBack(Message, kind=41, frames=(FrameType.ANSWER,)):
 
 
 class Introduce(Message, kind=42, frames=(FrameType.REQUEST,)):
-    """Asks the receiver, which is connected to both, to have `peer` and the sender dial each other at once."""
+    """Asks the receiver, connected to both, to have `peer` and the sender dial each other at the same moment."""
 
     peer: PeerId = peer_id_field(doc="whom the sender wants to meet")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=8_000, doc=_DEADLINE_DOC)
 
 
 class Meet(Message, kind=43, frames=(FrameType.REQUEST,)):
-    """Tells the receiver to dial `peer` now; that peer dials the receiver at the same moment."""
+    """Asks the receiver to dial `peer` now; that peer dials the receiver at the same moment."""
 
     peer: PeerId = peer_id_field(doc="who asked for an introduction")
     seen: str = text_field(MAX_SEEN_BYTES, doc="where the sender sees that peer, /ip4/ADDRESS/tcp/PORT")
@@ -86,7 +86,7 @@ class Meeting(Message, kind=44, frames=(FrameType.ANSWER,)):
 
 
 class GetAddresses(Message, kind=45, frames=(FrameType.REQUEST,)):
-    """Asks where `peer` can be dialled, whom the receiver has named as a node of the DHT. Answered by PeerAddresses."""
+    """Asks where `peer`, which the receiver named as a DHT node, can be dialled. Answered by PeerAddresses."""
 
     peer: PeerId = peer_id_field(doc="whom the sender wants to dial")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=2_000, doc=_DEADLINE_DOC)

@@ -103,7 +103,10 @@ class Claim(Record, kind=1, name="claim"):
         doc="how others can open connections to it, as it found out by asking them (section 10)",
     )
     relays_for: int = int_field(
-        0, MAX_RELAYED_PEERS, default=0, doc="the most peers at once for which it relays connections; 0: for none"
+        0,
+        MAX_RELAYED_PEERS,
+        default=0,
+        doc="the most peers for which it relays connections at the same time; 0: for none",
     )
     proof: bytes = bytes_field(
         most=MAX_PROOF_BYTES, default=b"", doc="the peer's tickets, as in its HELLO; empty where it has none"
