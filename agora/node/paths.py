@@ -1,4 +1,4 @@
-"""Says where files of a daemon are on this machine, and finds running daemons by their sockets.
+"""Names the places of a daemon's files on this machine, and finds running daemons by their sockets.
 
 Knows: file names and environment variables. Must not know: what is in the files; imports the standard library only,
 because every command uses it before anything heavy. Layout of a data directory (mode 0700):
@@ -145,8 +145,11 @@ def make_private(directory: Path) -> None:
 class DaemonEntry:
     """A daemon of this machine, as the registry file next to its control socket describes it.
 
-    run: the run's id, "" for an unsigned draft; name and founder: the run's. peer: the daemon's peer id. root: its data
-    directory. socket: the path of its control socket.
+    run: the run's id, "" for an unsigned draft.
+    name, founder: the run's.
+    peer: the daemon's peer id.
+    root: the daemon's data directory.
+    socket: the path of its control socket.
     """
 
     run: str
