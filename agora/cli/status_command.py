@@ -161,7 +161,7 @@ def lines_of(status: Status) -> list[str]:
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:
-    """Returns the line about the first epoch that is not complete: samples seen, repeated, missed, and who says so."""
+    """Returns the line about the first incomplete epoch: samples seen, repeated, missed, and which peer reports it."""
     return (
         f"samples epoch {samples['epoch']}: {samples['seen']:,} seen, {samples['repeated']:,} repeated, "
         f"{samples['missed']:,} missed, as {samples['told_by']} knew at step {samples['step']}"

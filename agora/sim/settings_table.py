@@ -107,8 +107,9 @@ class SettingsTable:
     ) -> tuple[float, ...]:
         """Returns the setting `name` as `count` numbers; the file has one number for all, or a list of `count`.
 
-        default: one number for all. least, above, most: limits of each number, as for `number`. Raises for a list of
-        another length, and for a number outside of the limits.
+        default: one number for all. least, most: limits of each number, both included. above: if given, each number
+        must be greater, and `least` has no effect. Raises for a list of another length, and for a number outside of the
+        limits.
         """
         value = self._value(name, default)
         values = value if isinstance(value, list) else [value] * count
