@@ -210,7 +210,7 @@ class FleetSimulation:
         self._events.after(interval_s, self._read, peer)
 
     def _read_directory(self, peer: SimulatedPeer) -> bool:
-        """Reads the shards that are due for a peer, and its `replicas`: the peers that serve the stage after its span.
+        """Reads the shards due for a peer, and updates its `replicas`: the peers that serve the stage after its span.
 
         Returns whether `replicas` has changed; False if there is no such stage, or no span.
         """
