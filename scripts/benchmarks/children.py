@@ -223,7 +223,7 @@ def thread_environment(threads: int) -> dict[str, str]:
 def terminable() -> Iterator[None]:
     """Context manager: inside, SIGTERM becomes KeyboardInterrupt, so that it ends the children as Ctrl-C does.
 
-    While they are being ended, further signals of the two kinds keep their default meaning: leave at once.
+    While the children are being ended, a further signal of the two kinds ends the process, as it does by default.
     """
 
     def interrupt(number: int, frame: object) -> None:
