@@ -319,7 +319,7 @@ class Demo:
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns (index, daemon) for each daemon, neither killed nor told to end, whose is_serving is `serving`."""
+        """Returns (index, daemon) for each daemon that was not killed or ended, and whose is_serving is `serving`."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self.swarm.daemons.values())

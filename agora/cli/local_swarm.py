@@ -121,7 +121,7 @@ class LocalDaemon:
         """Sends `signal_number` to the daemon's process alone, not to processes that it has started.
 
         With SIGKILL, marks the daemon's end as intended and waits for it; raises TimeoutExpired after KILLED_S. With
-        another signal, does neither.
+        another signal, only sends it.
         """
         self.process.send_signal(signal_number)
         if signal_number == signal.SIGKILL:

@@ -47,7 +47,7 @@ DAY_S: Final = 86_400
 class InviteRequest:
     """The flags of `swarm invite`.
 
-    peer: id of the only peer that may use the invite; None for whoever has it. days: for how many days its ticket is
+    peer: id of the only peer that may use the invite; None: any peer that has it. days: for how many days its ticket is
     valid. role: one of ROLES, which the ticket gives to its holder.
     """
 

@@ -48,8 +48,8 @@ class FetchPlan:
 class BaseSupply:
     """Supplies the base model's tensors to the spans of this daemon, and to other peers.
 
-    It neither fetches nor serves any in runs without a tensor list: those of families without a base model, and those
-    whose `tensors_hash` is empty, where each machine needs the files.
+    In runs without a tensor list it fetches and serves nothing: runs of families without a base model, and runs whose
+    `tensors_hash` is empty, where each machine needs the files.
     """
 
     def __init__(

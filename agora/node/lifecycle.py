@@ -39,7 +39,7 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-LEAVE_S = 9.0  # seconds that all of leaving takes at most: one less than the 10 s that users are told
+LEAVE_S = 9.0  # seconds that all of leaving takes at most: one less than the 10 s in texts for users
 ANNOUNCE_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
 ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
 CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
@@ -324,7 +324,7 @@ class Daemon:
                 move.done.set_result(None)
             else:
                 move.done.set_exception(failure)
-                move.done.exception()  # nobody may be waiting any more
+                move.done.exception()  # retrieved, since no task may wait any more
 
     async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
         """Announces "leaving", finishes or cancels open work, writes checkpoints, closes the span, clears `loaded`."""

@@ -53,7 +53,7 @@ TIME_ERROR: Final = 5  # what adjtimex(2) returns while the kernel's clock is no
 def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -> Readings:
     """Measures this machine for a daemon in `home`; unless `run` is None, also finds that run and asks its peers.
 
-    flags: the command line's settings. run: as for `_read_run`. Ports are tried only while no daemon runs in `home`.
+    flags: the command line's settings. run: an invite, file, name or id. Tries ports only if no daemon runs in `home`.
     """
     chosen, settings_problem = _read_settings(home, flags)
     identity, identity_problem = _read_identity(home)

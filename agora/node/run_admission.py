@@ -156,7 +156,7 @@ class RunAdmission:
     def take_revocations(self, sealed: Sequence[bytes]) -> tuple[int, int]:
         """Verifies sealed revocations; reports new ones, writes them to disk, enforces them, sends them to neighbours.
 
-        Returns, before they are sent, (number of new ones, number of invalid ones); those known already are neither.
+        Returns, before they are sent, (number of new ones, number of invalid ones); known ones count in neither number.
         """
         new = list[bytes]()
         refused = 0

@@ -107,8 +107,9 @@ def read_mesh(text: str, source: str) -> Mesh:
 def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
     """Returns the text of the machine `me`'s configuration for `wg-quick`, which reads its private key from KEY_FILE.
 
-    It has a [Peer] for each other machine, unless neither of the two has an endpoint. Traffic between machines behind
-    NATs goes through the hub, whose configuration turns on IP forwarding when there are two or more of them.
+    It has a [Peer] for each other machine; if `me` has no endpoint, other machines without an endpoint are left out.
+    Traffic between machines behind NATs goes through the hub, whose configuration turns on IP forwarding when there are
+    two or more of them.
     """
     others_behind_nat = [machine for machine in mesh.behind_nat() if machine != me]
     lines = [

@@ -19,7 +19,7 @@ from benchmarks.window import START_S
 NUMEL: Final = 10_000_000
 ROUND_S: Final = 90.0
 WHOLE: Final = 0.999
-"""Share of elements on the mean below which a round did not do what is timed."""
+"""A round in which a smaller share of the elements is on the mean has not done the work that is timed."""
 
 
 @dataclass(frozen=True, slots=True)

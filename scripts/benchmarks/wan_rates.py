@@ -101,7 +101,7 @@ class Speed:
 
     @property
     def limit(self) -> str:
-        """What limits it: the busier of wire and processors, or neither, when both are idle for more than 1 - BUSY."""
+        """What limits the swarm: the busier of wire and processors; neither, if both are busy for less than BUSY."""
         share, name = max((self.wire, "wire"), (self.processor + self.others, "processor"))
         return name if share >= BUSY else "neither"
 
