@@ -130,9 +130,9 @@ class RequestHandler:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers one request; the network's handler, which turns a raised AgoraError into a typed refusal.
 
-        Answers GetStatus, GetManifest and Ping itself, the others by what `answering` has set. Raises Busy while
-        nothing is set for the type, Unsupported for a type that no peer answers, and every AgoraError of the object
-        that answers.
+        Answers GetStatus, GetManifest and Ping itself, the others by what `answering` has set. Raises Busy if nothing
+        answers the request now, Unsupported for a type that no peer answers, and every AgoraError of the object that
+        answers.
         """
         match call.message:
             case messages.GetStatus():

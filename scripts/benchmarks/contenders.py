@@ -20,7 +20,7 @@ MOE_ATTEMPTS = 8
 
 
 class Contender(Protocol):
-    """One way to train the model. Has nothing in hand when `start` and `measure` return, so that it can be frozen."""
+    """One way to train the model. No work is in flight when `start` and `measure` return, so that it can be frozen."""
 
     name: str
     processes: int
@@ -41,7 +41,7 @@ class Contender(Protocol):
 
 
 class SingleLoop:
-    """(a) The plain loop in one process with all threads; in every round the better of two ways that its threads wait.
+    """(a) The plain loop in one process with all threads; in every round the better of two ways for threads to wait.
 
     OpenMP's threads spin at their barriers by default, which is fastest on a calm machine, and many times slower than
     sleeping as soon as anything else wants a core.
@@ -178,7 +178,7 @@ class Lockstep:
         return [child.pid for child in self._children]
 
     def warm_up(self) -> None:
-        """Waits until all are ready, then takes two steps, the second one timed."""
+        """Waits until all children are ready, then takes two steps, the second one timed."""
         for child in self._children:
             child.hear(START_S)
         self.take(1)

@@ -88,8 +88,9 @@ class Turn:
 class Speed:
     """The medians over the turns of one swarm over one link.
 
-    pace_share: its tokens per second / those of the pace. wire: the share of the time for which the uplink of a middle
-    stage is busy with boundaries. processor, others: the shares of all cores that its daemons and other programs use.
+    pace_share: the swarm's tokens per second / those of the pace.
+    wire: the share of the time for which the uplink of a middle stage is busy with boundaries.
+    processor, others: the shares of all cores that the swarm's daemons and other programs use.
     bits_per_s: the link's rate.
     """
 

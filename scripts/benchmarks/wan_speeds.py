@@ -29,8 +29,10 @@ FILE_NAME: Final = str.maketrans(" /=,", "____")
 class Speeds:
     """The speeds of one width.
 
-    paces: tokens per second of the pace in all its windows. free: of dense bf16 and of the published recipe without a
-    link. over: by setting and name of the link. others: the most cores that the rest of the machine used.
+    paces: tokens per second of the pace in each of its windows.
+    free: the speeds of dense bf16 and of the published recipe without a link.
+    over: the speeds over links, by setting and name of the link.
+    others: the most cores that the rest of the machine used.
     """
 
     paces: Sequence[float]
