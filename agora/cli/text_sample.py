@@ -69,8 +69,8 @@ def load_model(sources: StageSources, base_model: Path | None = None) -> WholeMo
 
     Sets torch to one thread for the whole process. base_model: the folder of the base model, needed for a run that
     trains LoRA, of which `sources` has only the LoRA matrices. Raises Failure if it is needed and None, ExportError for
-    damaged weights, ManifestError or another AgoraError for a wrong tokenizer, LocalError if this machine cannot make
-    the frozen weights.
+    damaged weights, ManifestError for a wrong tokenizer, DiskError if its file cannot be read, LocalError if this
+    machine lacks a package or cannot make the frozen weights.
     """
     import torch
 
