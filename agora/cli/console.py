@@ -93,7 +93,7 @@ def run(app: typer.Typer) -> None:
     """Runs the command that the process's arguments name, and ends the process with the command's exit code.
 
     Prints an exception as one sentence on standard error, without a traceback; see `explain` for its exit code. The
-    exit code is 130 after Ctrl-C, and FAILED, without a sentence, if nobody reads standard output any more.
+    exit code is 130 after Ctrl-C, and FAILED, without a sentence, if standard output was closed by its reader.
     """
     try:
         app()
@@ -136,7 +136,7 @@ def explain(error: Exception) -> tuple[str, int]:
 class ProgressDisplay:
     """Context manager that shows on standard error how far work has come: a bar on a terminal, elsewhere lines.
 
-    Report the progress by calling `advance` for each piece of bytes, or `show` with the amount done so far.
+    The work reports its progress by calling `advance` for each piece of bytes, or `show` with the amount done so far.
     """
 
     def __init__(self, what: str, total: float | None = None) -> None:
@@ -188,7 +188,7 @@ class ProgressDisplay:
             self._last_line, self._last_text = now, text
 
     def note(self, text: str) -> None:
-        """Prints `text` as a line of its own at once, above the bar if there is one."""
+        """Prints `text` immediately, as a line of its own, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(printable(text), highlight=False, markup=False)
         else:

@@ -43,9 +43,11 @@ Part = tuple[str, bool]
 class DataOptions:
     """The flags of `swarm data`; None for one that was not given.
 
-    file: the data file to show. base_model: the folder with the tokenizer; None for the built-in one. columns: which
-    column of the file has which part of a sample, such as "prompt=question,completion=answer". objective: what is
-    trained, one of OBJECTIVES. context: in tokens.
+    file: the data file to show.
+    base_model: the folder with the tokenizer; None for the built-in one.
+    columns: which column of the file has which part of a sample, such as "prompt=question,completion=answer".
+    objective: what is trained, one of OBJECTIVES.
+    context: in tokens.
     """
 
     file: Path
@@ -85,8 +87,8 @@ def run(options: DataOptions, *, as_json: bool) -> int:
 def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
     """Returns the context in tokens: `chosen`, or if that is None the lesser of USUAL_CONTEXT and the longest_context.
 
-    longest_context is what the tokenizer's model was made for, None if that is not known. Raises Failure if `chosen` is
-    more.
+    longest_context is what the tokenizer's model was made for, None if that is not known. Raises Failure if `chosen`
+    exceeds the longest_context.
     """
     longest = tokenizer.longest_context
     if chosen is None:
@@ -267,7 +269,7 @@ def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
 def _shorten(text: str) -> str:
     """Returns `text`; if it is longer than SHOWN_HEAD + SHOWN_TAIL characters, only its beginning and end.
 
-    Between these stands how many characters are left out.
+    Between beginning and end stands how many characters are left out.
     """
     if len(text) <= SHOWN_HEAD + SHOWN_TAIL:
         return text

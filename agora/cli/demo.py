@@ -63,7 +63,8 @@ class DemoPlan:
         """Returns the preset's or base model's manifest, named "demo", with this plan's stages, seed, data and steps.
 
         If the plan names a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure
-        for wrong flags and flags that do not fit together, and for a base model what manifest_of_base_model raises.
+        for wrong flags and flags that do not fit together; for a base model also BaseModelError, ManifestError and
+        DataError for its files and the data.
         """
         from agora_protocol.errors import ManifestError
 
@@ -161,12 +162,12 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
     """Trains a swarm as planned, prints the result with a text that the model wrote, and returns the exit code.
 
     as_json: prints the result as JSON on stdout, and the text on stderr. Ends all daemons in any case. Returns FAILED
-    after a signal during training. Raises Failure for a bad plan, when training stalls, and, after printing, for a bad
-    result; SwarmFailed when a daemon has died.
+    after a signal during training. Raises Failure for a bad plan, when training stalls, and, after it has printed, for
+    a bad result; SwarmFailed when a daemon has died.
     """
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 
-    # Daemons of one machine that start from equal drafts are one run: two demos at once would train together.
+    # Daemons of one machine that start from equal drafts are one run: two demos at a time would train together.
     manifest = plan.manifest().with_values(name=f"demo-{os.urandom(3).hex()}")
     with _workspace(plan.directory) as directory:
         swarm = LocalSwarm(directory, manifest.to_toml(), threads=max(1, cores() // plan.peers), flags=plan.flags())
@@ -218,7 +219,7 @@ def _stop_on_signals(demo: Demo) -> Iterator[None]:
     """Context manager that handles SIGINT, SIGTERM and SIGHUP, and restores their former handlers at the end.
 
     The first signal raises KeyboardInterrupt, or does nothing if the demo is stopping. The second kills all daemons and
-    ends this process at once.
+    ends this process immediately.
     """
     signals_seen = 0
 
@@ -318,7 +319,7 @@ class Demo:
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns (index, daemon) for each daemon, neither killed nor told to end, whose is_serving is `serving`."""
+        """Returns (index, daemon) for each daemon that was not killed or ended, and whose is_serving is `serving`."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self.swarm.daemons.values())
@@ -326,7 +327,7 @@ class Demo:
         ]
 
     def _start_next_daemon(self) -> None:
-        """Starts the next daemon with a new invite of a serving peer; for the first waits until it gives its own."""
+        """Starts the next daemon with a new invite of a serving peer; waits for the invite of the first daemon."""
         # the peer of the last invite may be dead
         answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
         self.swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self.swarm.invite)
@@ -381,7 +382,8 @@ class Demo:
     def _drain(self) -> None:
         """Asks each serving peer, in turn, to open no more microbatches and waits for those in flight; reads journals.
 
-        A peer that has answered is not asked again; one that does not answer within DRAIN_S is asked at the next call.
+        A peer that has answered is not asked again; a peer that does not answer within DRAIN_S is asked at the next
+        call.
         """
         for index, daemon in self._living(serving=True):
             if index not in self._drained and daemon.try_ask("drain", DRAIN_S) is not None:

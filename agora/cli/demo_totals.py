@@ -25,7 +25,7 @@ TUNING_NOISE: Final = 0.1
 
 @dataclass
 class PeerTotals:
-    """What one peer's journal has said so far: whether it joined and serves, its open microbatches, traffic and stages.
+    """One peer's journal so far, summed up: whether the peer joined and serves, its microbatches, traffic and stages.
 
     is_killed: whether the demo has killed it; set by the demo. has_joined: whether it has served at some time.
     start_steps: the name and the seconds of each step of its start.
@@ -44,9 +44,12 @@ class PeerTotals:
 class DemoTotals:
     """The totals of the journals of all peers of a demo, to which `add` adds event by event.
 
-    target_tokens: the tokens of one optimizer step. tuning: totals for a base model, None for other runs. peers: by the
-    index that `add` was given. completed, dropped, tokens: of training microbatches. rerouted: failed attempts, after
-    which a microbatch went to another peer. recent_loss: nats per token of the microbatch completed last.
+    target_tokens: the tokens of one optimizer step.
+    tuning: totals for a base model, None for other runs.
+    peers: by the index that `add` was given.
+    completed, dropped, tokens: of training microbatches.
+    rerouted: failed attempts, after which a microbatch went to another peer.
+    recent_loss: nats per token of the microbatch completed last.
     finished_rounds: the stage and number of each averaging round that is done.
     """
 
@@ -69,10 +72,10 @@ class DemoTotals:
     members: int = 0
     _times_counted: dict[str, Counter[int]] = field(default_factory=dict)
     _loss_sum: float = 0.0  # of the completed microbatches that are in no entry of `losses` yet
-    _loss_tokens: int = 0  # tokens of these
+    _loss_tokens: int = 0  # tokens of those microbatches
 
     def peer(self, index: int) -> PeerTotals:
-        """Returns the totals of the peer with this index; if there are none, adds empty ones first."""
+        """Returns the totals of the peer with this index; if it has no totals yet, adds empty ones first."""
         return self.peers.setdefault(index, PeerTotals())
 
     def steps_of(self, stage: int) -> StageSteps:
@@ -160,9 +163,10 @@ class DemoTotals:
     def microbatch_counts(self) -> dict[str, int]:
         """Returns the numbers of training microbatches by outcome; final when all origins have drained.
 
-        rerouted: failed attempts, not microbatches. dropped: started by a living origin, given up or still open.
-        counted_twice: some stage added their gradient more than once. abandoned_by_killed_origin: the origin was killed
-        before it had the answer.
+        rerouted: failed attempts, not microbatches.
+        dropped: microbatches started by a living origin, given up or still open.
+        counted_twice: microbatches whose gradient some stage added more than once.
+        abandoned_by_killed_origin: microbatches whose origin was killed before it had the answer.
         """
         peers = self.peers.values()
         return {
@@ -237,10 +241,14 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) ->
 def _step_fields(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, Any]:
     """Returns the fields of the demo's result about optimizer steps. computed: tokens of all completed microbatches.
 
-    tokens_counted: tokens whose gradient went into a step, at the stage where they are fewest; share_counted:
-    tokens_counted / computed. steps_taken: steps of the stage with the fewest. Lists with an entry for each stage:
-    optimizer_steps; tokens_per_step, the mean tokens of a step; staleness, the mean age of gradients in steps. A ratio
-    is None if its divisor is 0.
+    The returned fields, a ratio being None if its divisor is 0:
+
+    tokens_counted: tokens whose gradient went into a step, at the stage where they are fewest.
+    share_counted: tokens_counted / computed.
+    steps_taken: steps of the stage with the fewest.
+    optimizer_steps: a list with the number of steps of each stage.
+    tokens_per_step: a list with the mean tokens of a step of each stage.
+    staleness: a list with the mean age of gradients, in steps, of each stage.
     """
     stages = [totals.steps_of(stage) for stage in range(plan.stages)]
     counted = min(stage.counted_tokens for stage in stages)

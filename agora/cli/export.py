@@ -72,9 +72,11 @@ SOURCES = {"daemon": "the swarm, through a daemon of it", "checkpoints": "checkp
 class ExportTarget:
     """What an export writes, and where.
 
-    folder: the folder to write. kind: "model", "adapter" or "merged", see the module's table. dtype: of the weights.
-    shard_bytes: maximum number of bytes of a weights file; an adapter is one file of any size. base_model: the base
-    model's folder for the kind "merged", None for the other kinds.
+    folder: the folder to write.
+    kind: "model", "adapter" or "merged", see the module's table.
+    dtype: of the weights.
+    shard_bytes: maximum number of bytes of a weights file; an adapter is one file of any size.
+    base_model: the base model's folder for the kind "merged", None for the other kinds.
     """
 
     folder: Path
@@ -100,8 +102,9 @@ def run(
     """Exports the model of the run `named_run` to the folder `out`, prints the result, and returns exit code DONE.
 
     The weights come from the swarm through a daemon, or from checkpoints in `directories`, see find_run and
-    collect_stages. The other arguments are the flags of `swarm export`. Raises Failure for wrong flags, and what
-    find_run, collect_stages and the writing of files raise.
+    collect_stages. The other arguments are the flags of `swarm export`. Raises Failure for wrong flags, and with exit
+    code 4 when a stage has no weights; ExportError for damaged weights, DiskError if `out` cannot be written, and for a
+    run that is unknown or malformed InputError, ManifestError or DiskError.
     """
     started = time.monotonic()
     shard_bytes = parse_size(SHARD_SIZE if shard_size is None else shard_size)
@@ -146,8 +149,8 @@ def choose_kind(manifest: Manifest, merge: bool) -> Kind:
 def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
     """Returns the folder of the base model that `flag` (--base-model) or a data directory names; may fetch it.
 
-    See base_model_folder. Raises Failure if no base model is named or it is not a folder, and what base_model_folder
-    raises.
+    See base_model_folder. Raises Failure if no base model is named or what is named is not a folder, SettingsError for
+    wrong settings, BaseModelError if a model of the Hub cannot be fetched.
     """
     folder = base_model_folder(flag, directories)
     if folder is None:
@@ -213,7 +216,7 @@ def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) 
     """Returns the tensors to write, whose values are read only when they are written.
 
     These are the tensors of the stages, or for a merge those of the base model with LoRA's products added. For a merge
-    the base model is hashed here, which may take minutes. Raises LocalError if it is not the run's.
+    the base model is hashed here, which may take minutes. Raises LocalError if the base model is not the run's.
     """
     if target.base_model is None:
         return stages.converted_tensors()
@@ -249,7 +252,7 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
     described = family.describe()
     dtype = DTYPES[target.dtype]
     tokenizer = manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
-    end_of_text: int | None = None  # a base model's own config says it
+    end_of_text: int | None = None  # a base model's own config has it
     if described.is_pretrained:
         learns_samples = manifest.objective.kind != "lm"
         expected = manifest.data.tokenizer_hash

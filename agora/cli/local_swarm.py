@@ -45,7 +45,7 @@ The process must lead a new process group.
 
 
 class LocalDaemon:
-    """One daemon, an `agora-node join` process: reads its journal, asks it over its control socket, kills it.
+    """One daemon, an `agora-node join` process: reads its journal, asks questions over its control socket, kills it.
 
     root: its data directory. end_is_intended: whether its end is no failure of the swarm; set it before ending the
     daemon by other means than this class.
@@ -68,8 +68,8 @@ class LocalDaemon:
     def new_events(self) -> list[dict[str, Any]]:
         """Returns the journal's events, as JSON fields, that were not read before; each event only once.
 
-        Do not mix with `events`, `is_serving` and `peer`: an event that they read is not returned here, and an event
-        returned here is unknown to them.
+        Do not mix this method with `events`, `is_serving` and `peer`: an event that these have read is not returned
+        here, and an event returned here is unknown to them.
         """
         return self._journal.read_new()
 
@@ -104,7 +104,7 @@ class LocalDaemon:
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
-        """Returns the answer to a question as `ask` does, or None where `ask` raises; by default waits less long."""
+        """Returns the answer to a question, see `ask`; None if no answer comes in `timeout_s` or it is an error."""
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
             return self.ask(question, timeout_s, **arguments)
         return None
@@ -121,7 +121,7 @@ class LocalDaemon:
         """Sends `signal_number` to the daemon's process alone, not to processes that it has started.
 
         With SIGKILL, marks the daemon's end as intended and waits for it; raises TimeoutExpired after KILLED_S. With
-        another signal, does neither.
+        another signal, only sends it.
         """
         self.process.send_signal(signal_number)
         if signal_number == signal.SIGKILL:
@@ -163,9 +163,9 @@ class LocalDaemon:
 class LocalSwarm:
     """The daemons of one run on this machine, over loopback: starts, watches, kills and stops them.
 
-    The first daemon founds the run; each later one joins by `invite`. Whoever uses this must call `stop` or `kill_all`.
-    daemons: by name, in the order of their first starts, ended ones included. file: the manifest's file. corpus: the
-    folder of tokenised texts.
+    The first daemon founds the run; each later one joins by `invite`. The caller must call `stop` or `kill_all` at the
+    end. daemons: by name, in the order of their first starts, ended ones included. file: the manifest's file. corpus:
+    the folder of tokenised texts.
     """
 
     def __init__(
@@ -180,8 +180,10 @@ class LocalSwarm:
     ) -> None:
         """Writes `manifest`, a TOML text, to DIR/run.toml; DIR, `directory`, gets each daemon's data directory.
 
-        threads: compute threads of each daemon. corpus: where tokenised texts are kept, default DIR/corpus. flags:
-        further arguments of every `agora-node join`. launch: starts a process, default start_interpreter.
+        threads: compute threads of each daemon.
+        corpus: where tokenised texts are kept, default DIR/corpus.
+        flags: further arguments of every `agora-node join`.
+        launch: starts a process, default start_interpreter.
         """
         self.directory = directory
         self.corpus = corpus or directory / "corpus"
@@ -250,7 +252,7 @@ class LocalSwarm:
     def check_alive(self) -> None:
         """Raises SwarmFailed if daemons have ended by themselves; the text names them and their last words.
 
-        Returns at once if none has. Otherwise first blocks up to CAUSE_S, or until no daemon is alive, since others
+        Returns immediately if none has. Otherwise first blocks up to CAUSE_S, or until no daemon is alive, since others
         may end for the same cause. Which daemons count is decided by `has_failed`.
         """
         deadline = time.monotonic() + CAUSE_S

@@ -259,8 +259,9 @@ def _ask(
 ) -> tuple[paths.DaemonEntry, Mapping[str, Any]]:
     """Sends a question with `arguments` to the daemon of `run` and `directory`; returns its registry entry and answer.
 
-    See `_find_daemon`. Raises Failure when there is not exactly one such daemon, when it refuses, or when it does not
-    answer within `timeout_s` seconds.
+    run, directory: see `_find_daemon`. Raises Failure when there is not exactly one such daemon, when it refuses, or
+    when it does not answer within `timeout_s` seconds; InputError, ManifestError or DiskError when `run` names no run
+    or a malformed or unreadable manifest.
     """
     entry = _find_daemon(run, directory)
     try:
@@ -288,7 +289,8 @@ def _find_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:
     """Returns the registry entry of this user's one running daemon here that is in `run` and uses `directory`.
 
     run: as the user named it, None for any run. directory: its data directory, None for any. Raises Failure when there
-    is no such daemon or more than one, and what runs.resolve raises.
+    is no such daemon or more than one; InputError, ManifestError or DiskError when `run` names no run or a malformed or
+    unreadable manifest.
     """
     entries = _entries_in(directory)
     if run is not None:

@@ -376,8 +376,8 @@ def plan(
 def _find_base_model(named: Path | None) -> Path | None:
     """Returns the folder of the base model that `named`, the value of --base-model, means; None for None.
 
-    A path is returned unchanged, and not checked. A model of the Hub is fetched if it is not on this machine, and where
-    it is is printed. Raises BaseModelError if it cannot be fetched.
+    A path is returned unchanged, and not checked. A model of the Hub is fetched if it is not on this machine, and its
+    folder is printed. Raises BaseModelError if it cannot be fetched.
     """
     if named is None:
         return None

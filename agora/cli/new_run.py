@@ -33,11 +33,11 @@ def run(
 ) -> None:
     """Writes a manifest, from a preset or for a base model, to the new file `path`; prints what to do next.
 
-    Prints a summary of the manifest too. The arguments are the flags of `swarm new`. preset: None for tiny, unless
-    there is a base model. base_model: a folder, or a model of the Hub, which is fetched. name: the run's name, None for
-    the file's. as_json: prints one JSON object instead. Raises Failure when the file exists or cannot be written, for
-    both a preset and a base model, for a choice without a base model, and for an invalid manifest; for a base model
-    also what fetch_model and manifest_of_base_model raise.
+    Prints a summary of the manifest too. preset: None for tiny, unless there is a base model. base_model: a folder, or
+    a model of the Hub, which is fetched. name: the run's name, None for the file's. choice: how the base model is
+    trained. as_json: prints one JSON object instead. Raises Failure when the file exists or cannot be written, for a
+    preset together with a base model, for a choice without a base model, and for an invalid manifest; for a base model
+    also BaseModelError, ManifestError, TuningMissing and, for the data file, DataError or DiskError.
     """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model exclude each other; give one of them", USAGE)
@@ -93,8 +93,9 @@ def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
 def _find_base_model(named: Path) -> tuple[Path, Path]:
     """Returns the folder of the base model `named`, and the model's name for --base-model of the next command.
 
-    If `named` is a folder, both are that folder, which is not checked. If it is an id of the Hub, the model is fetched
-    first, which is printed, and its name is the id with the commit. Raises BaseModelError if it cannot be fetched.
+    If `named` is a folder, both are that folder, which is not checked. If `named` is an id of the Hub, the model is
+    fetched first, its folder is printed, and its name is the id with the commit. Raises BaseModelError if it cannot be
+    fetched.
     """
     hub_id = hub_id_of(named)
     if hub_id is None:

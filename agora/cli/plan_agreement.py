@@ -1,4 +1,4 @@
-"""Tells how the replicas of a planned run will agree: the format of each machine's gradients, or local steps. Pure.
+"""Predicts how the replicas of a planned run agree: the format of each machine's gradients, or local steps. Pure.
 
 Knows: a plan, the rule by which a replica chooses its format (averaging/gradient_wire.py). Must not know: files, the
 terminal, torch.
@@ -33,8 +33,8 @@ class PlannedAgreement:
     """How the machines of a plan will agree with the other replicas of their stages.
 
     wires: by the machine's place in the plan, the format in which it will send gradients, also if the run takes local
-    steps; machines without another replica have none. step_s: expected seconds of an optimizer step. sentence: what
-    will happen, and what to write into the manifest instead if that is better.
+    steps; no entry for a machine whose stages no other machine holds. step_s: expected seconds of an optimizer step.
+    sentence: what will happen, and what to write into the manifest instead if that is better.
     """
 
     wires: dict[int, GradientWire]

@@ -39,8 +39,10 @@ MAX_KINDS: Final = 12
 class PlanOptions:
     """The flags of `swarm plan`.
 
-    run: as the user named it, see find_manifest. peers: the file of machines. picture: the SVG file to write, None for
-    none. added: the only kind of which to try one more machine, None for each kind.
+    run: as the user named it, see find_manifest.
+    peers: the file of machines.
+    picture: the SVG file to write, None for none.
+    added: the only kind of which to try one more machine, None for each kind.
     """
 
     run: str
@@ -67,7 +69,8 @@ def run(options: PlanOptions, *, as_json: bool) -> int:
     """Plans a run for the machines of a file, writes the picture if asked, and prints the plan as lines or JSON.
 
     Returns exit code DONE. Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model,
-    DiskError when a file cannot be read or written, and what find_manifest raises.
+    DiskError when a file cannot be read or written; InputError or Failure for an unknown run, ManifestError for a
+    malformed manifest.
     """
     peers = read_peers(_read_peers_file(options.peers), str(options.peers))
     manifest = find_manifest(options.run)
@@ -126,7 +129,7 @@ def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
 def plan_lines(planned: PlannedRun, bar_character: str) -> list[str]:
     """Returns the lines that `swarm plan` prints for people: speed, table, picture, bottleneck, agreement, gains.
 
-    bar_character: the one that the picture's bars are made of.
+    bar_character: the character that the picture's bars are made of.
     """
     cost = planned.cost
     plan = planned.plan

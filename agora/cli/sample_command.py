@@ -1,4 +1,4 @@
-"""`swarm sample`: lets the current model of a run continue a text, and prints that.
+"""`swarm sample`: lets the current model of a run continue a text, and prints the result.
 
 Knows: the flags, where weights come from (stage_sources), what is printed. Must not know: how a model computes. Loads
 torch only once there are weights.
@@ -52,7 +52,9 @@ def run(
     The weights come from the swarm or from checkpoints, see find_stages, which explains named_run, directories and
     average. The text is printed as it is sampled, and then the number of tokens, the seconds and the seed on standard
     error; with `as_json`, all at the end in one object. base_model: see base_model_folder; ignored unless the run
-    trains LoRA. Raises what find_stages, base_model_folder and load_model raise.
+    trains LoRA. Raises Failure if a stage has no weights (exit code 4) or the base model is missing, ExportError for
+    damaged weights, InputError, ManifestError or DiskError for a run that is unknown or malformed, SettingsError or
+    BaseModelError for a wrong base model, LocalError if the model cannot be built here.
     """
     sources = find_stages(named_run, directories, average=average)
     needs_base = sources.signed.manifest.model.has_reference

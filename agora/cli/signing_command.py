@@ -1,6 +1,6 @@
 """`swarm invite` and `swarm ban`: signs tickets and revocations with this machine's key, where that may sign them.
 
-Knows: keys and tickets in data directories, who can be told of a ban. Must not know: which ticket counts
+Knows: keys and tickets in data directories, where a ban can be sent. Must not know: which ticket counts
 (agora.swarm.admission), the daemon, torch, hivemind.
 """
 
@@ -47,7 +47,7 @@ DAY_S: Final = 86_400
 class InviteRequest:
     """The flags of `swarm invite`.
 
-    peer: id of the only peer that may use the invite; None for whoever has it. days: for how many days its ticket is
+    peer: id of the only peer that may use the invite; None: any peer that has it. days: for how many days its ticket is
     valid. role: one of ROLES, which the ticket gives to its holder.
     """
 
@@ -107,9 +107,9 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
 def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     """Signs a ban of `peer`, and hands it to the run's daemons on this machine, or if none takes it to another peer.
 
-    Also writes the ban into the data directories whose daemons did not take it; it stays there if nobody can be told.
-    Prints who took it, and returns exit code DONE. Raises Failure for a wrong id or the founder's, if no key here may
-    sign, and if nobody takes the ban.
+    Also writes the ban into the data directories whose daemons did not take it; it stays there if no peer can be
+    reached. Prints which daemons or peer took it, and returns exit code DONE. Raises Failure for a wrong id or the
+    founder's, if no key here may sign, and if no daemon and no peer takes the ban.
     """
     if not is_peer_id(peer):
         raise Failure(
@@ -192,7 +192,7 @@ def _find_signer(found: FoundRun) -> _Signer:
 def _find_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
     """Returns addresses of peers for an invite: those that a daemon here puts into its invite, or else known ones.
 
-    See `_known_addresses`. Raises Failure if there are none.
+    See `_known_addresses`. Raises Failure if no address is known.
     """
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused, AgoraError):
@@ -205,7 +205,7 @@ def _find_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
 def _known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
     """Returns up to MAX_ADDRESSES addresses of the run's peers: first those in `run`, if it is an invite.
 
-    Then come those that the data directories remember. run: as the user named it. Returns () if there are none.
+    Then come the addresses that the data directories remember. run: as the user named it. Returns () if none is known.
     """
     known = dict.fromkeys(runs.resolve(run, found.homes[0]).addresses)
     for home in found.homes:
@@ -242,7 +242,7 @@ def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) 
 def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
     """Hands a signed revocation, over the network, to the first peer of the run that answers.
 
-    Returns ["a peer of the run"]. run: as the user named it. Raises Failure if nobody can be reached, or if the peer
+    Returns ["a peer of the run"]. run: as the user named it. Raises Failure if no peer can be reached, or if the peer
     does not accept the revocation.
     """
     from agora.net import light

@@ -29,9 +29,10 @@ COLLECT_S = 3600.0  # for a daemon to fetch the weights of all stages
 class StageSources:
     """The weights of a whole run that an export or a sample reads: a file for every stage, and the signed manifest.
 
-    kind: where the files came from, "daemon" or "checkpoints". average: whether the files hold the moving averages of
-    the weights. base: the directory that the manifest's relative paths start from. daemon: the one that collected the
-    files, None for checkpoints.
+    kind: where the files came from, "daemon" or "checkpoints".
+    average: whether the files hold the moving averages of the weights.
+    base: the directory that the manifest's relative paths start from.
+    daemon: the daemon that collected the files, None for checkpoints.
     """
 
     signed: SignedManifest
@@ -59,7 +60,9 @@ class FoundRun:
 def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> StageSources:
     """Returns the weights of every stage of a run: collected by a daemon of the run, or the newest checkpoints.
 
-    This is collect_stages(find_run(...)), which explain the arguments and the errors.
+    run, directories, ask_daemons: see find_run. average: see collect_stages. Raises InputError or Failure for a run
+    that this machine does not know, ManifestError or DiskError for a manifest that is malformed or cannot be read,
+    Failure with exit code 4 when a stage has no weights.
     """
     return collect_stages(find_run(run, directories, ask_daemons=ask_daemons), average=average)
 
@@ -123,7 +126,8 @@ def _homes_below(folder: Path) -> list[paths.Home]:
 def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
     """Returns the run that `run` refers to, looked up in the first data directory of `homes` that knows it.
 
-    Raises what runs.resolve raises: InputError if no data directory knows it.
+    Raises InputError if no data directory knows the run or an invite is malformed, ManifestError or DiskError for a
+    manifest that is malformed or cannot be read.
     """
     for home in homes[:-1]:
         with contextlib.suppress(InputError):
@@ -210,7 +214,7 @@ def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | 
     """Returns the folder of the base model that `flag`, else the environment, else agora.toml names; None if none does.
 
     agora.toml is read in the first of `directories`, or in the default data directory. A model of the Hub is fetched if
-    it is not on this machine, and where it is is printed; a folder is not checked. Raises SettingsError for wrong
+    it is not on this machine, and its folder is printed; a folder is not checked. Raises SettingsError for wrong
     settings, BaseModelError if the model cannot be fetched.
     """
     home = paths.home_at(next(iter(directories), None))

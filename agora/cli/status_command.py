@@ -35,8 +35,8 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
     """Prints a run's status once, or with `watch` every WATCH_S until Ctrl-C, as lines or a JSON object.
 
     Returns the exit code for the health that was shown last. directory: the data directory, None for the default one.
-    With `watch`, a terminal is cleared before each status. Raises Failure for `watch` together with `as_json`, and what
-    `fetch` raises.
+    With `watch`, a terminal is cleared before each status. Raises Failure for `watch` together with `as_json`;
+    InputError, ManifestError or DiskError for a run that is unknown, malformed or cannot be read.
     """
     if watch and as_json:
         raise console.Failure(
@@ -69,7 +69,8 @@ def fetch(run: str, home: paths.Home) -> Status:
 
     If no peer answers either, or its status is malformed, returns a status without stages and peers, with health
     UNREACHABLE and the reason. run: as the user named it. home: the data directory in which the run, this machine's key
-    and its ticket are looked up. Raises what runs.resolve raises.
+    and its ticket are looked up. Raises InputError for an unknown run or a malformed invite, ManifestError for a bad
+    manifest, DiskError for a manifest that cannot be read.
     """
     reference = runs.resolve(run, home)
     for entry in paths.find_running_daemons():
@@ -160,7 +161,7 @@ def lines_of(status: Status) -> list[str]:
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:
-    """Returns the line about the first epoch that is not complete: samples seen, repeated, missed, and who says so."""
+    """Returns the line about the first incomplete epoch: samples seen, repeated, missed, and which peer reports it."""
     return (
         f"samples epoch {samples['epoch']}: {samples['seen']:,} seen, {samples['repeated']:,} repeated, "
         f"{samples['missed']:,} missed, as {samples['told_by']} knew at step {samples['step']}"

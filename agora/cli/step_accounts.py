@@ -33,12 +33,12 @@ class StageSteps:
     _with_own: Counter[int] = field(default_factory=Counter)
     _in_mean: Counter[int] = field(default_factory=Counter)
     _age_sum: float = 0.0  # sum of tokens * gradient age in steps
-    _aged_tokens: int = 0  # tokens in that sum
+    _aged_tokens: int = 0  # tokens in `_age_sum`
 
     def add(self, taken: StepTaken) -> None:
         """Adds the event that one replica has taken a step: its tokens, and the age of its gradients.
 
-        Ignores an event without a gradient, by which the replica only set its step number. If several events tell of
+        Ignores an event without a gradient, by which the replica only set its step number. If several events are about
         one mean gradient, the largest `step_tokens` counts.
         """
         if taken.gradient_norm is None:

@@ -42,8 +42,8 @@ def begin_loading() -> None:
 def try_sample(manifest: Path, seed: int, base_model: Path | None = None) -> list[str]:
     """Returns up to LINES lines of text sampled from the model whose checkpoints are next to the file `manifest`.
 
-    Takes the moving averages of the weights. base_model: as for load_model. If sampling is impossible, prints why and
-    returns [].
+    Takes the moving averages of the weights. base_model: the folder of the base model, needed for a run that trains
+    LoRA. If sampling is impossible, prints why and returns [].
     """
     try:
         sources = find_stages(str(manifest), [manifest.parent], average=True, ask_daemons=False)
@@ -69,7 +69,8 @@ def load_model(sources: StageSources, base_model: Path | None = None) -> WholeMo
 
     Sets torch to one thread for the whole process. base_model: the folder of the base model, needed for a run that
     trains LoRA, of which `sources` has only the LoRA matrices. Raises Failure if it is needed and None, ExportError for
-    damaged weights, and what open_tokenizer and Family.load_stage raise.
+    damaged weights, ManifestError for a wrong tokenizer, DiskError if its file cannot be read, LocalError if this
+    machine lacks a package or cannot make the frozen weights.
     """
     import torch
 
@@ -96,7 +97,8 @@ def sample_lines(sources: StageSources, seed: int, base_model: Path | None = Non
     """Loads the model, and returns up to LINES lines, none blank, that it writes at the beginning of a document.
 
     Lines are cut to LINE_CHARACTERS. At most MAX_TOKENS tokens are sampled, which may hold fewer lines. The same
-    sources and seed give the same lines. Raises what load_model raises.
+    sources and seed give the same lines. Raises every AgoraError of load_model, such as ExportError for damaged
+    weights, and Failure if a base model is needed and None.
     """
     from agora.model.generation import continue_ids
 

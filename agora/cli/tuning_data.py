@@ -26,9 +26,10 @@ ROWS_OF_A_PAIR: Final = 2
 class TrainingData:
     """A data file to train on, and the counts of its samples and tokens.
 
-    path: absolute. format: the name of the recognised format. columns: pairs of a column's name in the format and its
-    name in the file, as --columns gives them. found: the counts, for rows of context + 1 tokens, of which all but the
-    first are targets.
+    path: absolute.
+    format: the name of the recognised format.
+    columns: pairs of a column's name in the format and its name in the file, as --columns gives them.
+    found: the counts, for rows of context + 1 tokens, of which all but the first are targets.
     """
 
     path: Path

@@ -50,9 +50,12 @@ TOKENIZER: Final = "tokenizer.json"
 class TuningChoice:
     """The flags of `swarm new` about training a base model; None for one that was not given.
 
-    data: the data file. objective: "lm", "sft" or "dpo". columns: such as "prompt=question,completion=answer". trained:
-    which parameters, one of TRAINED. frozen_as: how LoRA keeps the base model's weights, one of FROZEN_AS. epochs: how
-    often the data is seen.
+    data: the data file.
+    objective: "lm", "sft" or "dpo".
+    columns: such as "prompt=question,completion=answer".
+    trained: which parameters, one of TRAINED.
+    frozen_as: how LoRA keeps the base model's weights, one of FROZEN_AS.
+    epochs: how often the data is seen.
     """
 
     data: Path | None = None
@@ -94,8 +97,9 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     What was not chosen has default values, which depend on the model and the data, see the module's table. Reads the
     weights files once, for their hashes, and the data file, and shows the progress of both. Raises Failure without a
     tokenizer in the folder and for choices that do not fit together, BaseModelError for missing or unreadable files,
-    ManifestError for a config that cannot be trained, TuningMissing without transformers, and what read_training_data
-    raises.
+    ManifestError for a config that cannot be trained, TuningMissing without transformers; for the data file InputError
+    for malformed columns, DataError if it is wrong, DiskError if it cannot be read, Failure if nothing in it can be
+    learnt.
     """
     from agora.model.hf_family import HfFamily
 

@@ -34,9 +34,12 @@ class MetricSums:
 class TuningTotals:
     """The totals of what all journals of a demo say about tuning: metrics of steps, and counts of samples.
 
-    objective: the manifest's objective.kind. step_tokens: the target tokens of a step. samples: the counts of the
-    origin that has seen the most samples. steps: the summed metrics of training microbatches, one entry for each
-    `step_tokens` tokens, the last may have fewer. evaluated: the summed metrics of evaluation microbatches.
+    objective: the manifest's objective.kind.
+    step_tokens: the target tokens of a step.
+    samples: the counts of the origin that has seen the most samples.
+    steps: the summed metrics of training microbatches, one entry for each `step_tokens` tokens, the last may have
+        fewer.
+    evaluated: the summed metrics of evaluation microbatches.
     """
 
     objective: str
@@ -74,9 +77,9 @@ class TuningTotals:
     def metrics(self) -> dict[str, Any]:
         """Returns the mean metrics of the last whole step by name, and with "first" and "eval" two more such dicts.
 
-        "first" has the means of the first whole step, "eval" those of the evaluation microbatches; either is {} without
-        any metrics. Without a whole step, the partial step counts as first and last. Means are rounded to four
-        decimals.
+        "first" has the means of the first whole step, "eval" those of the evaluation microbatches; each of the two is
+        {} without any metrics. Without a whole step, the partial step counts as first and last. Means are rounded to
+        four decimals.
         """
         whole = [step for step in self.steps if step.tokens >= self.step_tokens] or self.steps
         last, first, evaluated = (

@@ -28,7 +28,7 @@ MAX_LINE_CHARACTERS = 64
 
 
 def read_proof(home: Home, run: str) -> bytes:
-    """Returns this machine's proof (its tickets) for a run, b"" when it has none; does not check it.
+    """Returns this machine's proof (its tickets) for a run, b"" when it has none; does not check the tickets.
 
     Raises LocalError if the file is not hex, DiskError if it cannot be read.
     """
@@ -70,7 +70,7 @@ def read_banned(home: Home) -> list[PeerId]:
 
 
 def add_banned(home: Home, peer: str) -> PeerId:
-    """Adds a peer to banned.txt unless it is there, and returns its id. Writing removes lines that are not peer ids.
+    """Adds a peer to banned.txt unless the file has it; returns its id. Writing removes lines that are not peer ids.
 
     Raises InputError for what is not a peer id, LocalError if the file is full (even if it has the peer already),
     DiskError if it cannot be written.

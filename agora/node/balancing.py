@@ -66,7 +66,7 @@ async def keep_balance(
 
 
 async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: float) -> Placement | None:
-    """Returns where to move, None to stay: decided on the present view and, if that says move, again on a fresh one.
+    """Returns where to move, None to stay: decided on the present view and, if that leads to a move, on a fresh one.
 
     loaded_at: when the present span was loaded, on the loop's clock. Reads the directory for the second decision. Both
     decisions draw the same random numbers, so that deciding twice does not make a move less likely.

@@ -23,8 +23,8 @@ def absolute_name(named: Path) -> str:
 def find_or_fetch_base_model(named: Path, show_line: Callable[[str], None]) -> Path:
     """Returns the folder of a base model: `named` itself or, if that is an id of the Hub, the one in the Hub's cache.
 
-    Fetches a model that the cache does not have; blocks meanwhile. show_line: called, for an id only, with a line that
-    says where the model is. Raises BaseModelError as hub_models.find_or_fetch does.
+    Fetches a model that the cache does not have; blocks meanwhile. show_line: called, for an id only, with a line about
+    the model's folder. Raises BaseModelError if the model cannot be fetched or its files are malformed.
     """
     wanted = hub_id_of(named)
     if wanted is None:
@@ -42,7 +42,7 @@ def names_hub_model(settings: Settings) -> bool:
 def with_fetched_base_model(settings: Settings, show_line: Callable[[str], None]) -> Settings:
     """Returns settings whose base_model is a folder, after find_or_fetch_base_model; unchanged if none is configured.
 
-    May fetch gigabytes, and blocks meanwhile.
+    May fetch gigabytes, and blocks meanwhile. Raises BaseModelError if the model cannot be fetched.
     """
     named = settings.named_base_model
     if named is None:

@@ -1,7 +1,7 @@
 """Supplies the base model's tensors on this machine: fetches those that a span lacks, and gives them to other peers.
 
-Lives as long as the local peer. Knows: the owner's folder, the store of fetched tensors, who may have more. Must not
-know: how pieces are fetched or served (state.base_fetch, state.base_giving), or what becomes of the tensors.
+Lives as long as the local peer. Knows: the owner's folder, the store of fetched tensors, which peers may have more.
+Must not know: how pieces are fetched or served (state.base_fetch, state.base_giving), or what becomes of the tensors.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class FetchPlan:
 class BaseSupply:
     """Supplies the base model's tensors to the spans of this daemon, and to other peers.
 
-    It neither fetches nor serves any in runs without a tensor list: those of families without a base model, and those
-    whose `tensors_hash` is empty, where each machine needs the files.
+    In runs without a tensor list it fetches and serves nothing: runs of families without a base model, and runs whose
+    `tensors_hash` is empty, where each machine needs the files.
     """
 
     def __init__(
@@ -82,7 +82,11 @@ class BaseSupply:
             await self._server.close()
 
     async def answer(self, call: IncomingCall) -> Reply:
-        """Answers a request of BASE_REQUESTS. Raises Refused in a run without a tensor list, and as BaseServer does."""
+        """Answers a request of BASE_REQUESTS.
+
+        Raises Refused in a run without a tensor list and if this peer lacks what is asked for, Busy if it reads too
+        many pieces or still makes the list, ProtocolError for a tensor or piece that does not exist.
+        """
         assert isinstance(call.message, BASE_REQUESTS)
         if self._server is None:
             raise Refused("this run has no list of a base model's tensors; nobody can give them")
@@ -101,8 +105,8 @@ class BaseSupply:
     async def provide(self, span: Span) -> Path | None:
         """Fetches the tensors that the span needs and that are not on this machine; returns the folder that has all.
 
-        That is the owner's folder if it has all, or if the run has no tensor list (None if the owner named none);
-        otherwise the store's. Fetching is the step "base" of the start. Raises BaseModelError, DiskError.
+        That is the owner's folder if it has all of them, or if the run has no tensor list (None if the owner named no
+        folder); otherwise the store's. Fetching is the step "base" of the start. Raises BaseModelError, DiskError.
         """
         model, base = self._manifest.model, self._base
         if base is None or not isinstance(model, HfSection):
@@ -124,8 +128,8 @@ class BaseSupply:
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
         """Fetches the `lacking` tensors that are not in the store yet; returns a text about that, see describe_fetch.
 
-        First fetches the tensor list if it is not here. Reports its progress as that of the start, serves each finished
-        tensor to other peers from then on, and at the end links the owner's files into the store's folder.
+        First fetches the tensor list if it is not here. Reports its progress as that of the start, serves each tensor
+        to other peers once it is complete, and at the end links the owner's files into the store's folder.
         """
         fetch = BaseFetch(
             self._caller,

@@ -1,6 +1,6 @@
-"""Keeps this daemon's clock at the swarm's time, which connected peers tell.
+"""Keeps this daemon's clock at the swarm's time, which connected peers report.
 
-Knows: when they are asked, whom a start asks. Must not know: how a correction follows from what they tell
+Knows: when peers are asked, and which peers at a start. Must not know: how a correction follows from their answers
 (swarm/swarm_clock.py), what is judged by the time.
 """
 
@@ -31,14 +31,14 @@ ASK_AGAIN_S: Final = 20.0
 
 
 class ClockKeeper:
-    """Asks other peers for the time, corrects the daemon's SwarmClock, and tells the owner if the clock is wrong."""
+    """Asks other peers for the time, corrects the daemon's SwarmClock, and warns the owner if the clock is wrong."""
 
     def __init__(self, startup: Startup, network: Network) -> None:
         self._startup = startup
         self._network = network
 
     async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
-        """Asks peers for the time and corrects the clock, so that even the first records are judged by it.
+        """Asks peers for the time and corrects the clock, so that even the first records are judged by true time.
 
         known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * ASK_S at most, as the step
         "clock" of the start. Without an answer the clock is settled uncorrected.
@@ -64,9 +64,9 @@ class ClockKeeper:
             self._correct_clock(await self._network.ask_clocks(ASK_S))
 
     async def _await_answers(self, peers: Sequence[PeerId]) -> None:
-        """Pings these peers, all at once; returns after ASK_S without an answer, or MORE_ANSWERS_S after the last one.
+        """Pings these peers concurrently; returns after ASK_S without an answer, or MORE_ANSWERS_S after the last.
 
-        Returns earlier if all have answered. Cancels the calls that are still open then; ignores failed ones. The times
+        Returns earlier if all have answered. Cancels the pings that are still open then; ignores failed ones. The times
         are read with Network.ask_clocks.
         """
         deadline = loop_time() + ASK_S
@@ -86,9 +86,9 @@ class ClockKeeper:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def _correct_clock(self, boot_unix: Sequence[float]) -> None:
-        """Corrects the clock by what other peers told; reports a new remark on a wrong clock to the owner (OwnerTold).
+        """Corrects the clock by the times of other peers; reports a new remark on a wrong clock (OwnerTold).
 
-        boot_unix: as Network.ask_clocks returns it.
+        boot_unix: for each peer the unix time, by its clock, at which this machine's `boot_time` was 0.
         """
         clock = self._startup.clock
         former = clock_remark(clock.correction)

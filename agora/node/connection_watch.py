@@ -1,7 +1,6 @@
 """A task of the local peer: notices within seconds that a peer was killed, by its broken connection and a failed dial.
 
-Knows: when to look, whom to ask. Must not know: what makes a peer count as gone (swarm/lost_peers.py), what becomes of
-its stages.
+Knows: when to look. Must not know: what makes a peer count as gone (swarm/lost_peers.py), what becomes of its stages.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from agora.swarm.lost_peers import LostPeers
 from agora.swarm.view import PeerView, View
 
 POLL_S: Final = 1.0
-"""Seconds between two checks of who is connected."""
+"""Seconds between two checks of which peers are connected."""
 DIAL_S: Final = 4.0
 """Seconds after which a dial counts as failed."""
 
@@ -30,8 +29,8 @@ async def watch_connections(
 ) -> None:
     """Every POLL_S, until cancelled, dials peers of the view whose connection broke; records failed dials in `lost`.
 
-    Dials several at once. lost: says whom to dial, and whether a failed dial makes a peer count as lost. on_lost:
-    called after each peer that then counts as lost.
+    Dials several peers concurrently. lost: decides which peers to dial, and whether a failed dial makes a peer count as
+    lost. on_lost: called for each peer that then counts as lost.
     """
     while True:
         await asyncio.sleep(POLL_S)

@@ -177,7 +177,7 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
     """Waits, polling, until the client has closed the connection. Closing only its sending side does not count."""
     hung_up = select.poll()
     hung_up.register(writer.get_extra_info("socket").fileno(), 0)
-    while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - no event tells of it
+    while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(POLL_S)
 
 

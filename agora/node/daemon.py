@@ -108,14 +108,14 @@ def lock_file(path: Path) -> Iterator[None]:
 async def _run_daemon(startup: Startup) -> None:
     """Runs a daemon until it has left: the first SIGTERM, SIGINT or SIGHUP makes it leave, a second ends the process.
 
-    Raises what Daemon.run does.
+    Raises the error that ended the daemon, if one did.
     """
     from agora.node.lifecycle import Daemon
 
     daemon = Daemon(startup)
 
     def leave_or_exit() -> None:
-        """Signal handler: makes the daemon leave. If it is leaving already, ends the process at once, with exit code 1.
+        """Signal handler: makes the daemon leave. If it is leaving already, ends the process with exit code 1.
 
         Before that exit, removes the control socket and the registry file.
         """

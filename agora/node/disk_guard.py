@@ -38,7 +38,7 @@ class DiskGuard:
 
         The order: exports of all runs, this one included; of other runs, all checkpoints of a stage but its newest;
         base models of other runs; older checkpoints of `stage` (None: of no stage). manifest: of the present run, whose
-        other checkpoints and base model stay. Raises DiskError when the bytes do not fit even then. Blocks.
+        other checkpoints and base model stay. Raises DiskError if the bytes do not fit after all of this. Blocks.
         """
         if not self._limit or self._has_room_for(nbytes):
             return
@@ -60,7 +60,8 @@ class DiskGuard:
     def _removable_folders(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
         """Yields the folders that make_room may remove, in its order; never the newest checkpoint of a stage.
 
-        run: id of the present run. base: the list hash of its base model, "" for none. stage: as for `make_room`.
+        run: id of the present run. base: the list hash of its base model, "" for none. stage: the stage to be written,
+        of which older checkpoints may go; None for no stage.
         """
         runs = sorted(self._home.runs.glob("*"))
         yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())

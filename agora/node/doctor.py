@@ -66,7 +66,7 @@ def check_memory(manifest: Manifest, span: Span, offer: MemoryOffer, base_bytes:
 
 
 def _check_gpu_memory(manifest: Manifest, span: Span, offer: MemoryOffer, base_bytes: int) -> str:
-    """Does what `check_memory` does, for a machine whose stages lie on a GPU."""
+    """Returns a text about the needed memory of GPU and host. Raises OutOfMemory if less of either is offered."""
     from agora.model import family_of
 
     machine = offer.for_stages(base_bytes)

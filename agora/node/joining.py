@@ -57,10 +57,11 @@ class RunUnreachable(LocalError):
 async def read_manifest(startup: Startup) -> SignedManifest:
     """Returns the signed manifest of a file or of a joined run, after storing it and registering this daemon under it.
 
-    For an unsigned file, returns the manifest that a running daemon here has signed from it; without one, this peer
-    signs it as founder, unless another process does so at this moment.
+    For an unsigned file, returns the manifest that a running daemon here has signed from it; without such a daemon,
+    this peer signs the file as founder, unless another process does so at this moment.
 
-    Raises as `_adopt_manifest` does, and ManifestError or DiskError for the file.
+    Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file, and
+    DiskError if the data directory cannot be written.
     """
     reference = startup.reference
     adopt = partial(_adopt_manifest, startup)
@@ -96,8 +97,8 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
 async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
     """Asks one peer after another until one gives the run's manifest, and returns that; closes the network.
 
-    Raises NotAdmitted when every peer refuses this one as not admitted, otherwise RunUnreachable when none gives it;
-    ManifestError at the first wrong answer.
+    Raises NotAdmitted when every peer refuses this peer as not admitted, otherwise RunUnreachable when no peer gives
+    the manifest; ManifestError at the first wrong answer.
     """
     failures = list[str]()
     refusals = list[NotAdmitted]()
@@ -185,7 +186,7 @@ def startup_after_pause(startup: Startup, signed: SignedManifest | None) -> Star
 
 
 def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View) -> Invite:
-    """Returns an invite with up to INVITE_ADDRESSES of `own`, and one address each of as many other serving peers."""
+    """Returns an invite with up to INVITE_ADDRESSES of `own`, plus one address each of as many other serving peers."""
     serving = (seen for seen in view.peers.values() if seen.peer != me and seen.state == "serving")
     others = [address for seen in serving for address in seen.addresses[:1]]
     return Invite(signed.run_id, (*own[:INVITE_ADDRESSES], *others[:INVITE_ADDRESSES]), signed.manifest.name)
@@ -270,7 +271,7 @@ async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
     """Asks this user's other daemons of the run, one after another, over their control sockets, for invites.
 
     Returns the addresses in the invites. Waits at most LOCAL_DAEMONS_S in all for daemons that do not answer yet, and
-    leaves out those that never do.
+    then leaves these out.
     """
     deadline = loop_time() + LOCAL_DAEMONS_S
     addresses = list[str]()

@@ -1,7 +1,7 @@
 """Has a daemon listen on the ports of its last start, where its owner named none.
 
-Knows: the file of the last ports. Must not know: p2pd, peers. Others remember where a peer could be dialled: when all
-machines of a run are restarted at once, nobody is left to ask, and peers on new ports would not find each other.
+Knows: the file of the last ports. Must not know: p2pd, peers. Peers remember each other's addresses: when all machines
+of a run are restarted at the same time, no peer is left to ask, and peers on new ports would not find each other.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-LEAVE_S = 9.0  # seconds that all of leaving takes at most: one less than the 10 s that users are told
+LEAVE_S = 9.0  # seconds that all of leaving takes at most: one less than the 10 s in texts for users
 ANNOUNCE_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
 ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
 CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
@@ -87,7 +87,7 @@ class Daemon:
         self._span_closing = AsyncExitStack()
 
     async def run(self) -> None:
-        """Joins, serves or pauses until `stop` is set; then leaves in order and closes all. Raises what these raise."""
+        """Joins, serves or pauses until `stop` is set; then leaves in order. Raises the error that ended it."""
         control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
         await control.start()
         self._tasks.start("watchdog", self._watchdog.run())
@@ -281,7 +281,7 @@ class Daemon:
         return None if self._move is not None else self.loaded
 
     async def move(self, stages: Span) -> None:
-        """Moves this daemon to `stages`; returns once it serves these. Raises LocalError or InputError if it cannot.
+        """Moves this daemon to `stages`; returns once it serves them. Raises LocalError or InputError if it cannot.
 
         If loading fails, serves the former stages again and raises the error. Cancelling does not stop the move.
         """
@@ -324,7 +324,7 @@ class Daemon:
                 move.done.set_result(None)
             else:
                 move.done.set_exception(failure)
-                move.done.exception()  # nobody may be waiting any more
+                move.done.exception()  # retrieved, since no task may wait any more
 
     async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
         """Announces "leaving", finishes or cancels open work, writes checkpoints, closes the span, clears `loaded`."""
@@ -338,7 +338,7 @@ class Daemon:
     # --- leave
 
     async def _leave(self, reason: str) -> None:
-        """Tells systemd and the log that this daemon leaves, and why; then ends its work as `_wind_down` does."""
+        """Reports to systemd and the log that this daemon leaves, and why; then ends its work, see `_wind_down`."""
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
         await self._wind_down("leaving")
@@ -367,7 +367,7 @@ class Daemon:
         """Announces "leaving", ends the origin's work, then takes no more, finishes what is open, cancels the rest.
 
         Callers of cancelled work ask other peers. origin_s: seconds for this origin's microbatches. deadline: for all,
-        by loop_time. reason: as for `_wind_down`.
+        by loop_time. reason: completes "this peer is ..." for callers.
         """
         try:
             async with asyncio.timeout(origin_s):
@@ -388,7 +388,7 @@ class Daemon:
     async def _close(self) -> None:
         """Closes the span and the local peer, sets both to None, and adds their traffic to the total of the past.
 
-        After CLOSE_S it reports that, and leaves the rest to the end of the process. Other errors are raised.
+        After CLOSE_S it reports the delay, and leaves the rest to the end of the process. Other errors are raised.
         """
         self._past_traffic = self._total_traffic()
         self.loaded = self.local_peer = None

@@ -110,7 +110,7 @@ class LoadedSpan:
         )
 
     def _other_origins(self) -> set[PeerId]:
-        """Returns the other replicas of stage 0 in the view, except those whose gossip was heard and is too old now."""
+        """Returns the other replicas of stage 0 in the view, except those whose last gossip is too old now."""
         gossip = self.replicas.gossip
         known = gossip.known_progress(0)
         listed = gossip.others_in_view(0)
@@ -133,7 +133,7 @@ class LoadedSpan:
         """Returns the facts by which the origin decides whether to open (send) another microbatch.
 
         These are: whether every stage has enough replicas, the path's time, and the limit, by step or by staleness, in
-        microbatches. All peers that serve stage 0 count as origins; while this peer is not among them, only itself.
+        microbatches. All peers that serve stage 0 count as origins; while this peer is not among them, it alone counts.
         """
         local_peer, manifest = self._local_peer, self._local_peer.manifest
         me = local_peer.startup.me
@@ -172,7 +172,7 @@ class LoadedSpan:
 
     @property
     def in_progress(self) -> int:
-        """Number of microbatches in progress here, plus those that this origin has open; one in both counts twice."""
+        """Number of microbatches in progress here, plus those that this origin has open; those in both count twice."""
         return self._local_peer.ledger.taken + (self.origin.open_count if self.origin else 0)
 
     def take_span_report(self) -> SpanReport:
@@ -204,7 +204,9 @@ class LoadedSpan:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers a request of WORK_REQUESTS by the hop, the epoch gossip or the replica group; asserts that it is one.
 
-        Raises NotMyStage for GossipEpochs if this peer draws no samples, and whatever the object that answers raises.
+        Raises NotMyStage for GossipEpochs if this peer draws no samples, and for a Process of another stage; of the
+        other AgoraErrors of an answer, Busy asks the caller to come again later, ProtocolError says that the request is
+        wrong.
         """
         match call.message:
             case Process() as request:
@@ -224,14 +226,14 @@ class LoadedSpan:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     def _on_trained(self) -> None:
-        """Tells the replica group, for each stage, that a training microbatch has left the hop: a step may be due."""
+        """Notifies the replica group, for each stage, that a training microbatch left the hop: a step may be due."""
         for stage in self.span.stages:
             self.replicas.on_microbatch_left(stage, self.hop.training_count)
 
     async def follow_steps(self) -> None:
-        """Tells replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled.
+        """Notifies replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled.
 
-        At each step of stage 0 also records the epochs. Of a closed share of a step it tells the replicas only.
+        At each step of stage 0 also records the epochs. Of a closed share of a step it notifies the replicas only.
         """
         async for event in self.compute.step_events():
             if isinstance(event, ShareClosed):

@@ -72,9 +72,14 @@ MEET_S = 2.0
 class LocalPeer:
     """What lives as long as the daemon works, whichever stages it holds: network, membership, router, ledger and more.
 
-    `start` starts it, `close` ends it. Averaging asks it for replicas (ReplicaListing); membership asks it whom it has
-    met. slots: how many microbatches may be in progress here at once. sent: counts the bytes of tensors sent. requests:
-    answers other peers. base_supply: serves and fetches the base model's tensors. ability: what this machine can do.
+    `start` starts it, `close` ends it. Averaging asks it for replicas (ReplicaListing), membership which peers it has
+    met.
+
+    slots: how many microbatches may be in progress here at the same time.
+    sent: counts the bytes of tensors sent.
+    requests: answers other peers.
+    base_supply: serves and fetches the base model's tensors.
+    ability: what this machine can do.
     """
 
     def __init__(
@@ -119,7 +124,7 @@ class LocalPeer:
     def _make_membership(self, directory: Directory, progress: Callable[[], Progress | None]) -> Membership:
         """Makes the membership, connects it with the network and the directory (mutating both), and returns it.
 
-        The network tells the membership of each peer met by HELLO; the membership and the directory's limits ask
+        The network notifies the membership of each peer met by HELLO; the membership and the directory's limits ask
         `is_met`. Misuse of the directory is recorded as an offence. progress: returns the record to publish, or None.
         """
         startup, admission = self.startup, self.admission
@@ -192,8 +197,8 @@ class LocalPeer:
     async def start(self, others: tuple[str, ...]) -> None:
         """Starts serving requests, asks peers for the time, joins the DHT, and starts the background tasks.
 
-        others: multiaddrs of known peers, which are asked for the time, through which it joins, and which it dials
-        again when they are missing.
+        others: multiaddrs of known peers: it asks them for the time, joins through them, and dials them again when they
+        are missing from the view.
         """
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
@@ -270,9 +275,9 @@ class LocalPeer:
         return self.network.has_met(peer) and self.offences.suspended_s(peer) <= 0.0
 
     async def meet(self, strangers: Sequence[PeerView]) -> None:
-        """Dials peers whose claims were read, all at once, to exchange HELLO. Waits MEET_S at most; slower dials go on.
+        """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.
 
-        strangers: at least one. Errors are ignored: `is_met` tells who was met.
+        strangers: at least one. Errors are ignored: `is_met` says which peers were met.
         """
         dials = [asyncio.create_task(self.network.meet(seen.peer, seen.addresses)) for seen in strangers]
         _, late = await asyncio.wait(dials, timeout=MEET_S)
@@ -321,7 +326,7 @@ class LocalPeer:
 
 
 def compute_slots(manifest: Manifest, free_bytes: int) -> int:
-    """Returns how many microbatches may be in progress at a peer at once, as its memory allows.
+    """Returns how many microbatches may be in progress at a peer at the same time, as its memory allows.
 
     That is at least U = usual_in_flight(manifest) and at most LIMIT_FACTOR * U. The slots above U exist only if all
     slots together take at most an eighth of `free_bytes`, the machine's free memory, and at most 4 GiB. A slot holds

@@ -72,7 +72,7 @@ class Readings:
     identity_problem: str = ""
     open_files: int = 0  # how many a process may have
     clock_is_synchronised: bool | None = None
-    clock_offset_s: float | None = None  # the swarm's time minus this clock's; None if no peer told it
+    clock_offset_s: float | None = None  # the swarm's time minus this clock's; None if no peer reported it
     listen_problems: tuple[tuple[str, str], ...] = ()  # addresses, and why they cannot be listened on
     has_ipv4: bool = True
     has_ipv6: bool = True
@@ -189,7 +189,7 @@ def _check_open_files(readings: Readings) -> list[Check]:
 
 
 def _check_clock(readings: Readings) -> list[Check]:
-    """Returns one check of the clock: fails beyond MAX_CLOCK_OFFSET_S from the swarm's, passes if no peer told it."""
+    """Returns one check of the clock: fails beyond MAX_CLOCK_OFFSET_S from the swarm's, passes if that is unknown."""
     offset = readings.clock_offset_s
     if offset is not None:
         value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the swarm"

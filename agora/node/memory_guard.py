@@ -102,7 +102,7 @@ class MemoryGuard:
         self._state = MemoryState()
 
     async def run(self) -> None:
-        """Reads the memory and calls `react_to` every POLL_S until cancelled. Raises OutOfMemory as `react_to` does."""
+        """Reads the memory every POLL_S, until cancelled, and reacts. Raises OutOfMemory if the daemon must leave."""
         while True:
             await asyncio.sleep(POLL_S)
             self.react_to(await asyncio.to_thread(resident_bytes))
@@ -110,8 +110,9 @@ class MemoryGuard:
     def react_to(self, used: int) -> None:
         """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.
 
-        Has the ledger refuse new work or take it again, and reports OwnerTold when it begins to refuse. At each
-        reaction but NOTHING, returns freed memory to the system and cuts the slots. LEAVE then raises OutOfMemory.
+        Has the ledger refuse new work or take it again, and reports OwnerTold when the refusals begin. At each reaction
+        but NOTHING, returns freed memory to the system and cuts the slots. Then raises OutOfMemory if the reaction is
+        LEAVE.
         """
         former = self._state
         self._state, reaction = judge_memory(former, used, self._limit, self._slots.taken)

@@ -38,7 +38,7 @@ class MemoryOffer:
 def measure_offer(device: str, limit_gib: float) -> MemoryOffer:
     """Returns the memory that is free now, at most the owner's limit in GiB on each device (0: no limit).
 
-    device: as for choose_device. One that is not there counts as the CPU: building the stages then says what is wrong.
+    device: "auto", "cpu", "cuda" or "cuda:N". A missing one counts as the CPU: building the stages then raises.
     """
     host = available_bytes(torch.device("cpu"), within_limit=False)
     try:

@@ -33,7 +33,7 @@ NO_TRAFFIC = Traffic(0, 0, 0)
 IDLE_BELOW = 0.9
 """A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it."""
 MIN_BEHIND = 2
-"""Steps behind its replicas from which a stage gets a note: replicas take a step one after another, not at once."""
+"""Steps behind its replicas from which a stage gets a note: replicas do not take a step at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)

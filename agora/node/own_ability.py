@@ -49,7 +49,8 @@ class OwnAbility:
         """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
 
         The speed comes from a profile that an earlier start has written, or that is measured now in about a second. If
-        that would take longer, or fails, it stays unknown (0) until `record_measurement`. A speed once known is kept.
+        measuring would take longer, or fails, the speed stays unknown (0) until `record_measurement`. A speed once
+        known is kept.
         """
         self._max_span_lengths = await run_in_thread(self._longest_spans)
         if not self._speed:

@@ -1,25 +1,19 @@
-"""Says where files of a daemon are on this machine, and finds running daemons by their sockets.
+"""Names the places of a daemon's files on this machine, and finds running daemons by their sockets.
 
 Knows: file names and environment variables. Must not know: what is in the files; imports the standard library only,
 because every command uses it before anything heavy. Layout of a data directory (mode 0700):
 
-    agora.toml                 settings, optional
-    identity.key               this machine's Ed25519 key, mode 0600
-    daemon.lock                names the process that uses the directory
-    incarnation                the number of the last start, which the next one exceeds
-    ports                      the TCP ports that the daemon listened on last
-    paused                     there while the owner has paused the daemon
-    events.jsonl               the journal
-    corpus/                    tokenised texts, by content
-    banned.txt                 whom the owner of this machine has banned from it
-    base/<list hash>/          fetched tensors of a base model, by its tensor list
-    runs/<run id>/run.toml     the signed manifest of each run this machine has joined
-    runs/<run id>/ticket       the ticket that admits this machine, mode 0600
-    runs/<run id>/revocations  who is banned from the run, and by whom
-    runs/<run id>/peers.txt    addresses that answered last time
-    runs/<run id>/checkpoints/ this machine's checkpoints, by stage and step
-    runs/<run id>/collected/   the weights of every stage, as last asked for by an export
-    runs/<run id>/drawn.txt    how many microbatches the origin has drawn, in blocks
+    agora.toml                 settings, optional identity.key               this machine's Ed25519 key, mode 0600
+    daemon.lock                names the process that uses the directory incarnation                the number of the
+    last start, which the next one exceeds ports                      the TCP ports that the daemon listened on last
+    paused                     there while the owner has paused the daemon events.jsonl               the journal
+    corpus/                    tokenised texts, by content banned.txt                 the peers that the owner of this
+    machine has banned from it base/<list hash>/          fetched tensors of a base model, by its tensor list runs/<run
+    id>/run.toml     the signed manifest of each run this machine has joined runs/<run id>/ticket       the ticket that
+    admits this machine, mode 0600 runs/<run id>/revocations  which peers are banned from the run, and by which key
+    runs/<run id>/peers.txt    addresses that answered last time runs/<run id>/checkpoints/ this machine's checkpoints,
+    by stage and step runs/<run id>/collected/   the weights of every stage, as last asked for by an export runs/<run
+    id>/drawn.txt    how many microbatches the origin has drawn, in blocks
 """
 
 from __future__ import annotations
@@ -145,8 +139,11 @@ def make_private(directory: Path) -> None:
 class DaemonEntry:
     """A daemon of this machine, as the registry file next to its control socket describes it.
 
-    run: the run's id, "" for an unsigned draft; name and founder: the run's. peer: the daemon's peer id. root: its data
-    directory. socket: the path of its control socket.
+    run: the run's id, "" for an unsigned draft.
+    name, founder: the run's.
+    peer: the daemon's peer id.
+    root: the daemon's data directory.
+    socket: the path of its control socket.
     """
 
     run: str

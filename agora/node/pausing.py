@@ -46,7 +46,7 @@ class OwnersPause:
 
     @property
     def remedy(self) -> str:
-        """A phrase that tells the owner how the pause ends; meaningless while `reason` is ""."""
+        """A phrase for the owner: how the pause ends; meaningless while `reason` is ""."""
         if self._is_paused:
             return "run `agora-node resume` to go on"
         return "it goes on by itself; `hours` in agora.toml says when"
@@ -54,7 +54,7 @@ class OwnersPause:
     def pause(self) -> None:
         """Pauses the daemon until `resume`, also after a restart, by creating a file.
 
-        Raises DiskError when that cannot be written; the daemon is then paused until it is restarted.
+        Raises DiskError when the file cannot be written; the daemon is then paused until it is restarted.
         """
         self._is_paused = True
         self.changed.set()
@@ -65,7 +65,7 @@ class OwnersPause:
             raise DiskError(f"{text}; free some space and pause it again.") from error
 
     def resume(self) -> str:
-        """Ends the owner's pause, if there is one; returns why the daemon is still paused (its hours), or "".
+        """Ends the owner's pause, if there is one; returns why the daemon stays paused (outside its hours), or "".
 
         Raises DiskError if the file cannot be removed; the pause goes on then.
         """
@@ -78,7 +78,7 @@ class OwnersPause:
         return self.reason
 
     async def wait_until(self, *, paused: bool) -> None:
-        """Waits until the daemon is to pause (paused=True), or to work (False); returns at once if it is so already."""
+        """Waits until the daemon is to pause (paused=True), or to work (False); not at all if that holds already."""
         while bool(self.reason) is not paused:
             self.changed.clear()
             try:

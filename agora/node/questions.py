@@ -83,29 +83,30 @@ class ControlAnswers:
         return {"invite": str(self._daemon.invite())}
 
     async def pause(self) -> Answer:
-        """Pauses the daemon until `resume`, even after a restart, and answers at once.
+        """Pauses the daemon until `resume`, even after a restart; answers immediately.
 
-        Within 10 s it has ended its work and closed everything but its control socket.
+        Within 10 s the daemon has ended its work and closed everything but its control socket.
         """
         self._daemon.pause.pause()
         text = "paused: it finishes what it holds, withdraws its claim and closes all connections within 10 s"
         return {"text": f"{text}. It stays so after a restart; go on with `agora-node resume`."}
 
     async def resume(self) -> Answer:
-        """Ends the owner's pause, and answers at once: the daemon joins the run again unless outside its hours."""
+        """Ends the owner's pause; answers immediately. The daemon joins the run again unless outside its hours."""
         reason = self._daemon.pause.resume()
         return {"text": f"resumed, but it is {reason}." if reason else "resumed: it joins again."}
 
     async def leave(self) -> Answer:
-        """Makes the daemon leave the run and end, and answers at once; it is gone within 10 s."""
+        """Makes the daemon leave the run and end; answers immediately. The daemon is gone within 10 s."""
         self._daemon.leave_reason = "asked to leave by its owner"
         self._daemon.stop.set()
         return {"text": "leaving: it finishes what it holds and is gone within 10 s."}
 
     async def move(self, stages: str = "") -> Answer:
-        """Moves the daemon from its stages to `stages` ("A-B"); returns those and the seconds once they are served.
+        """Moves the daemon to `stages` ("A-B"); once it serves them, returns them and the seconds that it took.
 
-        Raises InputError for malformed stages, and as Daemon.move does.
+        Raises InputError for malformed stages and for stages beyond the last, LocalError while the daemon holds no
+        stages, moves, leaves or is paused, or if it holds these stages already; the error of the loading if that fails.
         """
         wanted = Span.parse(stages)
         began = loop_time()
@@ -118,9 +119,9 @@ class ControlAnswers:
     async def ban(self, peer: str = "") -> Answer:
         """Bans a peer from this machine, in every run of this data directory, until its line in banned.txt is removed.
 
-        Adds that line, and ends the connection. A paused daemon has no connections: it only adds the line, and reads it
-        when it joins again. Raises InputError for what is not a peer id, DiskError when banned.txt cannot be written;
-        LocalError while the daemon starts, and then adds nothing.
+        Adds that line, and ends the connection. A paused daemon has no connections: it only adds the line, and reads
+        banned.txt when it joins again. Raises InputError for what is not a peer id, DiskError when banned.txt cannot be
+        written; LocalError while the daemon starts, and then adds nothing.
         """
         is_closed = self._daemon.local_peer is None and self._daemon.pause.reason
         admission = None if is_closed else self._require_admission()
@@ -223,7 +224,9 @@ class ControlAnswers:
     async def collect(self, average: bool = False) -> Answer:
         """Writes the weights of every stage of the run as files; returns {"files": path, "steps": step}, each by stage.
 
-        Fetches the stages not held here from other peers. average: as for `weights`.
+        Fetches the stages not held here from other peers. average: writes the moving averages of the weights instead,
+        or the plain weights in a run that keeps none. Raises LocalError while no span is held, Unavailable if no peer
+        gives a stage.
         """
         collected = await self._daemon.serving_span().collector.collect(average=average)
         files = {str(file.stage): str(file.path) for file in collected}

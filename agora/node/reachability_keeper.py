@@ -1,6 +1,6 @@
-"""Finds out how others can connect to this peer, has it announced, and helps others to find out and to meet.
+"""Finds out how others can connect to this peer, announces that, and helps others to find out and to meet.
 
-Knows: whom to ask and when, reservations at relays, introductions. Must not know: what the answers mean
+Knows: which peers to ask and when, reservations at relays, introductions. Must not know: what the answers mean
 (swarm/reachability.py), how holes are punched or circuits relayed (net).
 """
 
@@ -44,7 +44,7 @@ from agora.swarm.view import View
 UPDATE_S: Final = 2.0
 """Seconds between two checks of what is due: asking neighbours, renewing reservations, announcing."""
 FIRST_UPDATES_S: Final = 0.25
-"""Seconds between two checks while nobody has said yet whether this peer can be dialled, in its first NEW_S."""
+"""Seconds between two checks in the first NEW_S, while no peer has reported yet whether this one can be dialled."""
 NEW_S: Final = 10.0
 """Seconds for which a peer counts as just started."""
 RENEW_S: Final = 40.0
@@ -56,13 +56,13 @@ ANSWER_S: Final = 6.0
 FINDING_S: Final = 2.5
 """Seconds that hole punching waits for neighbours to say for the first time whether this peer can be dialled."""
 AGAIN_S: Final = 1.5
-"""Seconds after which a peer that should dial this one is told so again."""
+"""Seconds after which a peer that should dial this one is asked again to do so."""
 NO_HOLE_S: Final = 300.0
 """Seconds before hole punching to a peer, or replacing its circuit, is tried again."""
 POLL_S: Final = 0.1
 """Seconds between two checks whether an expected peer has connected."""
 MAX_HELPED: Final = 16
-"""At most this many requests of other peers (see `answer`) are worked on at once."""
+"""At most this many requests of other peers (see `answer`) are worked on at the same time."""
 
 
 class ReachabilityKeeper:
@@ -112,7 +112,8 @@ class ReachabilityKeeper:
     async def run(self) -> None:
         """Calls `_update_reachability` every UPDATE_S until it is cancelled; then closes all holes.
 
-        In its first NEW_S every FIRST_UPDATES_S, until neighbours have answered, because hole punching waits for that.
+        In its first NEW_S every FIRST_UPDATES_S, until neighbours have answered, because hole punching waits for these
+        answers.
         """
         began = loop_time()
         try:
@@ -127,7 +128,7 @@ class ReachabilityKeeper:
         """Asks neighbours to dial back if that is due, reserves relays if they are needed, and announces the addresses.
 
         Before the announcement it also replaces a circuit, see `_replace_a_circuit`, and writes the relays to
-        `findings`. With UPnP it first asks p2pd for its present addresses; without an answer the former ones stand.
+        `findings`. With UPnP it first asks p2pd for its present addresses; without an answer the former ones are kept.
         """
         if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
             with contextlib.suppress(ConnectionBroken):  # if p2pd is gone, the lifecycle notices that
@@ -146,10 +147,10 @@ class ReachabilityKeeper:
     # --- finding out
 
     async def _ask_neighbours(self) -> None:
-        """Asks up to ASKED random directly connected peers, all at once, to dial back; writes the result to `findings`.
+        """Asks up to ASKED random directly connected peers, concurrently, to dial back; notes the result in `findings`.
 
         The result is at which of its addresses this peer was reached, and whether enough peers were asked to confirm
-        it. Without any connection it first dials up to ASKED peers of the view. If none answers, `findings` stays.
+        that. Without any connection it first dials up to ASKED peers of the view. If no peer answers, `findings` stays.
         """
         if not self._network.paths:
             known = [seen for seen in self._membership.view.peers.values() if seen.peer != self._host.peer]
@@ -167,7 +168,7 @@ class ReachabilityKeeper:
             self._has_answers.set()
 
     def _addresses_reported_by(self, answer: DialedBack) -> set[str]:
-        """Returns the addresses, without /p2p/PEER, at which a neighbour says that it reached this peer.
+        """Returns the addresses, without /p2p/PEER, at which a neighbour reports that it reached this peer.
 
         Leaves out ports that the neighbour was not asked to dial, and private addresses unless the owner allows them.
         """
@@ -239,7 +240,7 @@ class ReachabilityKeeper:
         """Connects directly to a peer behind a NAT by hole punching, coordinated by `relay_peer`.
 
         Raises an AgoraError when that fails, or when too many are in progress. For NO_HOLE_S after a failure or a
-        cancellation each call for the same peer fails at once.
+        cancellation each call for the same peer fails immediately.
         """
         now = loop_time()
         self._no_hole_until = {known: until for known, until in self._no_hole_until.items() if until > now}
@@ -255,7 +256,7 @@ class ReachabilityKeeper:
     async def _punch(self, peer: PeerId, relay_peer: PeerId) -> None:
         """Has the relay introduce this peer to `peer`; then punches a hole or, if this peer is public, awaits a dial.
 
-        First waits for neighbours' first answers. Raises an AgoraError when it fails.
+        First waits for neighbours' first answers. Raises an AgoraError when no connection comes about.
         """
         await self._wait_for_first_answer()
         now = loop_time()
@@ -268,7 +269,7 @@ class ReachabilityKeeper:
         await self._holes.connect(peer, reply.message.seen)
 
     async def _wait_for_first_answer(self) -> None:
-        """Waits until neighbours have said for the first time whether this peer is public, or until FINDING_S are over.
+        """Waits until neighbours have reported for the first time whether this peer is public, for FINDING_S at most.
 
         Without their answers a public peer would use a relay, and a circuit stays until it ends.
         """
@@ -277,10 +278,10 @@ class ReachabilityKeeper:
                 await self._has_answers.wait()
 
     async def _wait_for_dial(self, peer: PeerId, relay_peer: PeerId) -> None:
-        """Waits until `peer`, which was told through the relay to dial this peer, is connected, for PUNCH_S at most.
+        """Waits until `peer`, which was asked through the relay to dial this peer, is connected, for PUNCH_S at most.
 
-        Has the relay tell `peer` again every AGAIN_S: `peer` dials only once it has read in the directory that this
-        peer is public. Raises ConnectionBroken after PUNCH_S, and the AgoraError of a refused or failed introduction.
+        Has the relay ask `peer` again every AGAIN_S: `peer` dials only once it has read in the directory that this peer
+        is public. Raises ConnectionBroken after PUNCH_S, and the AgoraError of a refused or failed introduction.
         """
         now = loop_time()
         until = now + PUNCH_S
@@ -333,7 +334,7 @@ class ReachabilityKeeper:
         return DialedBack(f"/{parts[0]}/{parts[1]}/tcp/{parts[2]}", reached)
 
     async def try_to_connect(self, peer: PeerId) -> None:
-        """Connects to a peer unless it is connected. Ignores failures: whoever needs the connection dials again."""
+        """Connects to a peer unless it is connected. Ignores failures: what needs the connection dials again."""
         with contextlib.suppress(AgoraError):
             await self._network.connect(peer)
 
@@ -352,7 +353,7 @@ class ReachabilityKeeper:
     def _answer_meet(self, request: Meet) -> Meeting:
         """Starts dialling the peer that asked for a meeting if its claim says "public"; otherwise starts a hole to it.
 
-        Returns an empty Meeting at once. For a hole, raises Refused if the peer's address is private and the owner
+        Returns an empty Meeting immediately. For a hole, raises Refused if the peer's address is private and the owner
         allows none, Busy when too many holes are open.
         """
         seen = self._membership.view.peers.get(request.peer)
@@ -373,7 +374,7 @@ def public_or_any(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _can_open(host: str, port: int) -> bool:
-    """Tries to open a TCP connection within DIAL_S, and closes it at once; returns whether it opened."""
+    """Tries to open a TCP connection within DIAL_S, and closes it; returns whether it opened."""
     try:
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 PRODUCT: Final = "agora-swarm"  # the name of the installed package
 CONNECT_S: Final = 3.0  # within which an address of the run must accept a TCP connection
-STATUS_S: Final = 6.0  # within which a peer of the run must tell its status
+STATUS_S: Final = 6.0  # within which a peer of the run must send its status
 MAX_ADDRESSES_TRIED: Final = 16
 UNIT: Final = "agora-node"  # the systemd unit
 MINIMUM_STAGE_BYTES: Final = 256 * 2**20  # needed in addition to the daemon's own memory while no run is named
@@ -53,7 +53,7 @@ TIME_ERROR: Final = 5  # what adjtimex(2) returns while the kernel's clock is no
 def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -> Readings:
     """Measures this machine for a daemon in `home`; unless `run` is None, also finds that run and asks its peers.
 
-    flags: the command line's settings. run: as for `_read_run`. Ports are tried only while no daemon runs in `home`.
+    flags: the command line's settings. run: an invite, file, name or id. Tries ports only if no daemon runs in `home`.
     """
     chosen, settings_problem = _read_settings(home, flags)
     identity, identity_problem = _read_identity(home)
@@ -148,7 +148,7 @@ def _read_identity(home: paths.Home) -> tuple[str, str]:
 
 
 def _try_device(name: str) -> tuple[str, str]:
-    """Returns (device that `name` means, why it cannot compute); the latter is "" if it multiplied two matrices."""
+    """Returns (device that `name` means, why it cannot compute), the reason being "" if it multiplied two matrices."""
     try:
         import torch
 
@@ -223,7 +223,7 @@ def _find_runtime_problem() -> str:
 
 
 def _read_clock_sync() -> bool | None:
-    """Returns whether the kernel says that its clock follows a time server; None where it says nothing."""
+    """Returns whether the kernel reports that its clock follows a time server; None where it reports nothing."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None
@@ -265,7 +265,7 @@ def _is_public(address: str) -> bool:
 
 
 class _DaemonReading(NamedTuple):
-    """What the daemon in a data directory says of itself; None and "" for what is not known.
+    """What the daemon in a data directory reports of itself; None and "" for what is not known.
 
     pid: None without a daemon. in_sight: how many other peers it sees. pause_reason: why it is paused, "" if it works.
     """
@@ -346,7 +346,7 @@ def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
 def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
     """Asks the peers at `addresses` for the run's status, until one answers.
 
-    Returns {"clock_offset_s": their time minus this clock's}, {} if they tell none, or {"answer_problem": why}.
+    Returns {"clock_offset_s": their time minus this clock's}, {} if none gives a time, or {"answer_problem": why}.
     """
     from agora.net import light
 
@@ -364,7 +364,7 @@ def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
 
 
 def time_connections(addresses: Iterable[str]) -> tuple[PeerReading, ...]:
-    """Opens a TCP connection to each distinct address, all at once; returns how long each took, or why it failed."""
+    """Opens a TCP connection to each distinct address, concurrently; returns how long each took, or why it failed."""
     listed = list(dict.fromkeys(addresses))
     with ThreadPoolExecutor(max_workers=max(1, len(listed))) as pool:
         return tuple(pool.map(_time_connection, listed))

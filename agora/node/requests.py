@@ -1,6 +1,6 @@
 """Answers the requests of other peers, and counts the bytes of tensors that this peer sends.
 
-Knows: every request, and what answers it. Must not know: who may make it (net/gate.py), how anything of it is done.
+Knows: every request, and what answers it. Must not know: which peers may make it (net/gate.py), how it is carried out.
 
 | request | answered by |
 |---|---|
@@ -11,7 +11,7 @@ Knows: every request, and what answers it. Must not know: who may make it (net/g
 | GetBase, GetPiece | the local peer's files of the base model, also while no span is held |
 | DialBack, Introduce, Meet, GetAddresses | the local peer's reachability keeper, also while no span is held |
 
-While no span is held, what only the span can answer is refused Busy.
+While no span is held, requests that only the span can answer are refused as Busy.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class SentTensors:
     def add(self, request: Message, tensors: Sequence[WireTensor]) -> None:
         """Counts the bytes of tensors that were sent with `request` or with the answer to it, by the request's type.
 
-        Of a Process, only the first tensor is counted; the others are tokens. Other types of requests are not counted.
+        Of a Process, only the first tensor is counted; the others are tokens. Requests of types that carry none of the
+        counted tensors are ignored.
         """
         sizes = [tensor.nbytes for tensor in tensors]
         match request:
@@ -129,8 +130,9 @@ class RequestHandler:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers one request; the network's handler, which turns a raised AgoraError into a typed refusal.
 
-        Answers GetStatus, GetManifest and Ping itself, the others by `_pass_on`, and raises as that does. Raises
-        Unsupported for a type that no peer answers.
+        Answers GetStatus, GetManifest and Ping itself, the others by what `answering` has set. Raises Busy if nothing
+        answers the request now, Unsupported for a type that no peer answers, and every AgoraError of the object that
+        answers.
         """
         match call.message:
             case messages.GetStatus():
@@ -148,8 +150,8 @@ class RequestHandler:
         """Returns the answer of what `answering` has set for the request's type.
 
         If nothing is set, as while no span is held, a repeated Process gets the answer that the ledger has kept; other
-        requests raise Busy. Raises what the answerer raises; a ProtocolError is also recorded as an offence of the
-        caller, except for Process and Contribute.
+        requests raise Busy. Raises every AgoraError of the object that answers; a ProtocolError is also recorded as an
+        offence of the caller, except for Process and Contribute.
         """
         answerer = self._answerers.get(type(request))
         if answerer is None:
@@ -166,7 +168,7 @@ class RequestHandler:
             raise
 
     def _recent_status(self) -> bytes:
-        """Returns the status as JSON; it is made at most once in STATUS_S, and may be that old."""
+        """Returns the status as JSON; the text is made at most once in STATUS_S, and may be that old."""
         if loop_time() - self._status_at >= STATUS_S:
             self._status_bytes = encode_status(self._status())
             self._status_at = loop_time()
@@ -176,7 +178,8 @@ class RequestHandler:
 def encode_status(status: dict[str, Any]) -> bytes:
     """Returns the status as JSON, at most MAX_STATUS_BYTES long: as long as it is longer, halves the list `peers`.
 
-    The first peers stay, and the field `peers_left_out` says how many are missing. Without any it may still be longer.
+    The first peers stay, and the field `peers_left_out` says how many are missing. Even without any peer, the rest of
+    the status may be longer than that.
     """
     data = json.dumps(status).encode()
     peers = status["peers"]

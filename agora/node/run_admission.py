@@ -1,10 +1,11 @@
 """Who takes part in the run, for one daemon: judges other peers, keeps bans on disk, and passes revocations on.
 
-Knows: the admission book, its files, the network's gate, who must forget a banned peer. Must not know: the rules
-(agora/swarm/admission.py), spans, training.
+Knows: the admission book, its files, the network's gate, the objects that must forget a banned peer. Must not know: the
+rules (agora/swarm/admission.py), spans, training.
 
 A revocation comes from `swarm ban`, from a neighbour or from the DHT. One that is new is written to the disk; the
-connections of the banned peer end; the view, the directory and the routing forget it; and all neighbours are told.
+connections of the banned peer end; the view, the directory and the routing forget the peer; and the revocation is sent
+to all neighbours.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class PeerDataHolder(Protocol):
 class RunAdmission:
     """Who may take part in the run: judges peers, keeps the run's bans, and guards its DHT (a DhtGuard).
 
-    gate: for the network, judges HELLOs. proof: this machine's own tickets, b"" for none. book: what is known of the
+    gate: judges HELLOs for the network. proof: this machine's own tickets, b"" for none. book: what is known of the
     run's admission. Bans end connections, and are passed on, only after `attach`.
     """
 
@@ -84,7 +85,7 @@ class RunAdmission:
     ) -> None:
         """Reads the revocations and bans that are on this disk. Raises DiskError.
 
-        addresses: this peer's, told in HELLO. unix: returns the present unix time.
+        addresses: this peer's, sent in HELLO. unix: returns the present unix time.
         """
         self._startup = startup
         self._run = run = signed.run_id
@@ -104,10 +105,10 @@ class RunAdmission:
         self._data_holders: tuple[PeerDataHolder, ...] = ()
 
     def attach(self, network: Network, *data_holders: PeerDataHolder) -> None:
-        """Connects this object with the network and the holders of peers' data, for later bans; itself bans nobody.
+        """Connects this object with the network and the holders of peers' data, for later bans; itself bans no peer.
 
         From now on `enforce` ends connections of `network` with peers that are not admitted any more, and has
-        `data_holders` forget them; and each member that says HELLO is sent all revocations.
+        `data_holders` forget them; and all revocations are sent to each member that says HELLO.
         """
         self._network = network
         self._data_holders = data_holders
@@ -138,8 +139,8 @@ class RunAdmission:
     def is_from_member(self, record: Record) -> bool:
         """Returns whether the DHT node may keep a verified record: its peer is a member, or it is a ban list.
 
-        A claim is judged by the proof in it, which the book remembers. A ban list may come from anybody: the signatures
-        of its revocations count.
+        A claim is judged by the proof in it, which the book remembers. A ban list may come from any peer: the
+        signatures of its revocations count.
         """
         if isinstance(record, Claim):
             return self.book.is_member_by_proof(record.peer, record.proof, self._unix())
@@ -155,7 +156,7 @@ class RunAdmission:
     def take_revocations(self, sealed: Sequence[bytes]) -> tuple[int, int]:
         """Verifies sealed revocations; reports new ones, writes them to disk, enforces them, sends them to neighbours.
 
-        Returns, before they are sent, (number of new ones, number of invalid ones); those known already are neither.
+        Returns, before they are sent, (number of new ones, number of invalid ones); known ones count in neither number.
         """
         new = list[bytes]()
         refused = 0
@@ -176,7 +177,7 @@ class RunAdmission:
         return len(new), refused
 
     def ban_here(self, peer: PeerId) -> None:
-        """Bans a peer from this machine at once, and reports it. The caller writes banned.txt, for later starts."""
+        """Bans a peer from this machine from now on, and reports it. The caller writes banned.txt, for later starts."""
         self.book.banned_here.add(peer)
         self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
         self.enforce()
@@ -206,7 +207,7 @@ class RunAdmission:
     def _start_sending(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
         """Starts a task that sends revocations to a neighbour; does nothing before `attach`.
 
-        Failures are ignored: the neighbour then gets them at its next HELLO or from the DHT.
+        Failures are ignored: the neighbour then gets the revocations at its next HELLO or from the DHT.
         """
         if self._network is not None:
             self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))

@@ -47,7 +47,7 @@ class RunReference:
     def is_of(self, entry: paths.DaemonEntry) -> bool:
         """Returns whether a daemon takes part in this run.
 
-        For a draft: whether the daemon's run is the one that results if the founder of that run signs this draft.
+        A draft is compared as if the founder of the daemon's run had signed it: equal drafts then give the same run id.
         """
         if self.run:
             return entry.run == self.run
@@ -58,7 +58,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     """Returns what is known of the run that `text` names: an invite, a manifest file, or a joined run's name or id.
 
     The addresses of an invite are followed by those that `home` remembers of its run. Raises InputError for an unknown
-    run or a malformed invite, ManifestError for a bad manifest, DiskError for one that cannot be read.
+    run or a malformed invite, ManifestError for a bad manifest, DiskError for a manifest that cannot be read.
     """
     if text.startswith(SCHEME):
         invite = Invite.parse(text)
@@ -101,7 +101,8 @@ def from_file(path: Path, home: paths.Home) -> RunReference:
 def entries_of_run(text: str, home: paths.Home, entries: Sequence[paths.DaemonEntry]) -> list[paths.DaemonEntry]:
     """Returns which of `entries` take part in the run `text`: a name or id among `entries`, or what `resolve` accepts.
 
-    Raises as `resolve` does, unless an entry has that name or id.
+    Unless an entry has that name or id, raises InputError for an unknown run or a malformed invite, ManifestError for a
+    bad manifest, DiskError for a manifest that cannot be read.
     """
     if named := [entry for entry in entries if text in (entry.name, entry.run)]:
         return named
@@ -114,9 +115,10 @@ def sign(
 ) -> tuple[SignedManifest, str]:
     """Signs a draft and writes the signature into its file; returns the signed manifest and a note of what was done.
 
-    If the file was signed meanwhile, returns the manifest in it instead; if it cannot be written, it stays unsigned.
-    on_signed: called with the returned manifest while the file is locked, so that two daemons that start from one draft
-    found one run. Raises ManifestError if the file is not a manifest any more, and what `on_signed` raises.
+    If the file was signed meanwhile, returns the manifest in it instead; if it cannot be written, the file stays
+    unsigned. on_signed: called with the returned manifest while the file is locked, so that two daemons that start from
+    one draft found one run. Raises ManifestError if the file is not a manifest any more, and lets errors of `on_signed`
+    through.
     """
     from agora_protocol.manifest import SignedManifest, is_signed
 
@@ -143,7 +145,7 @@ def _overwrite(descriptor: int, data: bytes) -> None:
     """Writes `data` in place of an open file's content. Raises OSError, and then leaves the old content as it is."""
     old_size = os.fstat(descriptor).st_size
     try:
-        os.posix_fallocate(descriptor, 0, len(data))  # a full disk says so here, before anything is overwritten
+        os.posix_fallocate(descriptor, 0, len(data))  # a full disk raises here, before anything is overwritten
     except OSError:
         os.ftruncate(descriptor, old_size)
         raise

@@ -1,6 +1,6 @@
 """Reads the daemon's settings from the command line, AGORA_* variables, DIR/agora.toml; the first that has one wins.
 
-Knows: names, types, where each value came from. Must not know: the run's manifest, which says nothing about machines.
+Knows: names, types, where each value came from. Must not know: the run's manifest, which has nothing about machines.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def _as_multiaddr(address: str) -> str:
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Returns the settings in force: `flags` win over AGORA_* variables, these over `file`, the file over defaults.
 
-    flags: those of the command line, by name, None for one not given. A missing file has no settings. Raises
-    SettingsError, which names the source, for an unknown setting, an invalid value, and a file that cannot be read.
+    flags: values from the command line by setting, None for a flag that was not given. A missing file has no settings.
+    Raises SettingsError, which names the source, for an unknown setting, an invalid value, and a file that cannot be
+    read.
     """
     variables = {key: value for key, value in environment.items() if key not in OTHER_VARIABLES}
     layers: list[tuple[str, dict[str, Any]]] = [
@@ -169,9 +170,9 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
 
 
 def _nearest(key: str, source: str) -> str:
-    """Returns the end of an error's text that suggests the setting most like the unknown `key`; if none is, all.
+    """Returns the end of an error's text: the setting that is most like the unknown `key`; all settings if none is.
 
-    source: of the key; with ENVIRONMENT the suggestion is written as its AGORA_* variable.
+    source: where the key is from; with ENVIRONMENT the suggestion is written as its AGORA_* variable.
     """
     close = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.5)
     if not close:
@@ -182,7 +183,7 @@ def _nearest(key: str, source: str) -> str:
 def _read_toml(file: Path) -> dict[str, Any]:
     """Returns the settings in a TOML file, {} when there is no file.
 
-    Raises SettingsError when it cannot be read or is not valid TOML.
+    Raises SettingsError when the file cannot be read or is not valid TOML.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))

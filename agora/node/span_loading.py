@@ -49,8 +49,8 @@ T = TypeVar("T")
 async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
     """Claims and loads a span, starts its tasks, and answers requests for it until the block ends; then closes it.
 
-    The caller announces it as serving, and starts its origin. wanted: None lets placement choose. Raises an AgoraError
-    that says what to do.
+    The caller announces the span as serving, and starts its origin. wanted: None lets placement choose. Raises an
+    AgoraError whose text says what to do, such as OutOfMemory, DiskError or Unavailable.
     """
     async with AsyncExitStack() as closing:
         loading = load_until_confirmed(
@@ -84,8 +84,10 @@ async def _fill_stages(
     """Fills the stages with state from checkpoints or other replicas; returns the keeper of that state.
 
     The keeper answers state requests, also during the filling, until `closing` is closed. Before the filling, publishes
-    a progress record with the steps of the checkpoints found, unless all are 0, and reads the directory. epochs: as for
-    _make_keeper. Raises Unavailable as StateKeeper.fill_stages does.
+    a progress record with the steps of the checkpoints found, unless all are 0, and reads the directory. epochs:
+    written to disk with each checkpoint of stage 0; None without samples. Raises Unavailable when no peer gives a stage
+    of which this disk has no checkpoint, or when its replicas do not report their steps; CheckpointError when a
+    checkpoint does not fit.
     """
     startup, membership = local_peer.startup, local_peer.membership
     keeper = _make_keeper(local_peer, compute, epochs)
@@ -111,7 +113,8 @@ async def _fill_stages(
 def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None) -> StateKeeper:
     """Returns the StateKeeper, not started, that writes the stages' checkpoints and serves their state to replicas.
 
-    It keeps within the owner's disk limit. epochs: their state is written with each checkpoint of stage 0; may be None.
+    It keeps within the owner's disk limit. epochs: written to disk with each checkpoint of stage 0; None without
+    samples.
     """
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
@@ -142,13 +145,13 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
 
 
 async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Asks the peers, all at once, how many steps they have taken at a stage; returns the steps by peer.
+    """Asks the peers, concurrently, how many steps they have taken at a stage; returns the steps by peer.
 
-    Waits ASK_S at most; leaves out peers that fail or do not say.
+    Waits ASK_S at most; leaves out peers that fail or whose answer has no step.
     """
 
     async def ask(peer: PeerId) -> int:
-        """Returns the steps that the peer says it has taken. Raises an AgoraError when the peer does not say."""
+        """Returns the steps that the peer reports. Raises an AgoraError when it reports none."""
         reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
         replicas = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
         steps = [entry[1] for entry in replicas if entry[0] == peer]
@@ -179,10 +182,10 @@ async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
 
 
 async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
-    """Claims a span; returns it with the reason for it. While placement chooses none, waits and asks it again.
+    """Claims a span; returns it with the reason for it. While placement chooses none, waits and then asks it again.
 
-    Reports as progress of the start that it stands by. Raises OutOfMemory if `wanted` is None and no stage fits into
-    this machine's memory.
+    Reports as progress of the start that this peer stands by. Raises OutOfMemory if `wanted` is None and no stage fits
+    into this machine's memory.
     """
     own = local_peer.ability
     rng = random.Random()
@@ -210,7 +213,7 @@ def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> s
 async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
     """Asks the membership whether this peer's claim still stands. Returns None if so, else the span claimed instead.
 
-    Raises OutOfMemory if that span does not fit.
+    Raises OutOfMemory if the new span does not fit.
     """
     with local_peer.startup.steps.step("confirm") as note:
         placement = await local_peer.membership.confirm()
@@ -248,8 +251,8 @@ async def load_until_confirmed(
 async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, OriginData | None]]:
     """Builds the stages and yields their Compute and the data (None without stage 0); at the end closes the Compute.
 
-    First opens the data, sets torch's thread count and the memory limit of the whole process, if the owner chose these,
-    and fetches tensors of the base model that are missing here. The run's trained state is not loaded yet.
+    First opens the data, sets torch's thread count and the memory limit of the whole process, where the owner chose
+    them, and fetches tensors of the base model that are missing here. The run's trained state is not loaded yet.
     """
     startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
     data = await open_training_data(local_peer) if 0 in span else None

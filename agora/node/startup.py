@@ -36,7 +36,7 @@ class StepNote:
 class StartSteps:
     """Times the steps of a start: `with steps.step("host") as note:` reports StartStep("host", seconds, note.text).
 
-    `current` names the step that runs, and how far it is, or the one that failed; "" if none runs and none failed.
+    `current` names the step that runs, and how far that is, or the step that failed; "" if none runs and none failed.
     """
 
     def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
@@ -46,9 +46,9 @@ class StartSteps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[StepNote]:
-        """Tells systemd which step runs, times the block, and reports StartStep when the block ends without an error.
+        """Notifies systemd of the step, times the block, and reports StartStep when the block ends without an error.
 
-        Sets `current` to `name` meanwhile; after an error it stays. Yields the note that StartStep reports.
+        Sets `current` to `name` meanwhile; after an error it keeps that name. Yields the note that StartStep reports.
         """
         note = StepNote()
         began = time.perf_counter()
@@ -59,7 +59,7 @@ class StartSteps:
         self.current = ""
 
     def report_progress(self, text: str) -> None:
-        """Tells systemd how far the running step is, so that it goes on waiting; sets `current` to "STEP: text"."""
+        """Reports to systemd how far the step is, so that systemd goes on waiting; sets `current` to "STEP: text"."""
         name = self.current.partition(":")[0]
         self.current = f"{name}: {text}"
         self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)

@@ -26,7 +26,7 @@ from agora.threads import run_in_thread
 
 @dataclass
 class OtherOrigins:
-    """Holds a function: `peers()` returns the other live origins of the run; nobody until the loaded span sets it."""
+    """Holds a function: `peers()` returns the other live origins of the run; none until the loaded span sets it."""
 
     peers: Callable[[], Collection[PeerId]] = tuple
 
@@ -35,7 +35,8 @@ class OtherOrigins:
 class Epochs:
     """What an origin on samples needs for its epochs.
 
-    batches: draws its microbatches. record: the states of the epochs on disk, by step. other_origins: who else draws.
+    batches: draws its microbatches. record: the states of the epochs on disk, by step. other_origins: the other peers
+    that draw samples.
     """
 
     batches: EpochBatches

@@ -1,7 +1,7 @@
 """Reports the daemon's state to systemd by sd_notify datagrams, and changes of health and traffic as events.
 
-Knows: the node's report. Must not know: how its numbers are computed. systemd's watchdog is fed only where the work
-itself proves progress or states what it waits for; that this loop runs proves nothing.
+Knows: the node's report. Must not know: how its numbers are computed. systemd's watchdog is fed only while the work
+itself proves progress or states what it waits for: that this loop runs proves nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Notifier:
     def send(self, **fields: str | int) -> None:
         """Sends one datagram of KEY=value lines, only the first line of each value; does nothing outside systemd.
 
-        A datagram that cannot be sent at once is lost without an error.
+        A datagram that cannot be sent without waiting is lost without an error.
         """
         if not self._address:
             return
@@ -137,7 +137,7 @@ class Watchdog:
         """Sends systemd the status, feeds its watchdog if `may_feed` allows it, and sends READY.
 
         READY goes out with every report from the first microbatch served on, and while the daemon is paused. Before
-        that microbatch, also asks systemd for more time to start whenever it feeds the watchdog.
+        that microbatch, each time that it feeds the watchdog it also asks systemd for more time to start.
         """
         path_s, in_progress = (report.span.path_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)

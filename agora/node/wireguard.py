@@ -3,8 +3,8 @@
 Knows: WireGuard's configuration files and keys. Must not know: runs, peers, the network. No configuration holds a
 private key: each machine makes its own, which stays there, and only the public ones are in the list.
 
-Machines with an endpoint are dialled by all others. Of two without one, which sit behind NATs, neither can dial the
-other: the first machine with an endpoint, the hub, forwards between them.
+Machines with an endpoint are dialled by all others. Two machines without an endpoint sit behind NATs and cannot dial
+each other: the first machine with an endpoint, the hub, forwards between them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_PORT: Final = 51820
 INTERFACE: Final = "agora"
 KEY_FILE: Final = f"/etc/wireguard/{INTERFACE}.key"
 KEEPALIVE_S: Final = 25
-"""Seconds after which a machine behind a NAT sends something, so that the NAT keeps its mapping."""
+"""Seconds after which a machine behind a NAT sends something, so that the NAT keeps the machine's mapping."""
 MAX_MACHINES: Final = 1000
 MAX_FILE_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)
@@ -107,8 +107,9 @@ def read_mesh(text: str, source: str) -> Mesh:
 def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
     """Returns the text of the machine `me`'s configuration for `wg-quick`, which reads its private key from KEY_FILE.
 
-    It has a [Peer] for each other machine, unless neither of the two has an endpoint. Traffic between machines behind
-    NATs goes through the hub, whose configuration turns on IP forwarding when there are two or more of them.
+    It has a [Peer] for each other machine; if `me` has no endpoint, other machines without an endpoint are left out.
+    Traffic between machines behind NATs goes through the hub, whose configuration turns on IP forwarding when there are
+    two or more of them.
     """
     others_behind_nat = [machine for machine in mesh.behind_nat() if machine != me]
     lines = [
@@ -182,7 +183,8 @@ def _parse_machine(
 ) -> MeshMachine:
     """Returns the machine that a [[machine]] table describes. Raises InputError, which begins with `source`.
 
-    port: the mesh's, for an endpoint without one. free, requested: see _parse_address.
+    port: the mesh's, for an endpoint without a port. free: the network's addresses, which this advances. requested: the
+    addresses that machines name.
     """
     if not isinstance(table, dict):
         raise InputError(f"{source}: it must be a [[machine]] table.")
@@ -266,7 +268,7 @@ def _address_or_none(value: Any) -> Address | None:
 
 
 def _parse_endpoint(text: str, port: int, source: str) -> str:
-    """Returns an endpoint as HOST:PORT, with `port` if it has none; "" for "".
+    """Returns an endpoint as HOST:PORT, with `port` if the text has no port; "" for "".
 
     Raises InputError, which begins with `source`, if the endpoint is malformed.
     """

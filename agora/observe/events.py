@@ -48,7 +48,7 @@ class FirstHopServed(Event, level="info", template="first microbatch through sta
 
 
 class OwnerTold(Event, level="warning", template="{text}"):
-    """Event: the owner is told about this machine's clock, memory, disk or limits. text: one sentence, with advice."""
+    """Event: a note to the owner on this machine's clock, memory, disk or limits. text: one sentence, with advice."""
 
     text: str
 
@@ -133,7 +133,7 @@ class RepeatServed(Event):
 
 
 class SlotsChanged(Event):
-    """Event: from now on this peer works on at most `slots` microbatches at once: the slots of its hop."""
+    """Event: from now on this peer has at most `slots` microbatches in progress at a time: the slots of its hop."""
 
     slots: int
     most: int  # how many slots it had at its start
@@ -154,7 +154,7 @@ class RouteChanged(Event):
     stage: int
     is_empty: bool
     peer: str  # the one chosen for the call that noticed the change; "" if none was chosen
-    reason: str  # of that choice
+    reason: str  # why it was chosen
 
 
 class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} over {tokens} tokens in {seconds:.1f} s"):
@@ -181,13 +181,13 @@ class StepTaken(Event):
 
     stage: int
     step: int  # steps taken, with this one
-    tokens: int  # of this peer in the step; 0 if only the other replicas took it, and this one only set its number
+    tokens: int  # of this peer in the step; 0 if only other replicas took the step, and this peer only set its number
     loss: float | None  # mean per token of this peer's microbatches; None unless it holds the last stage
     seconds: float  # since the step before
     learning_rate: float = 0.0  # 0.0 if it only set its number
     gradient_norm: float | None = None  # None if it only set its number
     staleness: float = 0.0  # mean age of this peer's gradients, in steps
-    step_tokens: int | None = None  # of all replicas in their mean gradient; None if the step was along this peer's own
+    step_tokens: int | None = None  # of all replicas in the mean gradient; None if only this peer's gradient was used
 
 
 class StepsSkipped(

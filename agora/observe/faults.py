@@ -38,7 +38,7 @@ POINTS: Final = {
 }
 """Every point, and what holds when the program reaches it."""
 SAY_POINTS: Final = ("gossip.step", "averaging.scale")
-"""The points at which a number is told: there "say" is the only action, and it is one nowhere else."""
+"""The points at which a number is sent to peers: "say" is the only action at these points, and at no other point."""
 ACTIONS: Final = {
     "kill": "SIGKILL to this process",
     "hang": "this task, or this thread, waits without end; the rest of the process runs on",
@@ -70,7 +70,7 @@ class Fault:
 
     point: str
     action: str
-    number: float  # the seconds of a "sleep" or a "shift", or what "say" tells in place of the truth; otherwise 0
+    number: float  # the seconds of a "sleep" or a "shift", or what "say" sends in place of the truth; otherwise 0
     nth: int  # counted from 1
     repeats: bool  # whether the fault happens at every later arrival, too
 
@@ -87,7 +87,7 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def _parse_fault(entry: str) -> Fault:
-    """Returns the fault of one entry of AGORA_FAULTS. Raises InputError as `parse` does."""
+    """Returns the fault of one entry of AGORA_FAULTS. Raises InputError for an unknown or malformed part of it."""
     point, _, rest = entry.partition(":")
     action_text, has_arrival, nth = rest.partition(":")
     action, has_number, number = action_text.partition("=")
@@ -203,12 +203,13 @@ async def reach(point: str) -> None:
 def reach_blocking(point: str) -> None:
     """Injects the fault that is due when a thread arrives at `point`, if any; counts the arrival.
 
-    Does as `reach`, but a sleep blocks the thread.
+    It may sleep (the thread blocks), raise DeviceError or SystemExit, freeze or kill the process, or shift its wall
+    clock; see Faults.act. Does nothing without active faults.
     """
     if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)
 
 
 def say(point: str, truth: float) -> float:
-    """Counts an arrival at `point`; returns what to tell peers: `truth`, or the number of a fault that is due there."""
+    """Counts an arrival at `point`; returns what to send to peers: `truth`, or the number of a fault that is due."""
     return truth if _active is None else _active.say(point, truth)

@@ -73,7 +73,8 @@ def rotated_path(path: Path, number: int) -> Path:
 def encode(event: Event, at_unix: float) -> bytes:
     """Returns the event's JSON line as bytes, with its newline: to_json's fields, and its time as "at_unix".
 
-    Numbers that are not finite become null, also in tuples, because JSON has none. Raises TypeError as to_json does.
+    Numbers that are not finite become null, also in tuples, because JSON has none. Raises TypeError for an event that
+    EVENTS does not list.
     """
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
     finite = {name: _finite_or_none(value) for name, value in fields.items()}
@@ -91,7 +92,7 @@ def _finite_or_none(value: Any) -> Any:
 class Follower:
     """Reads the journal that any process writes in `directory`: at first all its files, later only the new lines.
 
-    It follows the journal through rotations, except for files that were removed between two reads.
+    It follows the journal through rotations; only lines of files that were removed between two reads are missed.
     """
 
     directory: Path

@@ -72,7 +72,7 @@ SIGNS_OF_PROGRESS = (
     events.StartStep,
 )
 """The events that prove to the watchdog that the work makes progress. Retries and answers from the cache prove nothing:
-a daemon whose microbatches all fail has those too."""
+a daemon whose microbatches all fail has such events too."""
 
 
 @dataclass
@@ -121,9 +121,9 @@ class Counters:
     def summary(self) -> dict[str, Any]:
         """Returns a part of the counters as a dict of JSON values: microbatches, tokens, steps, offences.
 
-        "microbatches" has those of training by outcome, with "in_flight" as the rest; but its "rerouted", "repeats" and
-        "refused" count all purposes. "evaluated" has those of evaluation. "counted" and "steps" are by stage, with the
-        stages' numbers as strings, as JSON requires of keys.
+        "microbatches" has the training microbatches by outcome, with "in_flight" as the rest; but its "rerouted",
+        "repeats" and "refused" count all purposes. "evaluated" has the evaluation microbatches. "counted" and "steps"
+        are by stage, with the stages' numbers as strings, as JSON requires of keys.
         """
         started, completed, dropped = (counts["train"] for counts in (self.started, self.completed, self.dropped))
         return {

@@ -45,7 +45,7 @@ def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
     """Returns a sentence about the plan's bottleneck: stages, their machines, the plan's tokens per second, a remedy.
 
     The sentence also says what limits the rate, and which part of the rate, in percent, has that limit. That part is
-    100 % if the rate is 0. Machines are those that hold the first of these stages.
+    100 % if the rate is 0. If the bottleneck has several stages, the machines are those that hold the first of them.
     """
     stages, limit = plan.bottleneck.stages, plan.bottleneck.limit
     holders = [entry for entry in plan.assignments if entry.span is not None and stages.first in entry.span]
@@ -62,8 +62,8 @@ def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
 def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> MachineGain:
     """Returns the rate of `plan`, and the rate after `machine` joins and make_plan places all machines again.
 
-    That search begins from `plan` and draws from `rng`. If the plan that it finds is slower, the rate of `plan` stands
-    for both. Raises OutOfMemory as make_plan does.
+    That search begins from `plan` and draws from `rng`. If the plan that it finds is slower, the rate of `plan` is
+    returned as both. Raises OutOfMemory if no way is found in which the machines hold the model.
     """
     machines = [assignment.machine for assignment in plan.assignments]
     extended = make_plan(cost, [*machines, machine], rng, start=plan)

@@ -17,9 +17,9 @@ from agora.plan.machine import Machine
 class Assignment:
     """One machine's place in a plan; immutable.
 
-    span: the stages that the machine holds, None if it stays idle. rate: microbatches per second that it could do at
-    its span, and what bounds them. share: the part of its stages' microbatches that it gets, 0 to 1. An idle machine
-    has the rate 0 and the share 0.
+    span: the stages that the machine holds, None if it stays idle. rate: microbatches per second that the machine could
+    do at its span, and what bounds that number. share: the part of its stages' microbatches that it gets, 0 to 1. An
+    idle machine has the rate 0 and the share 0.
     """
 
     machine: Machine
@@ -33,7 +33,7 @@ class Bottleneck:
     """The slowest stages of a plan, and what limits them. Immutable.
 
     stages: the first consecutive ones with the plan's lowest rate. limit: what bounds most of the rate of the machines
-    that hold the first of them.
+    that hold the first of these stages.
     """
 
     stages: Span
@@ -45,7 +45,7 @@ class Plan:
     """Which machine holds which stages. Immutable.
 
     assignments: one for each machine, in the order in which the machines were given. stage_rates: microbatches per
-    second of each stage's holders together. rate: that of the whole swarm, the least of stage_rates.
+    second of each stage's holders together. rate: microbatches per second of the whole swarm, the least of stage_rates.
     """
 
     assignments: tuple[Assignment, ...]

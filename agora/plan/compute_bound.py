@@ -30,7 +30,7 @@ TURNS: Final = 500
 """Number of choices of prices that are tried, each derived from the one before."""
 FIRST_STEP: Final = 2.0
 LAST_STEP: Final = 0.002
-"""How much prices change at first and at last, as exponents; between, each step is the same part of the one before."""
+"""How much prices change at first and at last, as exponents; in between, each is the same part of the one before."""
 
 
 def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:

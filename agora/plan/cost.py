@@ -37,14 +37,17 @@ class StageCost:
     """What one stage costs the machine that holds it.
 
     forward_flops, backward_flops: for each microbatch; backward_flops does not contain recomputed forward passes.
-    head_flops: the part of forward_flops after the last layer. frozen_bytes: of weights that never change, as they are
-    kept. trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them.
+    head_flops: the part of forward_flops after the last layer.
+    frozen_bytes: of weights that never change, in the format in which they are kept.
+    trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them.
     version_bytes: of a second version of the weights, needed where graphs are kept while steps are taken.
-    optimizer_bytes: of moments and of the moving average, which may be in host memory. kept_bytes: of the autograd
-    graph of all layers for one microbatch. peak_bytes: in addition to all of these, the most that a forward and a
-    backward pass take temporarily. layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where
-    the graph of one layer is kept at a time. state_bytes: what a newcomer fetches before it can begin. trained_values:
-    how many values replicas average the gradients of.
+    optimizer_bytes: of moments and of the moving average, which may be in host memory.
+    kept_bytes: of the autograd graph of all layers for one microbatch.
+    peak_bytes: in addition to all of the above, the most that a forward and a backward pass take temporarily.
+    layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where the graph of one layer is kept at a
+        time.
+    state_bytes: what a newcomer fetches before it can begin.
+    trained_values: for how many values replicas average the gradients.
     """
 
     forward_flops: float
@@ -105,10 +108,12 @@ class TrainingMode:
 class RunCost:
     """The costs of all stages of a run, and of what two peers send each other; computes the costs of spans of stages.
 
-    forward_bytes, backward_bytes: of one microbatch's boundary, and of its gradient. tokens: of one microbatch.
-    in_flight: how many microbatches a peer holds between forward and backward. activations: how all peers keep graphs;
-    with None each peer chooses the fastest that fits its memory, its graphs taking at most half of what is free, as
-    daemons do. can_offload: optimizer state may be in host memory.
+    forward_bytes, backward_bytes: of one microbatch's boundary, and of the boundary's gradient.
+    tokens: of one microbatch.
+    in_flight: how many microbatches a peer holds between forward and backward.
+    activations: how all peers keep graphs; with None each peer chooses the fastest way that fits its memory, its graphs
+        taking at most half of what is free, as daemons do.
+    can_offload: optimizer state may be in host memory.
     """
 
     def __init__(
@@ -229,7 +234,7 @@ class RunCost:
         return span.last == self.stage_count - 1
 
     def _autograd_graph_bytes(self, span: Span, activations: Activations) -> float:
-        """Returns the size in bytes of the autograd graphs held at once, for "keep" and "recompute".
+        """Returns the size in bytes of the autograd graphs held at the same time, for "keep" and "recompute".
 
         With "keep" the graphs of all microbatches in flight, and a second version of the weights; with "recompute", and
         always in a span with the last stage, the graph of one microbatch.
@@ -242,8 +247,8 @@ class RunCost:
     def _boundary_bytes(self, span: Span, at_end: float, at_start: float) -> float:
         """Returns how many bytes of one microbatch a holder of `span` sends, or how many it receives.
 
-        at_end: the bytes exchanged with the holder of the next stage, 0 if the span has the last stage. at_start: those
-        exchanged with the holder of the stage before, 0 if it has the first.
+        at_end: the bytes exchanged with the holder of the next stage; counted as 0 if the span has the last stage.
+        at_start: the bytes exchanged with the holder of the stage before; counted as 0 if the span has the first stage.
         """
         return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
 

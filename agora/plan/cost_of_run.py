@@ -43,17 +43,17 @@ ACTIVATIONS_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "rec
 MIN_IN_FLIGHT: Final = 32
 """Microbatches that a peer is assumed to hold between forward and backward at least."""
 IN_FLIGHT_PER_STAGE: Final = 4
-"""As many of them for each stage of the run, if that is more."""
+"""Microbatches for each stage of the run that a peer is assumed to hold, if that is more than MIN_IN_FLIGHT."""
 NF4_BLOCK: Final = 64
 """Values of a matrix in NF4 that share a scale of one byte."""
 NF4_BLOCKS_OF_SCALE: Final = 256
-"""Scales of such a matrix that share a float32."""
+"""Scales of an NF4 matrix that share a float32."""
 NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)
-"""Bytes of the tables that each such matrix has."""
+"""Bytes of the tables that each NF4 matrix has."""
 MUON_BATCH: Final = 1 << 24
-"""Elements that Muon orthogonalises at once, or one matrix if it has more."""
+"""Elements that Muon orthogonalises in one batch, or one matrix if it has more."""
 MUON_COPIES: Final = 5
-"""Copies of these elements that this takes temporarily."""
+"""Copies of a batch's elements that orthogonalising takes temporarily."""
 TOKEN_BYTES: Final = 4
 COPIES_OF_WEIGHTS: Final = 3
 """The device holds for each trained value: its weight, its gradient's sum, and its gradient of one microbatch."""
@@ -69,12 +69,14 @@ def run_cost(
 ) -> RunCost:
     """Returns the RunCost of a run: the costs of its stages, and the bytes that peers send each other.
 
-    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU. activations: how peers keep graphs if
-    the manifest says auto; None: each chooses by its memory; `activations` has no effect if the manifest says keep or
-    recompute. in_flight: microbatches that a peer holds between forward and backward; None: `usual_in_flight`.
-    can_offload: optimizer state may be in host memory, as on machines with a GPU; False: all of it is on the device. A
-    boundary that travels forward counts with the token ids that go with it. Raises TypeError for a model family without
-    a formula.
+    A boundary that travels forward counts with the token ids that go with it. Raises TypeError for a model family
+    without a formula.
+
+    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU.
+    activations: how peers keep graphs if the manifest says auto; None: each chooses by its memory. Without effect if
+        the manifest says keep or recompute.
+    in_flight: microbatches that a peer holds between forward and backward; None: `usual_in_flight`.
+    can_offload: optimizer state may be in host memory, as on machines with a GPU; False: all of it is on the device.
     """
     sizes = decoder_sizes(manifest.model)
     codec = parse_codec(manifest.boundary.codec)
@@ -121,7 +123,7 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     is_last = layers.stop == sizes.layers
     head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
     loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
-    at_loss = loss - FLOAT * elements  # before there are gradients of weights, which trained_bytes has
+    at_loss = loss - FLOAT * elements  # without gradients of weights, which trained_bytes has and which come later
     kept = sum(graphs) + head
     inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT
     at_step = _muon_bytes(manifest, sizes, layers) - FLOAT * elements  # when no microbatch is worked on
@@ -217,8 +219,9 @@ def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
 def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
     """Returns (operations of the forward pass, of the backward pass) for one microbatch in the stage of `layers`.
 
-    A backward pass costs twice its forward pass; through frozen matrices and the basis, as much as it. LoRA's
-    products count. The head counts if `layers` end the model; forward passes that are recomputed do not count.
+    A backward pass costs twice its forward pass; through frozen matrices and the basis, only as much as the forward
+    pass. LoRA's products count. The head counts if `layers` end the model; forward passes that are recomputed do not
+    count.
     """
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0

@@ -14,7 +14,7 @@ import numpy as np
 from agora.plan.span_rates import Rates
 
 MAX_CANDIDATES: Final = 32
-"""Maximum number of sets of machines that are extended in parallel. With few kinds of machines these are all sets; then
+"""Maximum number of sets of machines that are extended in parallel. With few kinds of machines no set is left out; then
 the result is exact."""
 
 Reach: TypeAlias = tuple[int, ...]
@@ -60,10 +60,11 @@ def fewest_holders(rates: Rates) -> Coverage:
 def _extend_by_one(
     candidates: dict[tuple[Reach, ...], Coverage], reaches: Sequence[Reach]
 ) -> dict[tuple[Reach, ...], Coverage]:
-    """Returns candidates with one more machine than those given: for each multiset of kinds, the furthest one.
+    """Returns candidates with one more machine than those given: for each multiset of kinds, the best one.
 
-    Keys are the sorted reaches of the machines; `reaches` has one for each machine. Machines that add no stage are not
-    added. If there are more than MAX_CANDIDATES, only those that reach furthest are returned.
+    The best one reaches furthest. Keys are the sorted reaches of a candidate's machines; `reaches` has one for each
+    machine. Machines that add no stage are not added. If there are more than MAX_CANDIDATES, only those that reach
+    furthest are returned.
     """
     longer: dict[tuple[Reach, ...], Coverage] = {}
     for kinds, coverage in candidates.items():
@@ -79,7 +80,7 @@ def _extend_by_one(
 def _unused_kinds(coverage: Coverage, reaches: Sequence[Reach]) -> dict[Reach, int]:
     """Returns, for each kind of machine by its reach, the index of the first machine that `coverage` does not use.
 
-    Kinds of which it uses every machine are left out.
+    Kinds of which `coverage` uses every machine are left out.
     """
     used = set(coverage.machines)
     unused: dict[Reach, int] = {}

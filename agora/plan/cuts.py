@@ -56,7 +56,7 @@ def best_cuts(rates: Rates, group_of: Groups, group_count: int) -> Cuts | None:
     best_rates, windows = [nothing_held], []
     for group in range(group_count):
         window = np.zeros((offsets, offsets))
-        for machine in np.flatnonzero(group_of == group):  # faster than one sum, which copies them all
+        for machine in np.flatnonzero(group_of == group):  # faster than one sum, which copies all of their rates
             window += rates[machine, group : group + offsets, group + 1 : group + 1 + offsets]
         windows.append(window)
         best_rates.append(np.minimum(best_rates[-1][:, None], window).max(axis=0))

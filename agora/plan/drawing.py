@@ -1,4 +1,4 @@
-"""Draws a plan: a table of machines, and a picture of who holds which stages, for a terminal and as SVG. Pure.
+"""Draws a plan: a table of machines, and a picture of which hold which stages, for a terminal and as SVG. Pure.
 
 Machines that are equal except for their names and hold the same stages share one row. Knows: plans, text, SVG. Must not
 know: how a plan is found, files, terminals.
@@ -27,7 +27,7 @@ COLOURS: Final = {"compute": "#4878a8", "upload": "#c87137", "download": "#8a6bb
 class PlanRow:
     """Equal machines with equal assignments, which share a row; immutable.
 
-    label: their names in short. machine_count: how many they are. assignment: that of the first of them.
+    label: the machines' names in short. machine_count: how many they are. assignment: that of the first of them.
     """
 
     label: str
@@ -120,7 +120,7 @@ def picture_svg(cost: RunCost, plan: Plan, title: str) -> str:
 
 
 def _svg_row(cost: RunCost, row: PlanRow, y: float, pixels: float) -> list[str]:
-    """Returns the SVG elements of one row: label, bar, tokens per second, what limits them; or label and "idle".
+    """Returns the SVG elements of one row: label, bar, tokens per second, what limits the rate; or label and "idle".
 
     The tokens are those of all the row's machines together. y: the row's top, in pixels. pixels: width of one stage.
     """

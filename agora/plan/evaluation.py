@@ -42,9 +42,9 @@ def _shares(spans: Sequence[Span | None], rates: Sequence[SpanRate], stage_count
     """Returns each machine's share of the microbatches, 0 to 1; idle machines and those with rate 0 get 0.
 
     Span after span, the longest first, the holders of a span get a part of what is left of its stages: their rate,
-    divided by the rate of all holders without a share yet at the span's slowest stage. They divide it by rate. The
-    shares of each stage's holders add up to 1 if the stage has a rate above 0 and, of any two overlapping spans, one
-    contains the other.
+    divided by the rate of all holders without a share yet at the span's slowest stage. The holders divide that part in
+    proportion to their rates. The shares of each stage's holders add up to 1 if the stage has a rate above 0 and, of
+    any two overlapping spans, one contains the other.
     """
     totals: dict[Span, float] = {}
     for span, rate in zip(spans, rates, strict=True):

@@ -1,6 +1,6 @@
 """Makes the groups of machines that a search begins from: by rate, by memory, or around holders of all stages. Pure.
 
-Knows: the rates of machines at spans. Must not know: how groups are improved, or which are chosen in the end.
+Knows: the rates of machines at spans. Must not know: how groups are improved, or which groups are chosen in the end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Machines: TypeAlias = NDArray[np.bool_]
 def first_groups(rates: Rates, group_count: int, holders: Coverage, alone: Machines) -> Iterator[Groups]:
     """Yields three divisions of the machines into `group_count` groups, each as the group number of every machine.
 
-    The machines are divided by rate, by memory, and by rate around `holders`: few machines that can hold all stages
-    together, of which the first `group_count` each begin a group of their own. alone: machines that are ALONE in all
-    three.
+    The machines are divided by rate, by memory, and by rate around `holders`: a small set of machines that can hold all
+    stages together. Each of the first `group_count` of these begins a group of its own. alone: machines that are ALONE
+    in all three.
     """
     weights = _weights(rates, group_count)
     order = np.argsort(-weights, kind="stable")
@@ -43,9 +43,9 @@ def split_groups(rates: Rates, group_of: Groups, cuts: Cuts) -> Iterator[Groups]
     """Yields divisions with one more group than `cuts`, each as the group number of every machine.
 
     group_of: the groups at present, whose spans are those of `cuts`. Unused machines are idle or cannot hold their
-    group's span. If there are any, one division makes all of them the new group before group 0, one before group 1,
-    and so on, the last one after all groups. Between these, each group of two or more used machines is split into two
-    of about equal rate.
+    group's span. If there are any, one division makes all of them the new group before group 0, another makes them the
+    one before group 1, and so on, the last one after all groups. Among these divisions are those that split one group
+    of two or more used machines into two of about equal rate.
     """
     at_span = rates_in_groups(rates, cuts)[np.arange(len(group_of)), np.maximum(group_of, 0)]
     idle = (at_span <= 0) & (group_of != ALONE)
@@ -114,7 +114,7 @@ def _deal_out(weights: Rates, order: Groups, seeds: Groups, group_count: int) ->
 def _by_memory(rates: Rates, weights: Rates, group_count: int) -> Groups:
     """Returns consecutive groups of about equal weight of the machines, sorted by how many spans they can hold.
 
-    Those that can hold most come first, in group 0. So large machines are together in groups with long spans, small
+    Machines that can hold most come first, in group 0. So large machines are together in groups with long spans, small
     ones in groups with short spans. weights: of the machines.
     """
     held = (rates > 0).sum(axis=(1, 2))

@@ -74,7 +74,7 @@ def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
 
 
 def loss_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns how many bytes logits, log-probabilities and the logits' gradient take at once around the loss.
+    """Returns how many bytes logits, log-probabilities and the logits' gradient take together around the loss.
 
     in_bf16: the head's product is in bf16; then two bf16 copies of the logits' size count too.
     """
@@ -105,7 +105,7 @@ def _norm_copies(sizes: DecoderSizes) -> int:
 def _norm_values(sizes: DecoderSizes, layer: int) -> int:
     """Returns how many float32 values of a token a layer's norms keep, those of queries and keys included.
 
-    The first norm of layer 0 keeps no input if the embedding, which gives that, is frozen.
+    The first norm of layer 0 keeps no input if the embedding, which produces that input, is frozen.
     """
     of_heads = sizes.query_width + sizes.key_value_width if sizes.head_norms else 0
     needless = sizes.width if layer == 0 and sizes.frozen_as is not None else 0

@@ -3,7 +3,7 @@
 Knows: the rates of machines at spans. Must not know: the cost model, where groups came from, when to stop searching.
 
 With the cuts fixed, a machine has one rate in each group, so that all moves and swaps of the slowest group are compared
-in one array operation. When no exchange helps, the cuts are made again, until those do not help either.
+in one array operation. When no exchange helps, the cuts are made again, until new cuts do not help either.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SMALLEST_GAIN: Final = 1e-9
 class Grouping:
     """Groups of machines, and the span of each group. Immutable; do not change the array `group_of`.
 
-    group_of: the group number of each machine, or IDLE_GROUP or ALONE. rate_alone: microbatches per second of all
-    machines that are ALONE together, which hold the whole model each.
+    group_of: the group number of each machine, or IDLE_GROUP or ALONE. rate_alone: microbatches per second, in sum, of
+    all machines that are ALONE, each of which holds the whole model.
     """
 
     group_of: Groups
@@ -40,7 +40,7 @@ class Grouping:
 
     @property
     def rate(self) -> float:
-        """Microbatches per second of the whole swarm: those of the slowest group plus those of the ALONE machines."""
+        """Microbatches per second of the whole swarm: the slowest group's plus those of the ALONE machines."""
         return self.cuts.rate + self.rate_alone
 
 
@@ -65,8 +65,9 @@ def improve(rates: Rates, group_of: Groups, group_count: int) -> Grouping | None
 def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
     """Returns a copy of the grouping's groups after one to four random changes, with no regard to the rate.
 
-    Machines move or swap, or two groups change places. A machine that fits the whole model may also become ALONE or, if
-    it is, join a group. No best cuts are made for the new groups, which may have none.
+    Machines move or swap, or two groups change places. A machine that can hold the whole model may also become ALONE
+    or, if it is ALONE, join a group. No cuts are made for the new groups; there may be none that give each group a rate
+    above 0.
     """
     group_of = grouping.group_of.copy()
     if grouping.group_count > 1 and rng.random() < 0.25:
@@ -86,7 +87,7 @@ def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
 def scatter(rates: Rates, group_count: int, rng: random.Random) -> Groups:
     """Returns a random group, 0 to group_count - 1, for each machine; a group may remain empty.
 
-    If there are two groups or more, about half of the machines that fit the whole model are ALONE instead.
+    If there are two groups or more, about half of the machines that can hold the whole model are ALONE instead.
     """
     fits_all = (rates[:, 0, -1] > 0) & (group_count > 1)
     return np.array(
@@ -97,8 +98,9 @@ def scatter(rates: Rates, group_count: int, rng: random.Random) -> Groups:
 def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
     """Returns a copy of the grouping in which each unused machine joins the slowest group whose span it can hold.
 
-    Unused are idle machines and those that cannot hold their group's span; one that can hold no group's span stays as
-    it is. Machines join in turn, and each one's rate counts for the next. The cuts, with their rate, are not changed.
+    Unused are idle machines and those that cannot hold their group's span; a machine that can hold no group's span
+    stays as it is. Machines join in turn, and each one's rate counts for the next. The cuts, with their rate, are not
+    changed.
     """
     at_spans = rates_in_groups(rates, grouping.cuts)
     return replace(grouping, group_of=_place_unused(at_spans, grouping.group_of))
@@ -135,8 +137,8 @@ def _best_exchange(
 
     The rate is that of the slowest of all groups after the exchange; the best exchange has the highest one. An exchange
     without a leaving machine (-1) is a move, else the two machines swap groups. totals: the rate of each group.
-    members: the machines of the slowest group. others: those of all other groups; if there are none, returns (0.0, -1,
-    -1).
+    members: the machines of the slowest group. others: the machines of all other groups; if there are none, returns
+    (0.0, -1, -1).
     """
     if not len(others):
         return 0.0, -1, -1
@@ -154,7 +156,7 @@ def _best_exchange(
 def _min_rates_of_others(totals: Rates, slowest: int) -> Rates:
     """Returns, for each group, the least rate among all groups except that one and the slowest one; inf without any.
 
-    totals: the rate of each group, of two groups at least. slowest: the number of the slowest one.
+    totals: the rate of each group, of two groups at least. slowest: the number of the slowest group.
     """
     order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
     rest = np.full(len(totals), totals[order[0]])

@@ -1,6 +1,6 @@
 """Describes what one machine contributes to a run, as a plan sees it. Pure.
 
-Knows: speeds, bytes, rates of links. Must not know: models, peers, who measured the numbers.
+Knows: speeds, bytes, rates of links. Must not know: models, peers, where the numbers are from.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ class Machine:
     """One machine, or one accelerator of it; immutable.
 
     flops: floating-point operations per second that it reaches on the run's own layers, not those of its data sheet.
-    memory: bytes of the device that stages may take. host_memory: bytes of host memory for optimizer state; 0 where the
-    device is the CPU, or where none is offered. upload, download: bytes per second. latency_s: seconds from it to any
-    other machine, one way.
+    memory: bytes of the device that stages may take.
+    host_memory: bytes of host memory for optimizer state; 0 where the device is the CPU, or where none is offered.
+    upload, download: bytes per second.
+    latency_s: seconds from this machine to any other machine, one way.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Reads the machines of a plan from the text of a peers.toml. Pure.
 
-A file has one table [[machine]] for each machine or kind of machine, and may say `precision`: "bf16" (the default, as
+A file has one table [[machine]] for each machine or kind of machine, and may have `precision`: "bf16" (the default, as
 on GPUs) or "float32" (as on CPUs). Source of the accelerators' speeds: layer times that the planner Zorse (arXiv
 2507.10392) ships for Llama 7B to 33B, forward and backward in 16 bits. Knows: TOML, keys, units. Must not know: files,
 models, plans.
@@ -76,8 +76,8 @@ class PeersFile:
     """The machines that a peers.toml names; immutable."""
 
     machines: tuple[Machine, ...]  # all; those of a table whose `count` is above 1 have numbered names
-    kinds: tuple[Machine, ...]  # one for each table of the file, with the table's name
-    in_bf16: bool  # whether they compute products in bf16
+    kinds: tuple[Machine, ...]  # a machine for each table of the file, with the table's name
+    in_bf16: bool  # whether the machines compute products in bf16
 
     def find_kind(self, name: str) -> Machine:
         """Returns one of `kinds` by its name or, if none has it, a new machine with the accelerator `name`.

@@ -61,9 +61,9 @@ def find_profile(folder: Path, manifest: Manifest, device: torch.device, budget_
     """Returns the profile that an earlier start has written to `folder`; without one, measures it and writes it there.
 
     Only a profile of the same run and hardware counts, see profile_key. Without one, returns None, and measures
-    nothing, if measuring would take a usual machine longer than `budget_s` seconds: a start must not wait for it, and
-    the times of the first microbatches are more exact. Blocks while it measures. Does not raise if the folder cannot be
-    written.
+    nothing, if measuring would take a usual machine longer than `budget_s` seconds: a start must not wait for the
+    measurement, and the times of the first microbatches are more exact. Blocks while it measures. Does not raise if the
+    folder cannot be written.
     """
     key = profile_key(manifest, device)
     path = folder / f"profile-{key[:16]}.json"

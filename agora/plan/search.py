@@ -95,10 +95,10 @@ def _best_grouping(
 
 
 def _starting_groupings(rates: Rates, group_count: int, holders: Coverage) -> Iterator[Grouping | None]:
-    """Yields the groupings that the search begins from, each improved as `improve` does; None for impossible ones.
+    """Yields the groupings that the search begins from, each improved, see `improve`; None for impossible ones.
 
     Three divide all machines into `group_count` groups. If some machines, but not all, can hold the whole model, three
-    more set those apart (ALONE) and divide the rest.
+    more groupings set these machines apart (ALONE) and divide the rest.
     """
     alone = rates[:, 0, -1] > 0
     for groups in first_groups(rates, group_count, holders, np.zeros_like(alone)):
@@ -131,7 +131,7 @@ def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
 def _from_plan(rates: Rates, start: Plan | None) -> list[Grouping]:
     """Returns a list of the grouping of the plan `start`, improved; [] without a plan or if it makes no grouping.
 
-    It makes none if spans of its groups overlap or leave out a stage.
+    A plan makes no grouping if spans of its groups overlap or leave out a stage.
     """
     groups = groups_of_plan(start, len(rates)) if start is not None else None
     grouping = improve(rates, *groups) if groups is not None else None
@@ -178,8 +178,8 @@ def _count_additions(rates: Rates) -> int:
 def _explain_lack(cost: RunCost, machines: Sequence[Machine], holders: Coverage) -> str:
     """Returns an error's sentence: how many stages fit the machines, and how much device memory the others need.
 
-    The sentence has the machines' memory in all, too. What the other stages need is the least for all of them on one
-    machine. holders: the machines found that hold the most stages, not all.
+    The sentence has the machines' memory in all, too. The need of the other stages is the least memory with which one
+    machine could hold all of them. holders: the machines found that hold the most stages, not all.
     """
     rest = Span(holders.reached, cost.stage_count - 1)
     lacking = cost.memory(rest).device / 1e9

@@ -21,9 +21,11 @@ HOUR_S = 3600.0
 class Churn:
     """How a fleet changes. kills, leaves, hangs: fractions of the fleet per hour; joins make up for all departures.
 
-    kills: of machines that vanish. leaves: of machines that announce it and finish their work. hangs: of machines that
-    stop with their connections open. at_once: maximum number of machines killed at one moment; each number from 1 is as
-    likely. return_s: mean seconds from a departure to the join that replaces it.
+    kills: of machines that vanish.
+    leaves: of machines that announce their departure and finish their work.
+    hangs: of machines that stop with their connections open.
+    at_once: maximum number of machines killed at one moment; each number from 1 to this is equally likely.
+    return_s: mean seconds from a departure to the join that replaces it.
     """
 
     kills: float = 0.0

@@ -1,6 +1,6 @@
-"""The directory of a simulation: keeps claims in the shards of their stages, and knows who serves what.
+"""The directory of a simulation: keeps claims in the shards of their stages, and finds the servers of a stage.
 
-Knows: claims, their lifetime, shards, and that a key keeps a bounded number of records. Must not know: who reads when
+Knows: claims, their lifetime, shards, and that a key keeps a bounded number of records. Must not know: when peers read
 (simulated_reader.py does), nodes of a DHT, or microbatches. A peer that dies keeps its claim until the claim ends.
 """
 
@@ -32,8 +32,9 @@ FETCH_SAMPLE = 8
 class ShardContent:
     """What a read of a shard (the peers of one stage whose hashes begin with given bits) finds.
 
-    claims: the stored claims that the read returns. covered: the fraction, 0 to 1, of all hashes whose peers are all
-    among them. count: the number of these peers; count / covered is an estimate of the stage's size.
+    claims: the stored claims that the read returns. covered: the fraction, 0 to 1, of all hashes for which the read
+    returned every peer. count: the number of peers with these hashes; count / covered is an estimate of the stage's
+    size.
     """
 
     claims: tuple[PeerView, ...]

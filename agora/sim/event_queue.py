@@ -49,8 +49,8 @@ class EventQueue:
 class DeadlineWheel(Generic[K]):
     """Deadlines by key: calls `on_expired(key)` at a key's deadline or up to `grain_s` later, unless it is removed.
 
-    Each key is removed before its call. Most deadlines of a swarm are removed in time: then the key takes no memory any
-    more, whereas an event of an EventQueue cannot be removed.
+    Each key is removed before its call. Most deadlines of a swarm are removed in time: a removed key takes no memory
+    any more, whereas an event of an EventQueue cannot be removed.
     """
 
     def __init__(self, queue: EventQueue, on_expired: Callable[[K], None], grain_s: float = 0.25) -> None:

@@ -31,7 +31,7 @@ HANG_S = 60.0
 """Seconds after which a peer that hangs is ended, by its watchdog or its owner."""
 
 DEPARTED_KEPT_S = LIFETIME_S + 600.0
-"""Seconds for which a peer that has gone is remembered: longer than its claim may be in any other's view."""
+"""Seconds for which a peer that has gone is remembered: longer than its claim may be in any other peer's view."""
 
 
 class PlacementRules(Protocol):
@@ -50,8 +50,8 @@ class PlacementRules(Protocol):
 class FleetSimulation:
     """The peers of a simulation: adds, moves and removes them, and schedules their actions in `events`.
 
-    The owner of this object calls `connect` before the first event, and runs the events. rules: decide which span a
-    peer holds. state_bytes: by stage, the bytes that a newcomer fetches. startup_s: seconds from a peer's start to its
+    The owner of this object calls `connect` before the first event, and runs the events. rules: decide which spans
+    peers hold. state_bytes: by stage, the bytes that a newcomer fetches. startup_s: seconds from a peer's start to its
     first choice of a span.
     """
 
@@ -87,7 +87,7 @@ class FleetSimulation:
         self.hops, self.origins = hops, origins
 
     def find(self, peer: str) -> SimulatedPeer:
-        """Returns the peer with this id, also one that went less than DEPARTED_KEPT_S ago.
+        """Returns the peer with this id, even if it went, less than DEPARTED_KEPT_S ago.
 
         Raises KeyError for any other id.
         """
@@ -198,7 +198,7 @@ class FleetSimulation:
         """Makes a peer read the directory, and schedules its next read.
 
         Counts the records that the peer publishes until then. If the known servers of the stage after its span have
-        changed, routes the microbatches that wait for one of these. Does nothing once the peer is down.
+        changed, routes the microbatches that wait for such a server. Does nothing once the peer is down.
         """
         if not peer.is_up:
             return
@@ -210,7 +210,7 @@ class FleetSimulation:
         self._events.after(interval_s, self._read, peer)
 
     def _read_directory(self, peer: SimulatedPeer) -> bool:
-        """Reads the shards that are due for a peer, and updates its `replicas`: who serves the stage after its span.
+        """Reads the shards due for a peer, and updates its `replicas`: the peers that serve the stage after its span.
 
         Returns whether `replicas` has changed; False if there is no such stage, or no span.
         """
@@ -224,7 +224,7 @@ class FleetSimulation:
         return True
 
     def _judge_placement(self, peer: SimulatedPeer) -> None:
-        """Begins to move a serving peer if the rules say so twice, before and after a new read; counts the move.
+        """Begins to move a serving peer if the rules decide so twice, before and after a new read; counts the move.
 
         A peer that stands by chooses a span instead. Schedules the next such call. Does nothing once the peer is
         down.
@@ -250,7 +250,7 @@ class FleetSimulation:
         return self._rules.reconsider(self._events.now, peer, lambda: reader.view(peer.span))
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
-        """Makes a peer claim that it leaves and refuse new work; calls `then` when it has finished its work.
+        """Makes a peer publish that it leaves and refuse new work; calls `then` when the peer has finished its work.
 
         Work that is not finished after DRAIN_S is handed back to its callers before `then`.
         """
@@ -279,12 +279,12 @@ class FleetSimulation:
     # --- departure
 
     def leave(self, peer: SimulatedPeer) -> None:
-        """Makes a peer claim that it leaves, finish its work within DRAIN_S, and go; counts the departure."""
+        """Makes a peer publish that it leaves, finish its work within DRAIN_S, and go; counts the departure."""
         self._measurements.leaves += 1
         self._drain(peer, lambda: self._go(peer))
 
     def _go(self, peer: SimulatedPeer) -> None:
-        """Removes a peer that has finished its work, and withdraws its claim at once, not when that expires."""
+        """Removes a peer that has finished its work, and withdraws its claim immediately, before the claim expires."""
         self._directory.withdraw(peer.id)
         self._end(peer)
 

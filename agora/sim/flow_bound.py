@@ -76,7 +76,8 @@ def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> floa
 def _rate_bound(speeds: Mapping[Span, float], work: Sequence[float]) -> float:
     """Returns an upper bound for flow_bound: total speed / total work, or less if one stage's holders allow less.
 
-    A stage's holders allow the sum of their speeds divided by the stage's work. speeds: as for can_serve.
+    A stage's holders allow the sum of their speeds divided by the stage's work. speeds: by span, the sum of the speeds
+    of its holders.
     """
     total = sum(speeds.values()) / sum(work)
     alone = (

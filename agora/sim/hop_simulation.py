@@ -1,7 +1,7 @@
 """How a microbatch passes through simulated peers: the nested calls of pipeline/hop.py and router.py, as events.
 
-Knows: which event follows which; the product's RoutingTable chooses every callee. Must not know: who joins or leaves,
-what an origin does with a microbatch that came back. Only the jitter of links is drawn at random.
+Knows: which event follows which; the product's RoutingTable chooses every callee. Must not know: which peers join or
+leave, what an origin does with a microbatch that came back. Only the jitter of links is drawn at random.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)  # then a 
 
 
 class RootListener(Protocol):
-    """Protocol: the origins' side, which is told of the end of each attempt at a microbatch, successful or not."""
+    """Protocol: the origins' side, called at the end of each attempt at a microbatch, successful or not."""
 
     def on_completed(self, visit: Visit) -> None:
         """Called when a microbatch has passed all stages and its origin has the answer."""
@@ -43,7 +43,7 @@ class RootListener(Protocol):
 class HopSimulation:
     """The way of all microbatches from peer to peer, as events in `events`. find: returns the peer with an id.
 
-    root: the origins' side, told of the end of each attempt; must be set before any event happens.
+    root: the origins' side, called at the end of each attempt; must be set before any event happens.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HopSimulation:
         if peer.presence is Presence.HUNG:
             self._events.after(SILENCE_S, self._on_failed, call)
         if call.ended or not peer.is_up:
-            return  # the end of its connection tells the caller
+            return  # the caller learns it from the end of the connection
         key = (microbatch.id, stage)
         if (kept := peer.answers.get(key)) is not None:
             call.visit = kept
@@ -191,7 +191,7 @@ class HopSimulation:
                 return
 
     def _call(self, visit: Visit, callee: SimulatedPeer, payload: int, until: float) -> None:
-        """Charges the chosen callee in the routing table and sends it the boundary; the call fails if that is gone.
+        """Charges the chosen callee in the routing table and sends it the boundary; fails the call if it is gone.
 
         payload: the boundary's bytes. until: simulated second at which the attempt ends.
         """
@@ -202,7 +202,7 @@ class HopSimulation:
         self._deadlines.add(call, attempt.until)
         self._measurements.messages += 1
         arrival = peer.equipment.link.send(callee.equipment.link, payload, now, self._rng)
-        if callee.presence is Presence.GONE:  # nobody listens there any more
+        if callee.presence is Presence.GONE:  # no process listens there any more
             self._events.after(peer.equipment.link.round_trip_to(callee.equipment.link), self._on_failed, call)
             return
         callee.calls_in[call] = None
@@ -318,7 +318,7 @@ class HopSimulation:
         self._measurements.record_visit(visit)
         peer.visits.pop(visit.key, None)
         self._keep_answer(visit)
-        callers, visit.callers, visit.call = visit.callers, [], None  # without cycles, so that memory is freed at once
+        callers, visit.callers, visit.call = visit.callers, [], None  # no cycles, so that memory is freed now
         for call in callers:
             self._send_answer(visit, call)
         if visit.is_root:
@@ -336,7 +336,7 @@ class HopSimulation:
         """Sends the gradient to the caller of `call`, unless the call has ended; counts two messages."""
         if call.ended:
             return
-        self._measurements.messages += 2  # "finished", and the answer
+        self._measurements.messages += 2  # "finished" plus the answer
         link, to = visit.peer.equipment.link, call.caller.peer.equipment.link
         arrival = link.send(to, self._workload.gradient_bytes, self._events.now, self._rng)
         self._events.at(arrival, self._on_answered, call, visit.peer.device.queue_length)
@@ -353,7 +353,7 @@ class HopSimulation:
             self.root.on_unfinished(visit, 0.0, True)
 
     def _cancel(self, visit: Visit) -> None:
-        """Ends a visit without telling its callers; abandons its open call, and later work that nobody else wants."""
+        """Ends a visit without a message to its callers; abandons its open call, and later work for no other caller."""
         visit.peer.visits.pop(visit.key, None)
         if visit.state == "forward":
             visit.peer.device.discard(visit)
@@ -382,9 +382,9 @@ class HopSimulation:
         peer.waiting.clear()
 
     def break_connections(self, peer: SimulatedPeer) -> None:
-        """Fails every call to a peer that has gone, one delay of the peer's link later; cancels its visits at once.
+        """Fails every call to a peer that has gone, one delay of the peer's link later; cancels its visits immediately.
 
-        Work that its callees do for nobody else is cancelled too, unless it is committed.
+        Work that its callees do for no other caller is cancelled too, unless it is committed.
         """
         for call in list(peer.calls_in):
             self._events.after(peer.equipment.link.outward_delay_s(), self._on_failed, call)
@@ -393,7 +393,7 @@ class HopSimulation:
         peer.waiting.clear()
 
     def _report_completed(self, visit: Visit) -> None:
-        """Tells the origin that a visit's microbatch is completed; removes the microbatch's kept answers everywhere."""
+        """Reports a visit's microbatch to the origin as completed; removes the microbatch's kept answers everywhere."""
         kept, visit.microbatch.kept = visit.microbatch.kept, []
         for answered in kept:
             answered.peer.answers.pop(answered.key, None)

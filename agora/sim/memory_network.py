@@ -136,7 +136,7 @@ class MemoryNetwork:
     def join(self, peer: PeerId, handler: Handler, link: LinkSpec | None = None) -> MemoryPeer:
         """Adds a peer whose requests `handler` answers; it takes the place of an earlier peer of the same id.
 
-        Calls made to the earlier peer before still go to that peer's handler.
+        Calls made before to the earlier peer still go to the earlier handler.
         """
         joined = self.peers[peer] = MemoryPeer(self, peer, handler, link)
         return joined
@@ -168,9 +168,9 @@ class MemoryNetwork:
     ) -> Reply:
         """Delivers a request to `peer` and returns that peer's reply; called by MemoryPeer.call.
 
-        on_progress: called with each progress message of the handler, if it is set. Raises the handler's error,
-        ConnectionBroken for a fault or a peer that is dead or unknown, DeadlinePassed at the deadline. A request that
-        ends with ConnectionBroken or DeadlinePassed, or is cancelled, is added to `unanswered`. Every request is
+        on_progress: called with each progress message of the handler; None: these are dropped. Raises the handler's
+        error, ConnectionBroken for a fault or a peer that is dead or unknown, DeadlinePassed at the deadline. A request
+        that ends with ConnectionBroken or DeadlinePassed, or is cancelled, is added to `unanswered`. Every request is
         counted in `calls`.
         """
         target = self.peers.get(peer)
@@ -241,8 +241,8 @@ class MemoryNetwork:
         """Waits for the answer, a fault or the deadline; returns the answer once it has arrived at the caller.
 
         Raises the handler's error; ConnectionBroken when the target dies, when the two peers are cut off, and at random
-        as `faults` says; DeadlinePassed, after cancelling the handler, when there is no answer in time. Also cancels
-        the handler if this call is cancelled. Counts the random faults in `faults.fired`.
+        with the probabilities in `faults`; DeadlinePassed, after cancelling the handler, when there is no answer in
+        time. Also cancels the handler if this call is cancelled. Counts the random faults in `faults.fired`.
         """
         will_break = self.rng.random() < self.faults.break_call
         until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if will_break else deadline

@@ -27,10 +27,13 @@ MAX_DOUBLINGS = 16
 class OriginRules:
     """The settings of all origins, the peers that hold stage 0 and open microbatches.
 
-    stages: number of stages of the run. slots: maximum number of microbatches that an origin has in flight.
-    max_in_flight: the manifest's; 0 to measure it. staleness, step_microbatches: the manifest's bound on what all
-    origins have in flight, in steps, and a step's size in microbatches; either is 0 for no bound. first_timeout_s: the
-    time limit of an attempt before any attempt was measured. traffic: whether microbatches are opened at all.
+    stages: number of stages of the run.
+    slots: maximum number of microbatches that an origin has in flight.
+    max_in_flight: the manifest's; 0 to measure it.
+    staleness: the manifest's bound on what all origins have in flight, in steps; 0 for no bound.
+    step_microbatches: a step's size in microbatches; with 0 `staleness` is no bound.
+    first_timeout_s: the time limit of an attempt before any attempt was measured.
+    traffic: whether microbatches are opened at all.
     """
 
     stages: int
@@ -133,8 +136,8 @@ class OriginSimulation:
     def on_completed(self, visit: Visit) -> None:
         """Counts an answered microbatch, records its seconds and the origin's pace, and opens further ones there.
 
-        Raises the ceiling of the origin's credit by 1, to at most twice the credit. If the peer is no longer an origin,
-        only counts the microbatch.
+        Increases the ceiling of the origin's credit by 1, to at most twice the credit. If the peer is no longer an
+        origin, only counts the microbatch.
         """
         peer = visit.peer
         state = peer.origin

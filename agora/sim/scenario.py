@@ -33,8 +33,9 @@ class ScenarioError(InputError):
 class MachineGroup:
     """`count` equal machines. speed: how many stages of work 1 such a machine computes per second.
 
-    holds: the maximum number of stages that fit on one machine. kind: the name of these machines. span: the stages that
-    each holds from the start; None: balanced_spans chooses.
+    holds: the maximum number of stages that fit on one machine.
+    kind: the name of these machines.
+    span: the stages that each of them holds from the start; None: balanced_spans chooses.
     """
 
     kind: str
@@ -49,10 +50,14 @@ class MachineGroup:
 class SimulatedModel:
     """The run's costs. work: of each stage, for one microbatch: seconds on a machine of speed 1, forward and backward.
 
-    forward_share: the forward's fraction of the work. boundary_bytes: sent to the next stage for one microbatch;
-    gradient_bytes: sent back. state_bytes: what a newcomer to each stage fetches. slots: the slots of a machine, how
-    many microbatches it holds at once at most. target_microbatches: size of an optimizer step. max_in_flight,
-    staleness: as in the manifest's schedule; 0 means that the first is measured and that the second has no bound.
+    forward_share: the forward's fraction of the work.
+    boundary_bytes: sent to the next stage for one microbatch.
+    gradient_bytes: sent back for it.
+    state_bytes: what a newcomer to each stage fetches.
+    slots: the slots of a machine: the maximum number of microbatches that it holds at the same time.
+    target_microbatches: size of an optimizer step.
+    max_in_flight: as in the manifest's schedule; 0: it is measured.
+    staleness: as in the manifest's schedule; 0: no bound.
     """
 
     work: tuple[float, ...]
@@ -75,10 +80,14 @@ class SimulatedModel:
 class Scenario:
     """What to simulate: the machines, the run's costs, the churn, and for how long.
 
-    seconds: simulated time in all. warmup_s: the seconds at the start that the report leaves out. sample_s: seconds
-    between two samples. seed: of all that is drawn at random. rebalancing: whether machines that serve may move.
-    startup_s: seconds from a machine's start to its choice of a span. traffic: whether origins open microbatches;
-    without them hours of churn are simulated in seconds, and the report shows placement only.
+    seconds: simulated time in all.
+    warmup_s: the seconds at the start that the report leaves out.
+    sample_s: seconds between two samples.
+    seed: of all that is drawn at random.
+    rebalancing: whether machines that serve may move.
+    startup_s: seconds from a machine's start to its choice of a span.
+    traffic: whether origins open microbatches; without microbatches, hours of churn are simulated in seconds, and the
+        report shows placement only.
     """
 
     name: str
@@ -102,7 +111,8 @@ class Scenario:
 def load_scenario(path: Path) -> Scenario:
     """Reads a scenario from a TOML file; a scenario without a name gets the file's name without suffix.
 
-    Raises ScenarioError if the file is missing or malformed, and InputError as `parse_scenario` does.
+    Raises ScenarioError if the file is missing or malformed, or for unknown keys and wrong values; another InputError
+    for a link or a span that is malformed.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))

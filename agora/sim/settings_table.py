@@ -38,7 +38,7 @@ class SettingsTable:
                 raise self._error(f"{self._where} has no setting {name[:64]!r}; {hint}")
 
     def table(self, name: str, optional: bool = False) -> SettingsTable:
-        """Returns the table [name] inside this one; if missing and `optional` an empty one, if missing else raises."""
+        """Returns the table [name] inside this one. A missing table counts as empty if `optional`, otherwise raises."""
         value = self._value(name, {} if optional else None)
         if not isinstance(value, dict):
             raise self._error(f"{name} of {self._where} is not a table; write [{name}]")
@@ -107,8 +107,9 @@ class SettingsTable:
     ) -> tuple[float, ...]:
         """Returns the setting `name` as `count` numbers; the file has one number for all, or a list of `count`.
 
-        default: one number for all. least, above, most: limits of each number, as for `number`. Raises for a list of
-        another length, and for a number outside of the limits.
+        default: one number for all. least, most: limits of each number, both included. above: if given, each number
+        must be greater, and `least` has no effect. Raises for a list of another length, and for a number outside of the
+        limits.
         """
         value = self._value(name, default)
         values = value if isinstance(value, list) else [value] * count

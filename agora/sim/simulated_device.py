@@ -75,7 +75,7 @@ class SimulatedDevice:
         self._events.after(seconds * self.slowdown, self._end, done, subject)
 
     def _end(self, done: Callable[[Any], None], subject: Any) -> None:
-        """Ends the running job: calls `done(subject)`, then starts the next job; does neither if stopped."""
+        """Ends the running job: calls `done(subject)`, then starts the next job; does nothing if stopped."""
         if self._stopped:
             return
         self._running = False

@@ -27,8 +27,8 @@ class SimulatedLink:
     def send(self, to: SimulatedLink, size: float, now: float, rng: random.Random) -> float:
         """Sends a message of `size` bytes at `now`; returns when its last byte arrives, in simulated seconds.
 
-        Reserves this link's upload and the download of `to`; the two overlap, so that the slower one decides. Jitter
-        and loss are drawn from `rng`. Adds the size to this link's sent_bytes and to the received_bytes of `to`.
+        Reserves this link's upload and the download of `to`; the two transfers overlap, so that the slower one decides.
+        Jitter and loss are drawn from `rng`. Adds the size to this link's sent_bytes and to the received_bytes of `to`.
         """
         whole_bytes = int(size)
         self.sent_bytes += size

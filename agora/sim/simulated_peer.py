@@ -54,11 +54,11 @@ class OriginState:
     open_count: int = 0
     """How many microbatches are in flight."""
     pace: Pace = field(default_factory=Pace)
-    """How often one is completed."""
+    """How often a microbatch is completed."""
     quota: StepQuota = field(default_factory=StepQuota)
-    """How many it may open for the present step."""
+    """How many microbatches the origin may open for the present step."""
     credit: Credit = field(default_factory=lambda: Credit(1, "not measured yet"))
-    """How many it may have in flight."""
+    """How many microbatches the origin may have in flight."""
     attempt_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
     """Mean seconds of the attempts that were completed."""
     next_number: int = 0
@@ -85,7 +85,7 @@ class SimulatedPeer:
         self.busy_s = MovingAverage(0.1)
         """Mean seconds of a visit's own work."""
         self.backward_s = MovingAverage(0.1)
-        """Mean seconds of a backward pass with its wait."""
+        """Mean seconds of a backward pass, its wait at the device included."""
         self.slot_s = MovingAverage(0.1)
         """Mean seconds of a whole visit."""
         self.paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
@@ -114,7 +114,7 @@ class SimulatedPeer:
     def has_state(self) -> bool:
         """Whether it serves, or is leaving and may still work on microbatches; then it has its stages' state.
 
-        Also true of a peer that leaves before it has served; that one has no work.
+        Also true of a peer that leaves before it has served; such a peer has no work.
         """
         return self.presence in (Presence.SERVING, Presence.LEAVING)
 
@@ -176,7 +176,7 @@ class Visit:
         self.started = 0.0  # when it took its slot
         self.queued_at = 0.0  # when its backward was queued
         self.path_s = 0.0  # seconds of work of this visit and of the later stages
-        self.downstream_path_s = 0.0  # those of the later stages alone
+        self.downstream_path_s = 0.0  # seconds of work of the later stages alone
 
     @property
     def key(self) -> tuple[MicrobatchId, int]:

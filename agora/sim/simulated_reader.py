@@ -1,7 +1,7 @@
 """A simulated peer's reading of the directory: it reads the shards that the daemon's own functions plan.
 
-Knows: shards read and when, how long their claims stay in a view (swarm/directory_reader.py). Must not know: who claims
-what or why, records as bytes, microbatches.
+Knows: shards read and when, how long their claims stay in a view (swarm/directory_reader.py). Must not know: which peer
+claims what or why, records as bytes, microbatches.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class SimulatedReader:
     def _linger_s(self, stage: int, span: Span | None) -> float:
         """Returns for how many seconds the claims that were read of a stage stay in the view.
 
-        In a large run longer than in a small one: by the period of the reads of this stage, which is shorter for the
-        stages of `span` and the next one. See swarm/directory_reader.py.
+        In a large run claims stay longer than in a small one, by the period of the reads of this stage, which is
+        shorter for the stages of `span` and the stage after it. See swarm/directory_reader.py.
         """
         if self._plan.is_small:
             return linger_s(0.0)

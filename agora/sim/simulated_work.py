@@ -12,8 +12,10 @@ from dataclasses import dataclass
 class Workload:
     """What a microbatch costs. work: of each stage, in seconds on a machine of speed 1, forward and backward together.
 
-    forward_share: the forward's part of it. boundary_bytes: sent to the next stage for each microbatch; gradient_bytes:
-    sent back by it. slots: maximum number of microbatches that a peer holds at the same time.
+    forward_share: the forward's fraction of the work.
+    boundary_bytes: sent to the next stage for each microbatch.
+    gradient_bytes: sent back by the next stage for each microbatch.
+    slots: maximum number of microbatches that a peer holds at the same time.
     """
 
     work: tuple[float, ...]

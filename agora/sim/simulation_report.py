@@ -54,7 +54,7 @@ class SimulationReport:
     def bound_fraction_of_best_placement(self) -> float:
         """The mean flow bound of the machines that served / the mean of best_whole_placement of all machines.
 
-        0 if the latter is 0 or NaN. Below 1 the ratio shows what placement loses. It can exceed 1 if machines hold
+        0 if the divisor is 0 or NaN. Below 1 the ratio shows what placement loses. It can exceed 1 if machines hold
         several stages.
         """
         return _ratio(self.mean(lambda sample: sample.bound), self.mean(lambda sample: sample.best))

@@ -1,4 +1,4 @@
-"""A simulated newcomer's fetch of its stages' state, in pieces from several replicas at once.
+"""A simulated newcomer's fetch of its stages' state, in pieces from several replicas at the same time.
 
 Knows: bytes, links, donors. Must not know: what the state is, or when a peer serves. Stands for state/transfer.py.
 """
@@ -18,7 +18,7 @@ PIECE_S = 0.25
 
 
 class SimulatedFetch:
-    """A newcomer's fetch of `size` bytes of state from several replicas at once; calls `done(peer)` at its end.
+    """A newcomer's concurrent fetch of `size` bytes of state from several replicas; calls `done(peer)` at its end.
 
     `start` begins the fetch. A donor that goes sends nothing more; when all donors have gone, the rest counts as
     fetched from a checkpoint, without delay. If the peer goes or fetches another state meanwhile, `done` is never
@@ -44,7 +44,7 @@ class SimulatedFetch:
         self._open = 0
 
     def start(self, donors: Sequence[SimulatedPeer]) -> None:
-        """Starts to fetch from at most DONORS of `donors` at once, drawn at random; without any, calls `done` now."""
+        """Starts to fetch concurrently from at most DONORS random ones of `donors`; without any, calls `done` now."""
         chosen = donors if len(donors) <= DONORS else self._rng.sample(list(donors), DONORS)
         for donor in chosen:
             self._open += 1

@@ -55,7 +55,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` on a new VirtualLoop and returns its result; raises what it raises.
+    """Runs `work` on a new VirtualLoop and returns its result; lets its errors through.
 
     Raises DeadlockError if every task waits and no timer is set. Cancels the tasks that are left at the end.
     """

@@ -1,7 +1,7 @@
 """`./scripts/bench activations`: memory and time of a microbatch by what is kept between its forward and its backward.
 
-Each way runs in a process of its own, whose peak of resident memory the kernel tells. Knows: one span in the middle of
-a model, the trainer. Must not know: networks, peers.
+Each way runs in a process of its own, whose peak of resident memory the kernel reports. Knows: one span in the middle
+of a model, the trainer. Must not know: networks, peers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYERS: Final = (2, 8)
 WIDTH, CONTEXT, SEQUENCES = 512, 256, 2
 WAYS: Final[Mapping[str, tuple[str, int]]] = {
     "graph kept": ("keep", 1),
-    "graph repeated": ("auto", 1 << 30),  # so many graphs fit nowhere, and one does
+    "graph repeated": ("auto", 1 << 30),  # memory for all of these graphs is lacking, for one it is there
     "layers repeated": ("recompute", 1),
 }
 """What is measured: the manifest's `schedule.activations`, and the microbatches that may be in flight."""
@@ -55,7 +55,7 @@ def run(quick: bool, folder: Path) -> Report:
 
 
 def span_manifest(layers: int, activations: str) -> Manifest:
-    """Returns a run whose stage 1 has so many layers, shaped as the presets are."""
+    """Returns a run whose stage 1 has `layers` layers, shaped as the presets are."""
     model = {
         "width": WIDTH,
         "subspace": WIDTH,
@@ -79,8 +79,8 @@ def measure_way(way: str, layers: int, microbatches: int) -> dict[str, Cell]:
     manifest = span_manifest(layers, activations)
     trainer = SpanTrainer(manifest, Span(1, 1), torch.device("cpu"), report=lambda event: None, in_flight=in_flight)
     for stage in trainer.stages.values():
-        stage.sum.flat.fill_(0.0)  # or its pages would be counted when the first gradient is added
-    keep_freed_memory()  # only now, or what building has freed would still be resident
+        stage.sum.flat.fill_(0.0)  # otherwise its pages would be counted when the first gradient is added
+    keep_freed_memory()  # only now: otherwise what building has freed would still be resident
     loaded = _resident_kib("VmRSS")
     seconds = []
     for number in range(microbatches + 1):

@@ -1,8 +1,9 @@
 """Replicas of one small model that agree in a given way, in one process: what loss they reach, and at how many bytes.
 
 Knows: the trainer, the pure functions of averaging, the corpus. Must not know: other settings, networks, clocks. A
-round is what the daemons make of it: the gradients of an exact step, or a slice's differences to the anchor, as
-contributions with what was lost before; their mean, the same bytes to all; of a slice taken in `delay` steps later.
+round does what it does between daemons: each member contributes its gradients of an exact step, or a slice's
+differences to the anchor, plus what was lost before; all get the mean in the same bytes, and apply that of a slice
+`delay` steps later.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class Replica:
         return self.stage.weights.current.flat
 
     def step_alone(self) -> None:
-        """From now on it steps after each of its own microbatches."""
+        """Makes this replica step after each of its own microbatches from now on."""
         self._together, self.stage.policy = False, StepPolicy(self.tokens)
 
     def step_together(self) -> None:
-        """From now on it waits for the mean gradient of all replicas."""
+        """Makes this replica wait for the mean gradient of all replicas from now on."""
         self._together = True
 
     def draw(self, step: int) -> Tensor:
@@ -72,7 +73,7 @@ class Replica:
     def learn(self, step: int, share: float) -> None:
         """Adds the gradients of the drawn samples up to this share of them; after the last takes the step, or closes.
 
-        A part is closed, not stepped along, when all replicas step together.
+        When all replicas step together, the last part is closed, and no step is taken along it.
         """
         last = round(share * self._sequences)
         tokens, self._learnt = self._drawn[self._learnt : last], last
@@ -112,7 +113,7 @@ class NoAgreement:
     bytes_each, rounds = 0.0, 0
 
     def after(self, step: int) -> None:
-        """See Agreement."""
+        """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
 
 
 class Exact:
@@ -135,7 +136,7 @@ class Exact:
             replica.step_alone()
 
     def after(self, step: int) -> None:
-        """See Agreement."""
+        """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
         shares = [replica.stage.take_gradient_share() for replica in self._replicas]
         counted = [self._rng.random() >= self._missing for _ in shares]
         values, weights = [share.values for share in shares], [float(share.tokens) for share in shares]
@@ -170,9 +171,9 @@ def exchange(
     what: What,
     counted: Sequence[bool] = (),
 ) -> tuple[list[Tensor], int]:
-    """A round: what each member is answered, float32 [n], and the bytes that each sends.
+    """Runs a round; returns what each member gets as the answer, float32 [n], and the bytes that each member sends.
 
-    One member owns all parts, for ROUNDS_PER_OWNER rounds of the same elements; then it is the next one's turn.
+    One member owns all parts, for ROUNDS_PER_OWNER rounds of the same elements; then the next member does.
 
     counted: for each member, whether its values come in time; by default all do.
     """
@@ -220,7 +221,7 @@ class Anchored:
         self._flights: list[Flight] = []
 
     def after(self, step: int) -> None:
-        """See Agreement."""
+        """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
         self._land(step)
         if step % self._setting.every == 0:
             self._flights.append(self._take_off(step))
@@ -253,16 +254,16 @@ class ExactAtFirst:
 
     @property
     def bytes_each(self) -> float:
-        """See Agreement."""
+        """Bytes that each replica has sent so far."""
         return self._first.bytes_each + self._later.bytes_each
 
     @property
     def rounds(self) -> int:
-        """See Agreement."""
+        """Number of rounds so far."""
         return self._first.rounds + self._later.rounds
 
     def after(self, step: int) -> None:
-        """See Agreement."""
+        """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
         if step <= self._steps:
             self._first.after(step)
         if step == self._steps:
@@ -272,7 +273,7 @@ class ExactAtFirst:
 
 
 def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, heldout: int) -> dict[str, float]:
-    """Trains replicas; returns losses over `heldout` batches, their distance, bytes and rounds."""
+    """Trains replicas; returns losses over `heldout` batches, the replicas' distance, bytes sent and rounds."""
     total = manifest.optimizer.target_tokens // manifest.model.context
     shares = sequences_of(total, setting.replicas, setting.unequal)
     replicas = [Replica(manifest, sampler, f"replica {number}", share) for number, share in enumerate(shares)]

@@ -27,10 +27,13 @@ DELAY: Final = 0.125
 class Setting:
     """`fraction` of the anchor every `every` local steps, taken in `delay` steps after the snapshot; or another scheme.
 
-    The first `exact` steps are along the mean gradient of all whatever the scheme is; it travels as `gradient_wire`,
-    differences to the anchor as `slice_wire`. outer_rate, outer_momentum: of the anchor. stale: share of a step's
-    sequences that are computed before the mean of the step before is applied. unequal: replica i of n computes in
-    proportion to i + 1. missing: share of the contributions that come too late.
+    The first `exact` steps are along the mean gradient of all, whatever the scheme is. Gradients travel as
+    `gradient_wire`, differences to the anchor as `slice_wire`.
+
+    outer_rate, outer_momentum: of the anchor.
+    stale: share of a step's sequences that are computed before the mean of the step before is applied.
+    unequal: replica i of n computes in proportion to i + 1.
+    missing: share of the contributions that come too late.
     """
 
     scheme: Literal["none", "synchronous", "slices"] = "slices"

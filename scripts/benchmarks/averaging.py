@@ -77,7 +77,7 @@ def rounds_of(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
     """Starts all groups, lets them take turns, and returns the rounds by group."""
     for group in groups:
         print_progress(f"starting {group.name}")
-        with contextlib.suppress(Incomplete):  # of the round that nobody counts
+        with contextlib.suppress(Incomplete):  # this round is not counted
             group.start()
     found: dict[str, list[Round]] = {group.name: [] for group in groups}
     for turn, group in alternating(groups, turns):
@@ -88,7 +88,7 @@ def rounds_of(groups: Sequence[Group], turns: int) -> dict[str, list[Round]]:
 
 
 def whole_round(group: Group) -> Round:
-    """Returns the next round after which every member holds the mean, and counts those before it that failed to."""
+    """Returns the next round after which every member holds the mean, and counts the failed rounds before it."""
     for incomplete in range(TRIES):
         try:
             return replace(group.round(), incomplete=incomplete)

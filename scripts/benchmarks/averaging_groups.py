@@ -19,7 +19,7 @@ from benchmarks.window import START_S
 NUMEL: Final = 10_000_000
 ROUND_S: Final = 90.0
 WHOLE: Final = 0.999
-"""Share of elements on the mean below which a round did not do what is timed."""
+"""A round in which a smaller share of the elements is on the mean has not done the work that is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Round:
     others: float
     error: float
     incomplete: int = 0
-    """Rounds before it after which not everybody held the mean."""
+    """Number of rounds before this one after which some member lacked the mean."""
 
 
 class Incomplete(BenchFailed):
@@ -83,7 +83,7 @@ class Group(ABC):
         """Ends all members and starts others, since a member that lost step in a failed round may not find it again."""
         end_children(self._members)
         self._members.clear()
-        with contextlib.suppress(Incomplete):  # of the round that nobody counts
+        with contextlib.suppress(Incomplete):  # this round is not counted
             self.start()
 
     def _start_member(self, index: int, **more: object) -> Child:
@@ -110,7 +110,7 @@ class OurGroup(Group):
     role = "averaging-agora"
 
     def start(self) -> None:
-        """See Group."""
+        """Starts all members, connects them, and runs one round that is not measured."""
         for index in range(self.size):
             self._start_member(index)
         known = [member.hear(START_S) for member in self._members]
@@ -129,7 +129,7 @@ class HivemindGroup(Group):
     role = "averaging-hivemind"
 
     def start(self) -> None:
-        """See Group."""
+        """Starts all members, connects them, and runs one round that is not measured."""
         peers: Sequence[str] = self._start_member(0, peers=[]).hear(START_S)["addresses"]
         for index in range(1, self.size):
             self._start_member(index, peers=peers)

@@ -1,7 +1,7 @@
 """A member of hivemind's all-reduce, as a child process: its DHT node and its DecentralizedAverager, as they come.
 
-Knows: hivemind. Must not know: other contenders. Its defaults are kept; told are only the group's size, as its users
-tell it, and where a spec names one, the compression.
+Knows: hivemind. Must not know: other contenders. hivemind's defaults are kept; only the group's size is set, as its
+users set it, and the compression where a spec names one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUND_S: Final = 30.0
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
-    """Says its addresses; {"round": r} takes part in a round. spec: numel, offset, true_mean, size, wire, peers."""
+    """Sends its addresses; {"round": r} takes part in a round. spec: numel, offset, true_mean, size, wire, peers."""
     torch.set_num_threads(1)
     numel, size = int(spec["numel"]), int(spec["size"])
     holding = Holding(numel, spec["offset"], spec["true_mean"])

@@ -73,19 +73,19 @@ class Member:
         return PartReducer(config, network, self)
 
     def members(self, stage: int) -> dict[PeerId, float]:
-        """See ReducerView."""
+        """Returns the members of a stage's rounds, this peer included, with bandwidths."""
         return self._members
 
     def round_s(self, stage: int) -> float:
-        """See ReducerView."""
+        """Returns the seconds that a round of a stage may take."""
         return self._round_s
 
     def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
-        """See ReducerView: nobody is."""
+        """Returns no peer: the owner of a part waits for each contribution."""
         return set()
 
     def check_part(self, part: Part) -> int:
-        """See ReducerView."""
+        """Returns the number of elements of `part`. Raises ProtocolError if there is no such part."""
         if part.part >= len(self._sizes):
             raise ProtocolError("bad-message", "no such part")
         return self._sizes[part.part]
@@ -132,7 +132,7 @@ class Member:
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
-    """See Member."""
+    """Serves one Member; see Member.serve for the orders, and Member for `spec`."""
     torch.set_num_threads(1)
     keep_freed_memory()
     uvloop.run(Member(spec).serve(channel))

@@ -41,10 +41,10 @@ class AveragingSwarm(SwarmContender):
     def __init__(self, name: str, manifest: Manifest, nursery: Nursery, folder: Path) -> None:
         super().__init__(manifest, nursery, folder, name, REPLICAS)
         self.done: list[float] = []
-        """Of every round and stage replica: the share of the replicas that were in it."""
+        """For every round and stage replica, the share of the replicas that took part in the round."""
 
     def measure(self, seconds: float) -> Window:
-        """See Contender."""
+        """Trains for about `seconds`; returns what was trained in that window."""
         window = super().measure(seconds)
         self.done += [float(done["contributors"]) / float(done["members"]) for done in self.rounds]
         return window

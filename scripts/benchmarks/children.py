@@ -4,7 +4,7 @@ Knows: processes, pipes, deadlines. Must not know: what the children measure. Ea
 own, so that what it forked (a libp2p daemon, hivemind's pools) ends with it.
 
 The talk: the parent writes one JSON object per line to the child's standard input and reads one per line from its
-standard output; the child's standard error goes to a file. End of input tells a child to stop.
+standard output; the child's standard error goes to a file. At the end of its input a child stops.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Child:
         return answer
 
     def ask(self, order: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-        """Sends one order and returns its answer, as `tell` and `hear` do."""
+        """Sends one order and returns its answer. Raises BenchFailed when none comes within `timeout_s`."""
         self.tell(order)
         return self.hear(timeout_s)
 
     def dismiss(self) -> None:
-        """Tells the child to end, without waiting for it."""
+        """Asks the child to end, by the end of its input, without waiting for it."""
         with contextlib.suppress(BrokenPipeError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
@@ -111,7 +111,8 @@ def deal(
 ) -> Iterator[tuple[Name, dict[str, Any]]]:
     """Gives each free child the next order, and yields (name of the order, answer) as the answers come.
 
-    `orders` is read no further than there are free children. Raises BenchFailed like `Child.hear`.
+    `orders` is read no further than there are free children. Raises BenchFailed when a child ends, or when no child
+    answers within `timeout_s`.
     """
     waiting, free = iter(orders), list(children)
     busy: dict[Child, Name] = {}
@@ -141,7 +142,7 @@ def _first_to_answer(children: Sequence[Child], timeout_s: float) -> Child:
 def end_children(children: Sequence[Child]) -> None:
     """Ends children together: end of input, SIGTERM, SIGKILL to their groups, STOP_S between each; then reaps them.
 
-    A leader is reaped last: until then its group's number cannot come to mean anybody else's processes.
+    A leader is reaped last: until then its group's number cannot be reused for other processes.
     """
     alive = [child for child in children if child.process.returncode is None]
     for child in alive:
@@ -196,7 +197,7 @@ class Nursery:
         self._adopted.append((dismiss, end))
 
     def close(self) -> None:
-        """Tells all processes to end, then makes sure that they do."""
+        """Asks all processes to end, then makes sure that they do."""
         adopted, self._adopted = self._adopted, []
         children, self._children = self._children, []
         for dismiss, _ in adopted:
@@ -220,9 +221,9 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM becomes KeyboardInterrupt inside, so that both ways to stop a benchmark end its children.
+    """Context manager: inside, SIGTERM becomes KeyboardInterrupt, so that it ends the children as Ctrl-C does.
 
-    While they are being ended, further signals of the two kinds keep their default meaning: leave at once.
+    While the children are being ended, a further signal of the two kinds ends the process, as it does by default.
     """
 
     def interrupt(number: int, frame: object) -> None:

@@ -27,12 +27,12 @@ ORIGIN: Final = PeerId("samples")
 HELD_OUT: Final = 8
 
 Crossing = Callable[[Tensor, Direction, MicrobatchId, int], Tensor]
-"""What arrives of a boundary [b, s, k], or of its gradient: of which microbatch, and of the entry of which stage."""
+"""Returns what arrives of a boundary [b, s, k] or its gradient, given direction, microbatch and the stage entered."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Of the last microbatches, each float32 [b, s, k]: what went forward, and the gradients that came back."""
+    """The boundaries that went forward and the gradients that came back in the last microbatches, float32 [b, s, k]."""
 
     forward: list[Tensor] = field(default_factory=list)
     backward: list[Tensor] = field(default_factory=list)

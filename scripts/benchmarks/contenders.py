@@ -20,7 +20,7 @@ MOE_ATTEMPTS = 8
 
 
 class Contender(Protocol):
-    """One way to train the model. Has nothing in hand when `start` and `measure` return, so that it can be frozen."""
+    """One way to train the model. No work is in flight when `start` and `measure` return, so that it can be frozen."""
 
     name: str
     processes: int
@@ -41,7 +41,7 @@ class Contender(Protocol):
 
 
 class SingleLoop:
-    """(a) The plain loop in one process with all threads; in every round the better of two ways that its threads wait.
+    """(a) The plain loop in one process with all threads; in every round the better of two ways for threads to wait.
 
     OpenMP's threads spin at their barriers by default, which is fastest on a calm machine, and many times slower than
     sleeping as soon as anything else wants a core.
@@ -60,7 +60,7 @@ class SingleLoop:
         self._children: list[Child] = []
 
     def start(self) -> None:
-        """See Contender."""
+        """Starts its processes and trains until caches and allocators are warm."""
         child_spec = spec(manifest_for(1), self._folder, self.threads)
         for wait, environment in self.waits.items():
             child = self._nursery.start(f"single-{wait}", "single", child_spec, self.threads, environment)
@@ -69,11 +69,11 @@ class SingleLoop:
             self._children.append(child)
 
     def groups(self) -> list[int]:
-        """See Contender."""
+        """Returns the process groups to freeze while others are measured."""
         return [child.pid for child in self._children]
 
     def measure(self, seconds: float) -> Window:
-        """See Contender."""
+        """Trains for about `seconds`; returns what was trained in that window."""
         answers = [child.ask({"seconds": seconds / 2}, TIMEOUT_S) for child in self._children]
         trained = sum(int(answer["tokens"]) for answer in answers)
         return max((Window(a["tokens"], a["seconds"], trained) for a in answers), key=lambda window: window.rate)
@@ -91,7 +91,7 @@ class Gloo1F1B:
         self._steps = Lockstep([])
 
     def start(self) -> None:
-        """See Contender."""
+        """Starts its processes and trains until caches and allocators are warm."""
         threads = stage_threads(STAGES)
         manifest = manifest_for(STAGES)
         meeting = str(self._folder / "gloo-meeting")
@@ -105,11 +105,11 @@ class Gloo1F1B:
         self._steps.warm_up()
 
     def groups(self) -> list[int]:
-        """See Contender."""
+        """Returns the process groups to freeze while others are measured."""
         return self._steps.groups()
 
     def measure(self, seconds: float) -> Window:
-        """See Contender."""
+        """Trains for about `seconds`; returns what was trained in that window."""
         return self._steps.measure(seconds)
 
 
@@ -130,7 +130,7 @@ class HivemindMoe:
         self._trainer: Child | None = None
 
     def start(self) -> None:
-        """See Contender."""
+        """Starts its processes and trains until caches and allocators are warm."""
         manifest = manifest_for(STAGES)
         peers: list[str] = []
         for stage in range(STAGES):
@@ -145,11 +145,11 @@ class HivemindMoe:
         self._trainer.ask({"steps": 1}, TIMEOUT_S)
 
     def groups(self) -> list[int]:
-        """See Contender."""
+        """Returns the process groups to freeze while others are measured."""
         return [child.pid for child in self._children]
 
     def measure(self, seconds: float) -> Window:
-        """See Contender."""
+        """Trains for about `seconds`; returns what was trained in that window."""
         assert self._trainer is not None
         answer = self._trainer.ask({"seconds": seconds}, TIMEOUT_S + seconds)
         return Window(answer["tokens"], answer["seconds"], answer["trained"])
@@ -178,7 +178,7 @@ class Lockstep:
         return [child.pid for child in self._children]
 
     def warm_up(self) -> None:
-        """Waits until all are ready, then takes two steps, the second one timed."""
+        """Waits until all children are ready, then takes two steps, the second one timed."""
         for child in self._children:
             child.hear(START_S)
         self.take(1)

@@ -24,7 +24,7 @@ TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
-    """One rank: answers {"steps": n} like the single loop; losses are known to the last rank only, others say []."""
+    """One rank: answers {"steps": n} like the single loop; losses are known to the last rank only, others answer []."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     work = Work(spec)
     rank, world = int(spec["rank"]), work.manifest.stage_count

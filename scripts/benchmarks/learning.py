@@ -1,7 +1,7 @@
 """`./scripts/bench learning`: the held-out loss of a swarm by that of a plain loop at the same tokens.
 
 Knows: the order of things: runs, evaluations, the report. Must not know: torch (only children import it), how a swarm
-is watched, what journals say.
+is watched, what is in journals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALIBRATE_S: Final = 1.5
 WAITS: Final = {"default": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
 """The ways in which OpenMP's threads may wait; see benchmarks.contenders.SingleLoop."""
 OVERSHOOT: Final = 1.1
-"""The plain loop trains so much longer, since a swarm may compute a few more tokens than it should."""
+"""Factor by which the plain loop trains longer, since a swarm may compute a few more tokens than it should."""
 
 
 def run(quick: bool, folder: Path) -> Report:

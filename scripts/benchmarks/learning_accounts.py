@@ -49,7 +49,7 @@ class Accounts:
 
     @property
     def missed(self) -> float:
-        """Share of the computed tokens that came to the mean of a step in vain, of the stage with the most."""
+        """Share of the computed tokens that came too late for the means of two steps, of the stage with the most."""
         return max(stage.missed for stage in self.stages) / self.computed
 
     @property

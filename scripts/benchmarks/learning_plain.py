@@ -31,7 +31,7 @@ from benchmarks.worker import Channel
 ORIGIN: Final = PeerId("plain loop")
 NO_MICROBATCH: Final = MicrobatchId(bytes(16))
 CHUNKS: Final = (8, 16, 32, 64)
-"""Sequences of one forward and backward: `calibrate` chooses. The gradient of a step is the same for all."""
+"""Sequences of one forward and backward, of which `calibrate` chooses one; a step's gradient is the same for all."""
 
 
 class PlainLoop:
@@ -81,9 +81,9 @@ class PlainLoop:
         return float(torch.stack(losses).sum())
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the weights that `loss` uses by those of all stages of a run, their averages where it keeps them.
+        """Replaces the weights that `loss` uses by those of all stages of a run, or by the averages that it keeps.
 
-        Raises ValueError when one is missing or unknown.
+        Raises ValueError when a tensor is missing or unknown.
         """
         own = dict(self._stage.evaluated.module.named_parameters())
         if strange := {name for name, parameter in own.items() if parameter.requires_grad} ^ tensors.keys():

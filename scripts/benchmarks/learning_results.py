@@ -20,7 +20,7 @@ from benchmarks.turns import CALM_CORES
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A finished run. curve: its held-out losses. end: the point of it at which it had the tokens of its length.
+    """A finished run. curve: its held-out losses. end: the curve's point at which the run had the tokens of its length.
 
     accounts: of a swarm; None for the plain loop, whose curve goes on beyond the end, since swarms may compute a few
     tokens more. processes: how many there were in all. others: cores that other programs used meanwhile.

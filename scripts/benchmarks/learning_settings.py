@@ -20,7 +20,7 @@ STAGES: Final = 2
 LINK: Final = "200Mbit,50ms"
 KILL_EVERY_S: Final = 10.0
 POINTS: Final = 20
-"""Evaluations of a run on its way."""
+"""Evaluations of a run before its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _link(text: str) -> str:
-    """Returns the text of a link. Raises ArgumentTypeError when it is none."""
+    """Returns the text of a link unchanged. Raises ArgumentTypeError when the text is not a link."""
     try:
         LinkSpec.parse(text)
     except LinkError as error:

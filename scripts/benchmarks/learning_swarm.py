@@ -1,7 +1,7 @@
 """One swarm of real daemons that trains on a given number of tokens; its journals, and its weights on the way.
 
 Knows: the local swarm, its daemons' journals and control sockets. Must not know: torch, what a loss is, the plain loop.
-The daemons start as those of `swarm demo` do: the first trains while the next ones join, no more at once than cores.
+The daemons start as in `swarm demo`: the first trains while the next ones join, at most one per core at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAIN_S: Final = 100.0
 ANSWER_S: Final = 30.0
 QUIET_S: Final = 2.0
 SETTLE_S: Final = 20.0
-"""At the end, the swarm may still take its last steps: until none came for QUIET_S, for SETTLE_S at most."""
+"""At the end, the swarm may still take its last steps: until no step came for QUIET_S, for SETTLE_S at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class LearningSwarm:
         ]
 
     def _start_one(self) -> None:
-        """Starts a daemon, with an invite of one that serves now: who gave the last one may be dead."""
+        """Starts a daemon, with an invite of a daemon that serves now: the giver of the last invite may be dead."""
         answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
         self._swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self._swarm.invite)
         daemon = self._swarm.start(f"peer-{len(self._swarm.daemons)}")
@@ -143,7 +143,7 @@ class LearningSwarm:
         self._not_started -= 1
 
     def _kill_one(self) -> bool:
-        """Kills a random daemon whose stages others hold, too, and has one started for it. False: there is none."""
+        """Kills a random daemon whose stages others hold, and counts one more to start. False: none can be killed."""
         stages = {index: self._totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for held in stages.values() for stage in held)
         spare = [index for index, held in stages.items() if held and all(replicas[stage] > 1 for stage in held)]
@@ -156,9 +156,10 @@ class LearningSwarm:
         return True
 
     def _drain(self) -> None:
-        """Lets all origins at once open nothing more, waits for what is in flight, and for the last steps.
+        """Stops the opening of microbatches at all origins concurrently, waits for those in flight and the last steps.
 
-        Kills daemons that do not serve yet: once they did, they would open microbatches beyond the tokens to train on.
+        Kills daemons that do not serve yet: once they served, they would open microbatches beyond the tokens to train
+        on.
         """
         for index, daemon in self._living(serving=False):
             daemon.kill_group()

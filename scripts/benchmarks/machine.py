@@ -48,7 +48,7 @@ def describe() -> dict[str, object]:
 
 
 def loopback_bytes() -> int:
-    """Bytes that have gone over the loopback interface so far, every header counted, whoever sent them."""
+    """Bytes that have gone over the loopback interface so far, every header counted, from all programs."""
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
@@ -57,7 +57,7 @@ def loopback_bytes() -> int:
 
 
 class Watch:
-    """What the rest of the machine does while something is measured: processor time that is not ours."""
+    """Measures the processor time that the rest of the machine uses meanwhile: all that is not the benchmark's own."""
 
     def __init__(self, groups: Iterable[int]) -> None:
         """groups: the process groups that are being measured; this process counts as ours too."""
@@ -74,7 +74,7 @@ class Watch:
         return self._our_seconds() - self._ours
 
     def elsewhere(self) -> float:
-        """Cores used by others since the start, on average; what our processes that ended meanwhile used counts too."""
+        """Cores used by others since the start, on average; our own processes that ended meanwhile count as others."""
         seconds = time.monotonic() - self._begin
         used = (_busy_seconds() - self._busy) - self.ours()
         return max(0.0, used / seconds) if seconds > 0 else 0.0

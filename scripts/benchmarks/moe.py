@@ -3,9 +3,9 @@
 Knows: the work, `hivemind.moe`. Must not know: other contenders. Each stage is a `ModuleBackend` behind a hivemind
 `Server` in its own process; a trainer chains `RemoteExpert` calls and lets autograd run them backward, with a step's
 worth of microbatches in flight on threads. By hivemind's design the trainer carries every boundary itself (star, not
-chain), a stage runs its forward again inside its backward, and a backend steps on every call: that last is turned into
-a step per 16 microbatches here, so that the optimizer's work is the same. The last stage computes the loss, so that
-only a number per sequence comes back from it. Boundaries are 16-bit floats, as many bytes as the swarm's.
+chain), a stage runs its forward again inside its backward, and a backend steps on every call. Here a backend steps once
+per 16 microbatches, so that the optimizer's work is the same. The last stage computes the loss, so that only a number
+per sequence comes back from that stage. Boundaries are 16-bit floats, as many bytes as the swarm's.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class LossStage(nn.Module):
 
 
 def serve_stage(spec: dict[str, Any], channel: Channel) -> None:
-    """One server process: says its addresses, then serves until the parent closes the pipe.
+    """One server process: sends its addresses, then serves until the parent closes the pipe.
 
-    Says that it is not ready when hivemind's server does not start: it forks its handlers from a process with threads,
-    and now and then a fork inherits a held lock. Who started this process then starts another (`start_moe_stage`).
+    Answers that it is not ready when hivemind's server does not start: that server forks its handlers from a process
+    with threads, and now and then a fork inherits a held lock. `start_moe_stage` then starts another process.
     """
     work, stage = Work(spec), int(spec["stage"])
     last = work.manifest.stage_count - 1
@@ -133,7 +133,7 @@ class Flow:
         return {"tokens": len(losses) * self._work.tokens_per_microbatch, "seconds": seconds, "losses": means}
 
     def window(self, seconds: float) -> dict[str, Any]:
-        """A steady window: fills the pipeline first, counts from the end of that, drains uncounted."""
+        """A steady window: fills the pipeline first, counts once it is full, drains uncounted."""
         begin = time.perf_counter()
         settled: list[float] = []
 

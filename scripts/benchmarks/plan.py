@@ -29,7 +29,7 @@ from benchmarks.report import Cell, Ratio, Report
 
 RULES: Final = ("proportional", "one_chain", "petals", "zorse", "cephalo")
 AS_GOOD: Final = 0.9995
-"""Ours is first if no other is better than it by more than this part."""
+"""Our plan is first if no other rule's plan is better by more than this fraction."""
 WHY_SECOND: Final[Mapping[str, str]] = {
     "cephalo": "its ring does not cut the model, so that no whole layers have to match the groups' speeds",
     "petals": "its spans overlap, ours are equal or apart",
@@ -49,7 +49,7 @@ class Amount:
 class Comparison:
     """One swarm and model: the rates of ours and of the other rules, as parts of the compute bound.
 
-    spans: how many different ones our plan has.
+    spans: how many different spans our plan has.
     """
 
     swarm: str

@@ -31,7 +31,7 @@ PETALS_TURNS: Final = 3
 
 
 def baseline_rates(cost: RunCost, machines: Sequence[Machine]) -> Mapping[str, float]:
-    """Returns the rate of each rule's plan, in microbatches per second; 0: a part of the model fits nobody."""
+    """Returns the rate of each rule's plan, in microbatches per second; 0: no machine can hold some part of it."""
     return {
         "proportional": proportional_rate(cost, machines),
         "one_chain": one_chain_rate(cost, machines),

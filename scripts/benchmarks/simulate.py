@@ -31,7 +31,7 @@ HOME_LINK = "200Mbit,50ms"
 PER_STAGE_IN_FLIGHT = 12
 """Microbatches that an origin keeps in flight for each stage, where schedule.max_in_flight of the manifest sets it.
 
-Callers choose by what they heard of a queue up to a minute ago. N microbatches in a closed network of M equal machines
+Callers choose by reports of a queue that are up to a minute old. N microbatches in a closed network of M equal machines
 that are chosen at random keep N / (N + M - 1) of them busy: with 4 for each machine 0.80, with 12 for each 0.92.
 """
 FIGURE = "simulate-scale.svg"
@@ -57,8 +57,10 @@ LOAD_NOTE = (
 class Extent:
     """How much is simulated. hours: of heavy churn. churn_peers: in it. traffic_s: with microbatches.
 
-    sizes: fleets of the rows of messages. large: of `ten_thousand_of_bound`. large_s: simulated seconds of all these.
-    real_s: how long a real swarm is seen.
+    sizes: numbers of machines of the fleets in the rows of messages.
+    large: number of machines behind the ratio `ten_thousand_of_bound`.
+    large_s: simulated seconds of each of these fleets.
+    real_s: seconds for which a real swarm is observed.
     """
 
     hours: float
@@ -95,7 +97,7 @@ def large_fleet(peers: int, seconds: float, per_stage: int = PER_STAGE_IN_FLIGHT
 
 
 def run(quick: bool, folder: Path) -> Report:
-    """Runs all simulations, and the real swarms beside theirs. Raises BenchFailed when one of these ends by itself."""
+    """Runs all simulations, and the real swarms beside theirs. Raises BenchFailed when a real swarm ends by itself."""
     return run_with_options(quick, folder, ())
 
 

@@ -1,8 +1,8 @@
 """Eight real daemons beside the same eight in the simulator: what each has measured goes in, throughput is compared.
 
 Knows: the cases, the local swarm, the simulator. Must not know: torch. Each daemon's device is made slower on purpose
-(AGORA_SLOWDOWN), so that two cores carry all of them; the simulator is told the device seconds that a microbatch has
-really taken at each peer, the links, and nothing of the throughput.
+(AGORA_SLOWDOWN), so that two cores carry all of them; the simulator gets the device seconds that a microbatch has
+really taken at each peer and the links, but nothing about the throughput.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agora.sim.simulation_report import SimulationReport
 
 STAGES = 4
 MICROBATCHES_PER_STEP = 1024
-"""So many that steps, whose waits are not simulated, are rare while a swarm is observed."""
+"""Large enough that steps, whose waits are not simulated, are rare while a swarm is observed."""
 IN_FLIGHT = 16
 LOOPBACK = "10Gbit,0.4ms"
 """What stands for the network of one machine, where a case shapes no link."""
@@ -123,7 +123,7 @@ def observe(swarm: LocalSwarm, case: Case, seconds: float, warm: int | None = No
 def simulate(seen: Observation) -> SimulationReport:
     """Simulates the peers of an observation and returns what came of it.
 
-    A peer's speed is its stages by its device seconds, since a stage has work 1 here.
+    A peer's speed is the number of its stages / its device seconds, since a stage has work 1 here.
     """
     groups = tuple(
         MachineGroup(f"peer-{number}", 1, len(span) / device_s, LinkSpec.parse(link), len(span), span)

@@ -2,7 +2,7 @@
 
 Knows: the network room, hivemind's binary streams. Must not know: torch, the other contenders. Both go through the same
 two libp2p daemons on the same uvloop loops. A `trip` carries the payload there and back, as a boundary and its gradient
-travel; a `flow` sends payloads one way, several on their way at once, each answered by a few bytes.
+travel; a `flow` sends payloads one way, several on their way at the same time, each answered by a few bytes.
 The bare stream is written the natural way: eight bytes of length, then the payload, `readexactly` at the other end.
 """
 
@@ -43,7 +43,7 @@ class Carrier(Protocol):
         """Sends a payload to the echo process and waits until it is back."""
 
     async def flow(self, payload: memoryview, count: int) -> None:
-        """Sends a payload `count` times, IN_FLIGHT at once, and waits for a short answer to each."""
+        """Sends a payload `count` times, IN_FLIGHT at a time, and waits for a short answer to each."""
 
 
 class AgoraCalls:
@@ -54,12 +54,12 @@ class AgoraCalls:
         self._tokens = WireTensor("int32", (1,), memoryview(bytes(4)))
 
     async def trip(self, payload: memoryview) -> None:
-        """See Carrier."""
+        """Sends a payload to the echo process and waits until it is back."""
         reply = await self._call(payload, "train")
         assert reply.tensors[0].nbytes == len(payload)
 
     async def flow(self, payload: memoryview, count: int) -> None:
-        """See Carrier."""
+        """Sends a payload `count` times, IN_FLIGHT at a time, and waits for a short answer to each."""
         slots = asyncio.Semaphore(IN_FLIGHT)
 
         async def one() -> None:
@@ -91,13 +91,13 @@ class BareStreams:
         self._streams: dict[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
 
     async def trip(self, payload: memoryview) -> None:
-        """See Carrier."""
+        """Sends a payload to the echo process and waits until it is back."""
         reader, writer = await self._stream(ECHO)
         await send(writer, payload)
         assert len(await receive(reader)) == len(payload)
 
     async def flow(self, payload: memoryview, count: int) -> None:
-        """See Carrier."""
+        """Sends a payload `count` times, IN_FLIGHT at a time, and waits for a short answer to each."""
         reader, writer = await self._stream(SINK)
         slots = asyncio.Semaphore(IN_FLIGHT)
 

@@ -70,11 +70,11 @@ class SwarmContender:
         return self._swarm
 
     def groups(self) -> list[int]:
-        """See Contender."""
+        """Returns the process groups to freeze while others are measured."""
         return [daemon.process.pid for daemon in self._swarm.daemons.values()] if self._swarm is not None else []
 
     def start(self) -> None:
-        """See Contender."""
+        """Starts its processes and trains until caches and allocators are warm."""
         place = self._folder / self.name
         place.mkdir()
         self._swarm = swarm = LocalSwarm(
@@ -86,7 +86,7 @@ class SwarmContender:
         )
         self._nursery.adopt(swarm.terminate, swarm.stop)
         swarm.start("peer-0")
-        self.until(lambda: bool(self._spans), "to choose its stages", START_S)  # before, it answers nobody
+        self.until(lambda: bool(self._spans), "to choose its stages", START_S)  # it answers no peer before
         for number in range(1, self.processes):
             swarm.start(f"peer-{number}")
         self.until(self._is_complete, "to serve all stages", START_S)
@@ -120,7 +120,7 @@ class SwarmContender:
         """Returns what became of all tokens since the start, as cells of the contender's line of a table.
 
         steps: optimizer steps taken by each stage. counted_%: the share of the tokens computed that went into a step,
-        of the stage with the least. step_fill: tokens that a step holds by its target, the mean over all steps.
+        of the stage with the least. step_fill: tokens that a step holds / its target, the mean over all steps.
         """
         taken, target = sum(stage.steps for stage in self.steps), self._manifest.optimizer.target_tokens
         counted, computed = [stage.counted_tokens for stage in self.steps], self.tokens_computed

@@ -1,4 +1,4 @@
-"""Loss runs of the tuning benchmark: who computes which, in child processes, one thread each.
+"""Loss runs of the tuning benchmark, dealt out to child processes of one thread each.
 
 Knows: child processes and their orders. Must not know: torch, codecs, what is made of the losses.
 """

@@ -82,7 +82,7 @@ def _rate_ratio(readings: Mapping[str, Readings], ours: str, theirs: str) -> flo
 def best_codec(losses: TunedLosses) -> tuple[str, float]:
     """Returns the codec of at least FEWER times fewer bytes than bf16 that costs least, and its loss ratio to EXACT.
 
-    Its cost is that on the base model where it costs more. ("", NaN) when no such codec was measured.
+    A codec's cost is the loss ratio on the base model where that is higher. ("", NaN) when no such codec was measured.
     """
     costs = {codec: _worst_ratio(losses, codec) for codec in _codecs(losses) if times_fewer(codec) >= FEWER}
     best = min(costs, key=lambda codec: costs[codec], default="")

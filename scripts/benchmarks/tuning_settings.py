@@ -95,8 +95,10 @@ class LossJob:
 class Effort:
     """How much is measured.
 
-    rounds, window_s: of the speeds; 0 rounds leave them out. codecs: of the loss runs; none leaves them out. stages: of
-    a loss run, with a boundary between any two. heldout_batches: of an evaluation, each LOSS_SEQUENCES sequences.
+    rounds, window_s: of the measured speeds; with 0 rounds no speed is measured.
+    codecs: of the loss runs; without codecs there are no loss runs.
+    stages: of a loss run, with a boundary between any two.
+    heldout_batches: of an evaluation, each LOSS_SEQUENCES sequences.
     """
 
     rounds: int

@@ -72,7 +72,7 @@ class PeftLoop:
         self._children: list[Child] = []
 
     def start(self) -> None:
-        """See Contender."""
+        """Starts its processes and trains until caches and allocators are warm."""
         self._children = [
             self._nursery.start(f"{self.name}-{wait}", "tuning-peft", self._spec, self.threads, environment)
             for wait, environment in self.waits.items()
@@ -83,11 +83,11 @@ class PeftLoop:
             child.ask({"seconds": WARM_S}, TIMEOUT_S)
 
     def groups(self) -> list[int]:
-        """See Contender."""
+        """Returns the process groups to freeze while others are measured."""
         return [child.pid for child in self._children]
 
     def measure(self, seconds: float) -> Window:
-        """See Contender."""
+        """Trains for about `seconds`; returns what was trained in that window."""
         answers = [child.ask({"seconds": seconds / 2}, TIMEOUT_S) for child in self._children]
         trained = sum(int(answer["tokens"]) for answer in answers)
         return max((Window(a["tokens"], a["seconds"], trained) for a in answers), key=lambda window: window.rate)
@@ -98,7 +98,7 @@ class PeftLoop:
 
 
 class TuningSwarm(SwarmContender):
-    """A daemon for each stage of a run that begins with a base model; tells what its processor time was spent on."""
+    """A daemon for each stage of a run that begins with a base model; reports what its processor time was spent on."""
 
     note = (
         "agora-node daemons, one per stage, trained = lora, over a real DHT and libp2p on loopback, bf16 boundaries, "
@@ -150,7 +150,7 @@ class TuningSwarm(SwarmContender):
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Of one window: tokens, seconds, processor seconds of each stage's compute thread, and of everything else."""
+    """One window's tokens, seconds, processor seconds of each stage's compute thread and of everything else."""
 
     tokens: int
     seconds: float
@@ -167,7 +167,7 @@ class ProcessorTime:
 
     @property
     def busiest(self) -> float:
-        """The seconds of the thread that has used most: of a daemon in a window, the one that computes."""
+        """The seconds of the thread that has used most; in a daemon's window that is the compute thread."""
         return max(self.threads.values(), default=0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Whoever a benchmark compares takes turns on one machine, the others frozen or at rest: what drifts hits all alike.
+"""What a benchmark compares takes turns on one machine, the others frozen or at rest: what drifts hits all alike.
 
 Knows: contenders, processor time, the freezer. Must not know: what a contender is, which ratios are made of its rates.
 """
@@ -52,9 +52,10 @@ def take_turns(
 ) -> dict[str, Readings]:
     """Measures every contender once in each round, in turns, and returns its readings by name.
 
-    freezer: of all contenders, which are frozen now, and are again afterwards. Daemons that are frozen for long take
-    each other for dead when they thaw; so None lets those that are not measured rest, which costs the one that is
-    what they need to stay in touch, and is told as `elsewhere`. Raises BenchFailed when one trains nothing.
+    freezer: has frozen all contenders, which are frozen again afterwards. None: those that are not measured rest
+    instead, since daemons that were frozen for long take each other for dead when they thaw. The processor time that
+    resting contenders need to stay connected is reported as `elsewhere`. Raises BenchFailed when a contender trains
+    nothing.
     """
     found = {contender.name: Readings() for contender in contenders}
     for number, contender in alternating(contenders, rounds):

@@ -35,18 +35,18 @@ from benchmarks.simulate_real import Observation, RealPeer, observe
 
 STAGES: Final = 8
 MAX_STAGES_COMPARED: Final = 4
-"""What the machines of the plan have the memory for: else each would hold the whole model."""
+"""How many stages a machine of the plan has the memory for; with more, each would hold the whole model."""
 MICROBATCH, IN_FLIGHT = 2, 8
 MICROBATCHES_PER_STEP: Final = 1024
-"""So many that steps, whose waits the plan does not know, are rare while a swarm is observed."""
+"""Large enough that steps, whose waits the plan does not know, are rare while a swarm is observed."""
 BASE: Final = 32.0
 FACTORS: Final = (1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 10.0, 10.0)
-"""Of each daemon's slowdown, times BASE."""
+"""Each daemon's slowdown, as a multiple of BASE."""
 PROFILE_S: Final = 3.0
 WARM: Final = 48
 """Microbatches before a swarm is observed: each daemon has had some, and routing knows its speed."""
 WARM_EVEN: Final = 16
-"""The same where routing does not learn, and the swarm is slow."""
+"""Microbatches before a swarm is observed whose routing does not learn, and which is slow."""
 SHORT_S, LONG_S = 40.0, 120.0
 
 

@@ -18,14 +18,14 @@ from agora.pipeline.routing import Attempt, RoutingTable
 
 
 class EvenTable(RoutingTable):
-    """Chooses the ready peer that was asked least often. Waits for the one whose turn it is while that is busy."""
+    """Chooses the peer that was asked least often; waits for that peer while it is busy."""
 
     def __init__(self, me: PeerId, stage_count: int) -> None:
         super().__init__(me, stage_count)
         self._asked: defaultdict[int, Counter[PeerId]] = defaultdict(Counter)
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
-        """Chooses the peer of `stage` that was asked least often; a peer of None until it is ready."""
+        """Chooses the peer of `stage` that was asked least often; no peer (None) until that peer is ready."""
         candidates = list_candidates(now, self.callees(stage), payload_bytes)
         if not candidates:
             return super().choose(now, microbatch, stage, payload_bytes, hint)

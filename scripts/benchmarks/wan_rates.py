@@ -52,7 +52,7 @@ RATES: Final[Mapping[str, LinkRate]] = {
 
 @dataclass(frozen=True, slots=True)
 class PacedLink:
-    """A link whose rate follows the pace. free_share: tokens per second of its reference without it / of the pace."""
+    """A link whose rate follows the pace. free_share: its reference's tokens/s without a link / the pace's."""
 
     rate: LinkRate
     free_share: float
@@ -71,8 +71,10 @@ def link_text(bits_per_s: float) -> str:
 class Turn:
     """One window of a swarm and the window of the pace just before it.
 
-    pace, tokens_per_s: of the two. bits_per_s: the link of the swarm, which follows from `pace`; None without one.
-    cpu_s: processor seconds of its daemons for 1,000 tokens. elsewhere: cores that the rest of the machine used.
+    pace, tokens_per_s: tokens per second of the pace's window and of the swarm's.
+    bits_per_s: the rate of the swarm's link, which follows from `pace`; None without a link.
+    cpu_s: processor seconds of the swarm's daemons for 1,000 tokens.
+    elsewhere: cores that the rest of the machine used.
     """
 
     pace: float
@@ -86,8 +88,9 @@ class Turn:
 class Speed:
     """The medians over the turns of one swarm over one link.
 
-    pace_share: its tokens per second / those of the pace. wire: the share of the time for which the uplink of a middle
-    stage is busy with boundaries. processor, others: the shares of all cores that its daemons and other programs use.
+    pace_share: the swarm's tokens per second / those of the pace.
+    wire: the share of the time for which the uplink of a middle stage is busy with boundaries.
+    processor, others: the shares of all cores that the swarm's daemons and other programs use.
     bits_per_s: the link's rate.
     """
 
@@ -99,13 +102,13 @@ class Speed:
 
     @property
     def limit(self) -> str:
-        """What limits it: the busier of wire and processors, or neither, when both are idle for more than 1 - BUSY."""
+        """What limits the swarm: the busier of wire and processors; neither, if both are busy for less than BUSY."""
         share, name = max((self.wire, "wire"), (self.processor + self.others, "processor"))
         return name if share >= BUSY else "neither"
 
 
 def speed_of(turns: Sequence[Turn], sent_per_token: float, cores: int) -> Speed:
-    """Returns what the turns say. sent_per_token: bytes that a middle stage sends for each token."""
+    """Returns the medians over the turns. sent_per_token: bytes that a middle stage sends for each token."""
     wires = [8 * sent_per_token * turn.tokens_per_s / turn.bits_per_s for turn in turns if turn.bits_per_s]
     return Speed(
         pace_share=statistics.median(turn.tokens_per_s / turn.pace for turn in turns),
@@ -127,7 +130,8 @@ def choose(rate: LinkRate, width: int, steps: Mapping[Setting, float]) -> Settin
 def expected_step(wire_time: float) -> float:
     """Returns the time of a step over a link, in units of the time that it takes without: (1 + wire_time^3)^(1/3).
 
-    wire_time: of its bytes, in the same unit. A step takes no less than either; where both are about as long, some of
-    each is waited for. The exponent is measured: the published recipe took 1.28 where its bytes took 1.06.
+    wire_time: the time of the step's bytes over the link, in the same unit. A step takes no less than 1 and no less
+    than wire_time; where both are about as long, some of each is waited for. The exponent is measured: the published
+    recipe took 1.28 where its bytes took 1.06.
     """
     return float((1.0 + wire_time**SHARPNESS) ** (1.0 / SHARPNESS))

@@ -62,7 +62,7 @@ class Setting:
 DENSE: Final = Setting(1, "bf16")
 DENSE_LEARNT: Final = Setting(1, "bf16", "learnt")
 SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
-"""Settings that send the same bytes and compute the same: measured once."""
+"""Settings that send the same bytes and compute the same, so that only one of them is measured."""
 PUBLISHED: Final = Setting(PUBLISHED_PARTS, "bf16")
 PRESET: Final = Setting(16 / 7, LINK_CODEC)
 """The boundary of the presets, which `throughput_kept_50ms` is about."""
@@ -94,9 +94,10 @@ class Effort:
     """The amount of training and measuring.
 
     The published recipe takes the `max_steps` of optimizer and width, and its loss at the end is a target; a run of
-    another setting ends when it is there, but not before `steps`, which all have in common. The first of `seeds`
-    trains every setting, and chooses those that the others train. dense: the forms of dense bf16, of which the better
-    one counts. rates: names of the links. turns: windows of each swarm over each link, and of the pace before each.
+    another setting ends when it reaches that loss, but not before `steps`, which all have in common. With the first of
+    `seeds` every setting is trained; the results choose the settings that the other seeds train. dense: the forms of
+    dense bf16, of which the better one counts. rates: names of the links. turns: windows of each swarm over each link,
+    and of the pace before each.
     """
 
     widths: tuple[int, ...]

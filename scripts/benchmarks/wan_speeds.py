@@ -29,8 +29,10 @@ FILE_NAME: Final = str.maketrans(" /=,", "____")
 class Speeds:
     """The speeds of one width.
 
-    paces: tokens per second of the pace in all its windows. free: of dense bf16 and of the published recipe without a
-    link. over: by setting and name of the link. others: the most cores that the rest of the machine used.
+    paces: tokens per second of the pace in each of its windows.
+    free: the speeds of dense bf16 and of the published recipe without a link.
+    over: the speeds over links, by setting and name of the link.
+    others: the most cores that the rest of the machine used.
     """
 
     paces: Sequence[float]
@@ -58,8 +60,9 @@ class Speeds:
 class Swarms:
     """Swarms of one width, each of which takes turns with the same swarm: the pace, the presets' boundary unlinked.
 
-    Before every window of a swarm comes one of the pace. The swarm's link gets the rate that follows from it, and its
-    speed counts as a share of it: what drifts hits every setting alike, and the wire as much as the processors.
+    Before every window of a swarm comes a window of the pace. The swarm's link gets the rate that follows from that
+    pace, and the swarm's speed counts as a share of it: what drifts hits every setting alike, and the wire as much as
+    the processors.
     """
 
     def __init__(self, effort: Effort, width: int, folder: Path, nursery: Nursery) -> None:
@@ -72,8 +75,8 @@ class Swarms:
     def speeds(self, settings: Mapping[Setting, Sequence[str]]) -> Speeds:
         """Measures dense bf16 and the published recipe without a link, and each setting over its named links.
 
-        A swarm that fails over a link is left out, with the reason in `failures`: the loss runs have taken an hour.
-        Raises BenchFailed where one fails without a link.
+        A swarm that fails over a link is left out, with the reason in `failures`: the loss runs have taken an hour and
+        should not be lost. Raises BenchFailed where a swarm fails without a link.
         """
         free = {setting: self._measure(setting, [None])[None] for setting in (DENSE, PUBLISHED)}
         over: dict[tuple[Setting, str], Speed] = {}

@@ -29,7 +29,7 @@ class SteadySwarm(SwarmContender):
             daemon.ask("link", ANSWER_S, rate=rate)
 
     def fill(self) -> None:
-        """Lets it train until the origin's credit has found its level, and as much is home again as was in flight."""
+        """Waits until the origin's credit has settled, and as many microbatches have come home as were in flight."""
         credits: list[int] = []
         until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:

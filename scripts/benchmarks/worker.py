@@ -31,7 +31,7 @@ ROLES: Mapping[str, str] = {
 
 
 class Channel:
-    """The child's side of the talk. Takes standard output for itself: what else prints goes to standard error."""
+    """The child's side of the talk. Takes standard output for itself: other prints go to standard error."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
