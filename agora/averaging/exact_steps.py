@@ -26,7 +26,7 @@ from agora.observe import events
 FETCH_AGAIN_S: Final = 1.0
 """Seconds of pause after a failed fetch of a state."""
 FETCH_TRIES: Final = 3
-"""Failed fetches of a state after which, if nobody has taken the step, the peer with the least id takes it."""
+"""Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it."""
 
 
 class ExactStepGroup(RoundGroup, Protocol):

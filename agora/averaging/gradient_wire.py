@@ -42,10 +42,14 @@ def choose_gradient_wire(
 ) -> GradientWire:
     """Returns the largest format, up to `manifest_wire`, whose bytes can be sent in a step; if none can, the smallest.
 
-    A format fits if its bytes <= fraction * uplink * step_s; with n `replicas`, this one included, a replica sends
-    2 * (n - 1) / n * numel values in a step. numel: elements of the stages held. uplink: measured bytes per second,
-    None while nothing is queued for it. step_s: average duration of a step in seconds, None before the first. fraction:
-    part of the uplink that gradients may use. Without uplink or step_s, or for one replica, returns `manifest_wire`.
+    A format fits if its bytes <= fraction * uplink * step_s; a replica sends 2 * (n - 1) / n * numel values in a step.
+    Without uplink or step_s, or for one replica, returns `manifest_wire`.
+
+    numel: elements of the stages held.
+    replicas: n, the number of replicas, this one included.
+    uplink: measured bytes per second, None while nothing is queued for the uplink.
+    step_s: average duration of a step in seconds, None before the first.
+    fraction: part of the uplink that gradients may use.
     """
     if uplink is None or step_s is None or replicas < 2:
         return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")

@@ -97,9 +97,11 @@ class StepTokenPlan:
 class StepMeter:
     """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
 
-    microbatch_tokens: tokens of one microbatch, of which quotas are multiples. token_plan: plans the tokens of the next
-    step. rate: how fast this replica counts tokens. step_s: average duration of a step. `now`, an argument of the
-    methods: seconds, always on the same clock.
+    microbatch_tokens: tokens of one microbatch, of which quotas are multiples.
+    token_plan: plans the tokens of the next step.
+    rate: how fast this replica counts tokens.
+    step_s: average duration of a step.
+    now (an argument of the methods): seconds, always on the same clock.
     """
 
     microbatch_tokens: int

@@ -1,4 +1,4 @@
-"""What an owner remembers of a round: its members, who has contributed to which part, and the parts' means.
+"""What an owner remembers of a round: its members, which of them have contributed to which part, and the parts' means.
 
 Knows: peers, encoded means. Must not know: how values are averaged, calls, time.
 """
@@ -33,8 +33,10 @@ class KeptPartMean(NamedTuple):
 class RoundRecord:
     """What a replica remembers of one round, above all as an owner of parts.
 
-    members: by id, with bandwidths as in partition.Members. unresponsive: members that no part waits for. contributed:
-    by part index, the peers that have contributed. means: by part index, the kept means, `nbytes` bytes together.
+    members: by id, with bandwidths as in partition.Members.
+    unresponsive: members that no part waits for.
+    contributed: by part index, the peers that have contributed.
+    means: by part index, the kept means, `nbytes` bytes together.
     """
 
     members: dict[PeerId, float | None] = field(default_factory=dict)
