@@ -145,7 +145,7 @@ def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
 def allocate(stage: nn.Module) -> None:
     """Moves a stage from the meta device to the CPU, in place, with undefined values, except the frozen matrices.
 
-    load_matrix allocates each frozen matrix, so that they never take float32 memory all at once.
+    load_matrix allocates each frozen matrix, so that the matrices never all take float32 memory at the same time.
     """
     for module in stage.modules():
         for name, tensor in list(module.named_parameters(recurse=False)):

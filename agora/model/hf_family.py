@@ -86,7 +86,8 @@ class HfFamily(Family):
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
         """Sets the frozen parameters of `stage` from the base model's files; does nothing in a run without LoRA.
 
-        Raises BaseModelError as fill_weights does.
+        Raises BaseModelError without the folder, and for tensors that are missing, damaged or not those of the
+        manifest.
         """
         if self._has_lora:
             self._read_files(stage, base_model)
@@ -94,7 +95,8 @@ class HfFamily(Family):
     def _read_files(self, stage: Stage, base_model: Path | None) -> None:
         """Sets the parameters of `stage` that come from files, in place; one tensor at a time is in memory as float32.
 
-        Raises BaseModelError as read_tensors does.
+        Raises BaseModelError without the folder, and for tensors that are missing, damaged or not those of the
+        manifest.
         """
         assert isinstance(stage, HfStage)
         for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
@@ -126,8 +128,8 @@ class HfFamily(Family):
         """Returns file name -> content: with LoRA only adapter_config.json, otherwise the base model's config.json.
 
         The config.json gets the export's dtype and an untied head. With turn_ends, a generation_config.json is added
-        that has these ids and the base model's end ids. end_of_text is not used: the base model's config says which ids
-        end a text.
+        that has these ids and the base model's end ids. end_of_text is not used: the base model's config has the ids
+        that end a text.
         """
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}

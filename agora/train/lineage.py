@@ -3,8 +3,8 @@
 Knows: steps and checksums. Must not know: weights, replicas.
 
 Weights cannot be compared, because equal steps round differently on different hardware. But replicas that were equal
-and have applied the same means since then have the same lineage, and others do not. Local steps do not count; the means
-of slices do.
+and have applied the same means since then have the same lineage, and other replicas do not. Local steps do not enter a
+lineage; the means of slices do.
 """
 
 from __future__ import annotations

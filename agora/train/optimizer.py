@@ -80,10 +80,10 @@ class StageOptimizer:
     | muon           | Muon            | AdamW             |
     | adamw8bit      | AdamW           | AdamW             |
 
-    layout: the places of tensors and moments. With adamw8bit the moments of all matrices are held in 8 bits. updates:
-    how many steps are in the moments; steps that were only counted are not. The manifest's `clip` is meant for the
-    gradient norm of the whole model, which no peer sees; a stage clips at clip / sqrt(stages), or not at all if it is
-    0. Weight decay applies to matrices only.
+    layout: the places of tensors and moments. updates: how many steps are in the moments; steps that were only counted
+    are not. With adamw8bit the moments of all matrices are held in 8 bits. The manifest's `clip` is meant for the
+    gradient norm of the whole model, which no peer knows; a stage clips at clip / sqrt(stages), or not at all if `clip`
+    is 0. Weight decay applies to matrices only.
     """
 
     def __init__(

@@ -95,10 +95,12 @@ class StageWeights:
 class StashedForward:
     """What the backward of one microbatch needs: its entry, and the graph from there to `output` if that is kept.
 
-    entry: float32 boundary [b, s, k] that entered stage `entry_stage`, or at stage 0 the token ids. tokens: the weight
-    of the microbatch in its step. steps: for each stage from `entry_stage` on, its step at the forward. device_s:
-    seconds that the forward took. output: None if the backward has to run the forward again. versions: the graph's
-    weights, or ().
+    entry: float32 boundary [b, s, k] that entered stage `entry_stage`, or at stage 0 the token ids.
+    tokens: the weight of the microbatch in its step.
+    steps: for each stage from `entry_stage` on, its step at the forward.
+    device_s: seconds that the forward took.
+    output: None if the backward has to run the forward again.
+    versions: the graph's weights, or ().
     """
 
     entry_stage: int
