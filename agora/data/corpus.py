@@ -1,6 +1,6 @@
 """Turns sources of text into one array of token ids, built once per machine and mapped into memory.
 
-Knows: sources, tokenizers, the cache. Must not know: models, windows, who samples.
+Knows: sources, tokenizers, the cache. Must not know: models, windows, sampling.
 """
 
 from __future__ import annotations
