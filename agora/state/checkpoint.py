@@ -101,7 +101,7 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
     for old in [p for step, p in _list_checkpoints(parent) if step <= state.step and p != path][max(keep, 1) - 1 :]:
         trash = fresh_path(old)
         with contextlib.suppress(OSError):  # the next write tries again
-            os.rename(old, trash)  # rename before removing, so that nobody ever finds half of a checkpoint
+            os.rename(old, trash)  # rename before removing, so that no reader ever finds half of one
             shutil.rmtree(trash, ignore_errors=True)
     return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total, state.agreed, state.lineage)
 
