@@ -48,7 +48,7 @@ class ExactStepGroup(RoundGroup, Protocol):
 class ExactSteps:
     """Takes exact steps of the stages of a span: steps along the mean gradient of all replicas.
 
-    Every public method returns when the step is taken or given up. ReplicaGroup calls each when next_action says so,
+    Every public method returns when the step is taken or given up. ReplicaGroup calls each when next_action decides so,
     and again after a step that was given up.
     """
 

@@ -37,8 +37,10 @@ INT8_ROUNDS: Final = 20
 class Part(NamedTuple):
     """The name of one part of a round: one of the pieces into which the averaged vector is cut, each with its owner.
 
-    stage: the stage whose replicas hold the round. what: "gradient" or "slice", a fixed set of the stage's weights.
-    number: counts the rounds of this stage and kind; of a gradient, the step. part: index within the round.
+    stage: the stage whose replicas hold the round.
+    what: "gradient", or "slice": a fixed set of the stage's weights.
+    number: counts the rounds of this stage and kind; of a gradient, it is the step.
+    part: index within the round.
     """
 
     stage: int
@@ -55,7 +57,7 @@ class Part(NamedTuple):
 class Region(NamedTuple):
     """Names the elements of a stage that a part averages: the key of what is kept from one round to the next.
 
-    stage, what, part: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts are of the whole
+    stage, what, part: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts cut the whole
     stage.
     """
 
@@ -130,7 +132,7 @@ class Exchange:
     """Encodes what one peer sends in rounds, as member and as owner; decodes means, and checks their magnitudes.
 
     In 2 to 4 bits members and owners use error feedback: each adds the residual of its last encoding of a region to the
-    next one. Sends nothing itself. Keeps, by region, residuals, late gradients and bounds of magnitudes.
+    region's next values. Sends nothing itself. Keeps, by region, residuals, late gradients and bounds of magnitudes.
     """
 
     def __init__(self, config: RoundConfig) -> None:

@@ -28,7 +28,7 @@ BYTES: Final[dict[WireName, float]] = {
 class GradientWire(NamedTuple):
     """The format in which a replica sends gradients, and the reason in words.
 
-    is_limited: whether the uplink is too slow for the manifest's format. fits: whether it is fast enough for this one.
+    is_limited: whether the uplink is too slow for the manifest's format. fits: whether it is fast enough for `name`.
     """
 
     name: WireName

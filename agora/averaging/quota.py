@@ -26,9 +26,9 @@ MIN_MEASURED_S: Final = 1.0
 MAX_MEAN_WAIT_FRACTION: Final = 0.5
 """Largest fraction of a step for which origins wait for a mean gradient."""
 ASSUMED_STEP_S: Final = 2.0
-"""Seconds that a step is assumed to take, for that wait, while the rate of a replica is unknown."""
+"""Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown."""
 MAX_SKIPPED_WAITS: Final = 32
-"""Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether they
+"""Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether means
 come sooner now."""
 MAX_CORRECTION: Final = 0.5
 """Fraction of the target by which a step may be made smaller or larger to correct earlier ones."""

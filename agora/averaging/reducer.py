@@ -250,7 +250,7 @@ class PartReducer:
     def _stop_expecting(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
         """Stops waiting for a member that has not contributed to `part`; does nothing if it has.
 
-        Averages the part now if that member was the last one missing. While a recall runs, this is left to its end.
+        Averages the part now if that member was the last one missing. A running recall delays that to its own end.
         """
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}

@@ -266,8 +266,8 @@ def first_closed_at(others: KnownReplicas, step: int) -> float | None:
     """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
 
     For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
-    it is later. None if none has closed it. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one
-    can while this one's share is open.
+    it is later. None if no other replica has closed its share. Ignores a replica that leads by more than
+    MAX_PLAUSIBLE_LEAD: no honest one can while this one's share is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
     reports = [progress.direct for progress in others.values()]
@@ -294,7 +294,7 @@ def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_to
     |---|---|
     | half of `reachable` are beyond `step` | the step that half of them have reached |
     | a quarter of `reachable` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
-    | neither | step |
+    | anything else | step |
     """
     steps = sorted((progress.direct.step for progress in others.values()), reverse=True)
     half = math.ceil(reachable / 2)

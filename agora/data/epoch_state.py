@@ -93,8 +93,8 @@ class EpochState:
 class EpochCounts:
     """How many microbatches of an epoch in progress are done, in flight at a live origin, or neither.
 
-    not_started: those that are neither, claimed ones included. An origin counts as live if it was live when `take_next`
-    was last called.
+    not_started: those neither done nor in flight, claimed ones included. An origin counts as live if it was live when
+    `take_next` was last called.
     """
 
     epoch: int

@@ -79,7 +79,7 @@ def read_config(folder: Path) -> str:
 def weight_files(folder: Path) -> list[str]:
     """Returns the names of the folder's weights files: model.safetensors if it exists, or those in the index, sorted.
 
-    Raises BaseModelError if there is neither, if the index is malformed, or if a file in it is missing.
+    Raises BaseModelError if the folder has neither, if the index is malformed, or if a file that it lists is missing.
     """
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE]

@@ -67,13 +67,16 @@ class Stage(nn.Module, abc.ABC):
     ) -> Tensor:
         """Returns the boundary [b, s, k] that leaves the stage, from the boundary `hidden` [b, s, k] that enters it.
 
-        k: columns of a boundary. For the first stage, hidden is the token ids [b, s]. The last stage returns logits
-        [b, s, vocabulary]. tokens: the microbatch's input ids [b, s], any integer type; an id below 0, which marks an
-        ignored target, is read as 0. segments: int [b, s], the number of each token's sequence inside its row,
-        ascending; a token attends to its own sequence only, in which positions count from 0. None: each row is one
-        sequence. Only families whose section `can_learn_samples` take segments. run_layer: called for each decoder
-        layer, with a function of the hidden state alone, in which only that state and the layer's parameters have
-        gradients.
+        The last stage returns logits [b, s, vocabulary]. k: columns of a boundary.
+
+        hidden: for the first stage, the token ids [b, s].
+        tokens: the microbatch's input ids [b, s], any integer type; an id below 0, which marks an ignored target, is
+        read as 0.
+        segments: int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own
+        sequence only, in which positions count from 0. None: each row is one sequence. Only families whose section has
+        `can_learn_samples` true take segments.
+        run_layer: called for each decoder layer, with a function of the hidden state alone, in which only that state
+        and the layer's parameters have gradients.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:

@@ -2,9 +2,9 @@
 
 Either all parameters are trained, or only the LoRA matrices while the others are frozen; only trained parameters are
 counted, averaged and exported. A tied head is untied: the first and the last stage are on different peers, so the head
-begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA neither changes, so
-that a merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know: where
-files are, peers.
+begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA both stay as they
+are, so that a merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know:
+where files are, peers.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class DeviceQueue:
         """Runs one job and sets its future to the result or the error; after a result, calls the job's `afterwards`.
 
         An Exception of `afterwards` is passed to `on_error`. Adds the job's time to the busy time, and counts the jobs
-        in a row whose call or `afterwards` raised DeviceError. Both are slowed down by `slowdown`.
+        in a row whose call or `afterwards` raised DeviceError. `slowdown` slows down call and `afterwards`.
         """
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:

@@ -96,9 +96,12 @@ class StageOptimizer:
     ) -> None:
         """Starts with zero moments, and with a copy of `weights` [numel], the initial ones, as their average.
 
-        section: the manifest's [optimizer]. stage_count: the number of stages of the whole model. layout: of the
-        weights; the moments are added to it here. place: where the moments are kept; None: on the weights' device.
         Raises TuningMissing for adamw8bit without bitsandbytes.
+
+        section: the manifest's [optimizer].
+        stage_count: the number of stages of the whole model.
+        layout: of the weights; the moments are added to it here.
+        place: where the moments are kept; None: on the weights' device.
         """
         self.layout = with_moments(section, layout)
         self._place = place = place or StatePlace(weights.device)

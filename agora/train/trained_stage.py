@@ -44,7 +44,7 @@ class StageProgress:
     open_step: int  # number of the step whose share is open: `step` + closed shares that wait for their means
     tokens_in_share: int  # counted here for the open share
     tokens_counted: int  # counted here since the stage was loaded
-    tokens_total: int  # this replica's in all steps and shares, those of a loaded state included
+    tokens_total: int  # this replica's tokens in all steps and shares, those of a loaded state included
     staleness: tuple[int, ...]
     """Number of microbatches by how many steps old their gradient was; the last bin has all older ones."""
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
@@ -61,7 +61,7 @@ class StageProgress:
 
     @property
     def lineage(self) -> int:
-        """The lineage of step `agreed`; 0 is stored for it where it is unknown, see train.lineage."""
+        """The lineage of step `agreed`; 0 where that lineage is unknown, see train.lineage."""
         return self.lineages[self.agreed]
 
 

@@ -50,7 +50,7 @@ class WeightVersion:
 class StageWeights:
     """The trainable weights of one stage, in one or two versions, each float32 [numel] with tensors as in `layout`.
 
-    Forwards run on `current`. previous: the version before it, None until weights had to be changed that a graph needs.
+    Forwards run on `current`. previous: the version before `current`; None until weights changed that a graph needs.
     """
 
     def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
