@@ -17,7 +17,7 @@ from agora_protocol.tensors import WireTensor
 MIN_KEPT_ROUNDS: Final = 4
 """Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size."""
 MAX_KEPT_BYTES: Final = 2**28
-"""Bytes of kept means of a stage and kind, beyond which those of older rounds are dropped. They are kept because a
+"""Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
 replica that has just joined asks for the means of the steps that were taken while it fetched the state."""
 
 

@@ -185,7 +185,7 @@ class EpochShares:
     def merge(self, origin: str, values: Sequence[int]) -> None:
         """Merges the state of another origin: the integers that its `next_state` returned. Ignores a state of this one.
 
-        The state replaces the known one of that origin, unless it is an older one of the same session; the microbatches
+        The state replaces the known one of that origin, unless it is older, of the same session; the microbatches
         done in it, and its tallies, are added in any case. Raises ProtocolError if the state is malformed, DataError if
         that origin trains on other rows.
         """

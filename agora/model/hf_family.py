@@ -171,8 +171,8 @@ class HfFamily(Family):
     def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Returns {"generation_config.json": a copy of `values` with `turn_ends` put before its eos_token_id}.
 
-        If `values` has no eos_token_id, the one of config.json follows `turn_ends`. Each id stands there once. Without
-        turn_ends the content is `values`; returns {} if that is empty.
+        If `values` has no eos_token_id, the one of config.json follows `turn_ends`. No id is repeated. Without
+        turn_ends the content is `values`; returns {} if `values` is empty.
         """
         if turn_ends:
             known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))

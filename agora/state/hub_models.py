@@ -1,4 +1,4 @@
-"""Finds a base model by its id on the Hugging Face Hub, in this machine's cache or there, and fetches missing files.
+"""Finds a base model of the Hugging Face Hub by its id, in this machine's cache or on the Hub; fetches missing files.
 
 Only config, tokenizer and safetensors files are fetched: never pickled weights, never code. The cache is that of every
 program that uses the package huggingface_hub, which comes with transformers and is imported when an id is looked up.

@@ -142,7 +142,7 @@ class Layout:
         return [elements, *(moment.array_range(elements) for moment in self.moments)]
 
     def of_moment(self, moment: MomentSpec) -> Layout:
-        """Returns the layout of the moment's own array: the places there of the tensors that it has values for.
+        """Returns the layout of the moment's own array: the places in that array of the tensors that have values in it.
 
         The result has no moments.
         """

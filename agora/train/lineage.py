@@ -16,7 +16,7 @@ from typing import Final
 INITIAL_LINEAGE: Final = 1
 """The lineage of the initial weights. 0 stands for an unknown lineage."""
 KEPT_STEPS: Final = 32
-"""How many last steps' lineages are kept: replicas at different steps compare that of an earlier step."""
+"""How many last steps' lineages are kept: replicas at different steps compare their lineages of an earlier one."""
 
 
 def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:

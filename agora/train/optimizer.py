@@ -26,7 +26,7 @@ from agora.train.state_place import StatePlace
 MOMENTUM_DECAY = 4e-3
 """NAdam's momentum decay; torch's own default."""
 MEAN, SQUARE = "mean", "square"
-"""The names of the gradient's moments; AVERAGE is that of the moving average of the weights."""
+"""The names of the gradient's moments; AVERAGE names the moving average of the weights."""
 AVERAGE_FROM: Final = 100
 """The averaging of the weights begins at this step: before, the loss falls so fast that older weights make it worse."""
 

@@ -219,12 +219,12 @@ class TrainedStage:
             self._close_share()
 
     def catch_up(self, step: int) -> None:
-        """Raises the step count to `step`, that of the other replicas. Does nothing while a share is closed.
+        """Raises the step count to `step`, the step count of the other replicas.
 
-        Does nothing either if the stage is not behind. If the stage is one step behind, or takes local steps, it first
-        takes one step with its summed gradient, if the sum has tokens. If steps are then still missing, it drops the
-        sum, whose gradients are too old, and skips the steps: it reports one StepTaken for all of them, and before that
-        StepsSkipped if tokens or more than one step were lost.
+        Does nothing while a share is closed, or if the stage is not behind. If the stage is one step behind, or takes
+        local steps, it first takes one step with its summed gradient, if the sum has tokens. If steps are then still
+        missing, it drops the sum, whose gradients are too old, and skips the steps: it reports one StepTaken for all of
+        them, and before that StepsSkipped if tokens or more than one step were lost.
         """
         if step <= self.step or self._closed_shares:
             return

@@ -93,7 +93,7 @@ class StageWeights:
 
 @dataclass(slots=True)
 class StashedForward:
-    """What the backward of one microbatch needs: its entry, and the graph from there to `output` if that is kept.
+    """What the backward of one microbatch needs: its entry, and, if kept, the graph from the entry to `output`.
 
     entry: float32 boundary [b, s, k] that entered stage `entry_stage`, or at stage 0 the token ids.
     tokens: the weight of the microbatch in its step.
