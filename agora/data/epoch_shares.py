@@ -4,7 +4,7 @@ Deterministic. Knows: origins by name, their states of the epochs, which are liv
 
 Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
 sends the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
-(block_order.py): first the blocks in which it has the lowest hash of the live origins, then those in which one origin
+(block_order.py): first the blocks where it has the lowest hash of the live origins, then those where one live origin
 has a lower hash, and so on. So origins that are equally fast do not take the same microbatches, and a fast one takes
 what the slow ones have not reached.
 
