@@ -1,1 +1,1 @@
-"""Replicas of a stage agree: when the stage steps, which weights and gradients are averaged, and by whom."""
+"""Replicas of a stage agree: when the stage steps, which weights and gradients are averaged, and by which."""

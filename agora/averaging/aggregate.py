@@ -1,6 +1,6 @@
 """Reduces the contributions to a part to one mean: weighted, or by centered clipping. Arguments are never changed.
 
-Knows: tensors and weights. Must not know: who contributed, or when.
+Knows: tensors and weights. Must not know: which peers contributed, or when.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def shorten(values: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
     weights: tokens of each contribution. The limit of the Euclidean length x of a contribution over w tokens is
     MAX_TIMES_LONGER * max(median(x), median(x sqrt(w)) / sqrt(w)), with lower medians over all contributions: one over
     fewer tokens holds more noise, and so is longer. Without this limit one contribution of 1e30 makes the mean
-    implausible for everybody, and all lose the step. A contribution is returned unchanged if its length is infinite or
-    its limit 0, and all are if there are fewer than MIN_TO_COMPARE.
+    implausible for every replica, and all of them lose the step. A contribution is returned unchanged if its length is
+    infinite or its limit 0; all are returned unchanged if there are fewer than MIN_TO_COMPARE.
     """
     if len(values) < MIN_TO_COMPARE:
         return list(values)

@@ -35,9 +35,11 @@ class WeightedValues(NamedTuple):
 class Contribution:
     """What a member sends to the owner of a part.
 
-    values: float32 [n], before encoding. weight: tokens behind them. encoded: the same values as bytes. own: this
-    replica's values and tokens of this round, without residual and late gradient. late_tokens: how many
-    tokens of `weight` belong to the late gradient.
+    values: float32 [n], before encoding.
+    weight: tokens behind the values.
+    encoded: the same values as bytes.
+    own: this replica's values and tokens of this round, without residual and late gradient.
+    late_tokens: how many tokens of `weight` belong to the late gradient.
     """
 
     values: Tensor

@@ -20,8 +20,8 @@ def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownR
     lineages: of this replica, digests of all means applied up to a step, by the number of that step. live: the other
     replicas, each with one step and its lineage. Replicas with the same lineage at the same step form a group. The
     largest group is right; among groups of equal size, the one that has the least id. A replica at a later step than
-    `lineages` reach joins this replica's group; one whose lineage is unknown here or there is ignored. Returns () when
-    this replica's own group is right.
+    `lineages` reach joins this replica's group; one that reports no lineage (0), or is at a step for which `lineages`
+    has none, is ignored. Returns () when this replica's own group is right.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)

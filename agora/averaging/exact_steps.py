@@ -26,7 +26,7 @@ from agora.observe import events
 FETCH_AGAIN_S: Final = 1.0
 """Seconds of pause after a failed fetch of a state."""
 FETCH_TRIES: Final = 3
-"""Failed fetches of a state after which, if nobody has taken the step, the peer with the least id takes it."""
+"""Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it."""
 
 
 class ExactStepGroup(RoundGroup, Protocol):
@@ -48,7 +48,7 @@ class ExactStepGroup(RoundGroup, Protocol):
 class ExactSteps:
     """Takes exact steps of the stages of a span: steps along the mean gradient of all replicas.
 
-    Every public method returns when the step is taken or given up. ReplicaGroup calls each when next_action says so,
+    Every public method returns when the step is taken or given up. ReplicaGroup calls each when next_action decides so,
     and again after a step that was given up.
     """
 

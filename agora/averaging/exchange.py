@@ -37,8 +37,10 @@ INT8_ROUNDS: Final = 20
 class Part(NamedTuple):
     """The name of one part of a round: one of the pieces into which the averaged vector is cut, each with its owner.
 
-    stage: the stage whose replicas hold the round. what: "gradient" or "slice", a fixed set of the stage's weights.
-    number: counts the rounds of this stage and kind; of a gradient, the step. part: index within the round.
+    stage: the stage whose replicas hold the round.
+    what: "gradient", or "slice": a fixed set of the stage's weights.
+    number: counts the rounds of this stage and kind; of a gradient, it is the step.
+    part: index within the round.
     """
 
     stage: int
@@ -55,7 +57,7 @@ class Part(NamedTuple):
 class Region(NamedTuple):
     """Names the elements of a stage that a part averages: the key of what is kept from one round to the next.
 
-    stage, what, part: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts are of the whole
+    stage, what, part: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts cut the whole
     stage.
     """
 
@@ -67,12 +69,13 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundConfig:
-    """What the manifest says about rounds, and this peer's id (`me`).
+    """The manifest's settings for rounds, and this peer's id (`me`).
 
-    round_s: seconds that a round may take. max_weight: tokens above which a contribution is refused; the weight of a
-    mean that another peer sent counts as at most that. synchronous: whether means are exact, so that weights are not
-    capped, nothing is clipped and no mean is rejected as implausible. gradient_wire, slice_wire: the formats in which
-    values are sent. slices: the number of slices of a stage.
+    round_s: seconds that a round may take.
+    max_weight: tokens above which a contribution is refused; a larger weight of another peer's mean counts as this.
+    synchronous: whether means are exact: no weight is capped, nothing is clipped, no mean is rejected as implausible.
+    gradient_wire, slice_wire: the formats in which values are sent.
+    slices: the number of slices of a stage.
     """
 
     me: PeerId
@@ -114,7 +117,7 @@ class RoundConfig:
         return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
 
     def encode_part(self, part: Part, values: Tensor, wire: WireName) -> EncodedPart:
-        """Returns `values`, float32 [n], of `part` encoded as `wire`; members and owners use the same dither."""
+        """Encodes `values`, float32 [n], of `part` in the format `wire`; members and owners use the same dither."""
         return EncodedPart(wire, PartCodec(wire).encode(values, self.dither_label(part)))
 
     def decode_part(self, part: Part, encoded: EncodedPart, numel: int) -> Tensor:
@@ -129,7 +132,7 @@ class Exchange:
     """Encodes what one peer sends in rounds, as member and as owner; decodes means, and checks their magnitudes.
 
     In 2 to 4 bits members and owners use error feedback: each adds the residual of its last encoding of a region to the
-    next one. Sends nothing itself. Keeps, by region, residuals, late gradients and bounds of magnitudes.
+    region's next values. Sends nothing itself. Keeps, by region, residuals, late gradients and bounds of magnitudes.
     """
 
     def __init__(self, config: RoundConfig) -> None:
@@ -169,11 +172,11 @@ class Exchange:
     def average(
         self, part: Part, values: Sequence[Tensor], weights: list[float], center: Tensor | None
     ) -> PartMean | None:
-        """Averages the contributions `values`, float32 [n] each, as an owner: aggregates, encodes, decodes them again.
+        """Averages the contributions `values`, float32 [n] each, as an owner; returns the mean, encoded and decoded.
 
         weights: tokens of each contribution. In an asynchronous run the aggregation is the manifest's, and large
         weights and values are limited, see `aggregate`; in a synchronous run it is the plain weighted mean. center: the
-        start value of a clip. In 2 to 4 bits it encodes y = mean + e, and sets the owner's residual e of the region to
+        start value of a clip. In 2 to 4 bits the owner encodes y = mean + e, and sets its residual e of the region to
         y - decode(encode(y)), except after a single contribution. Returns None, and changes nothing, when every weight
         is 0 or the mean is not finite.
         """
@@ -191,12 +194,12 @@ class Exchange:
             compensated = compensated + self._owner_residuals[region]
         encoded = self._config.encode_part(part, compensated, wire)
         decoded = self._config.decode_part(part, encoded, len(compensated))
-        if feeds_back and len(values) > 1:  # nobody uses the mean of one alone
+        if feeds_back and len(values) > 1:  # no replica uses the mean of one contribution alone
             self._owner_residuals[region] = compensated - decoded
         return PartMean(decoded, replace(mean.message, wire=wire), encoded)
 
     def encode_zero_mean(self, part: Part, numel: int) -> PartMean:
-        """Returns a mean of zeros, float32 [numel], with 0 contributors: for a part whose mean nobody keeps."""
+        """Returns a mean of zeros, float32 [numel], with 0 contributors: for a part whose mean no replica keeps."""
         wire = self.wire_of(part)
         encoded = self._config.encode_part(part, torch.zeros(numel), wire)
         message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=wire)

@@ -1,6 +1,7 @@
 """Step gossip: exchanges with the other replicas of each stage how many steps and tokens every replica has.
 
-Knows: GossipSteps and GossipedSteps, when to send them and to whom, what was heard. Must not know: how a step is taken.
+Knows: GossipSteps and GossipedSteps, when to send them and to which replicas, what was received. Must not know: how a
+step is taken.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class GossipListing(Protocol):
 
 
 class PlausibleSteps(Protocol):
-    """Protocol: says which steps of other replicas are plausible; implemented by step_bounds.StepBounds."""
+    """Protocol: decides which steps of other replicas are plausible; implemented by step_bounds.StepBounds."""
 
     def is_plausible(self, stage: int, step: int) -> bool:
         """Returns whether another replica of a stage can have taken `step` steps by now."""
@@ -81,8 +82,8 @@ class StepGossip:
     """Exchanges progress (steps and tokens) with the other replicas of each stage of the span.
 
     `run` sends changes and heartbeats until cancelled; `answer` serves the calls of other replicas; `known_progress`
-    returns what was heard. When a call to a replica fails, that replica is suspected, see replica_progress. bounds:
-    says which steps of other replicas are plausible, by default all.
+    returns what was received. When a call to a replica fails, that replica is suspected, see replica_progress. bounds:
+    decides which steps of other replicas are plausible, by default all.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class StepGossip:
     def known_progress(self, stage: int) -> KnownReplicas:
         """Returns the last known progress of a stage's other replicas, by id; silent ones may be among them.
 
-        A replica that was never heard of is among them only if a call to it failed; its counts are 0 then.
+        A replica that no gossip has reported is among them only if a call to it failed; its counts are 0 then.
         """
         return self._stages[stage].known
 
@@ -229,7 +230,7 @@ class StepGossip:
     def _select_plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
         """Returns the entries whose steps are plausible, or [] if the sender's entry about itself is implausible.
 
-        In the latter case reports the sender, forgets its progress, and leaves it out of others_in_view for FORGIVE_S;
+        With [], reports the sender's offence, forgets its progress, and leaves it out of others_in_view for FORGIVE_S;
         a plausible entry about the sender ends that time.
         """
         gossip = self._stages[stage]

@@ -28,7 +28,7 @@ BYTES: Final[dict[WireName, float]] = {
 class GradientWire(NamedTuple):
     """The format in which a replica sends gradients, and the reason in words.
 
-    is_limited: whether the uplink is too slow for the manifest's format. fits: whether it is fast enough for this one.
+    is_limited: whether the uplink is too slow for the manifest's format. fits: whether it is fast enough for `name`.
     """
 
     name: WireName
@@ -42,10 +42,14 @@ def choose_gradient_wire(
 ) -> GradientWire:
     """Returns the largest format, up to `manifest_wire`, whose bytes can be sent in a step; if none can, the smallest.
 
-    A format fits if its bytes <= fraction * uplink * step_s; with n `replicas`, this one included, a replica sends
-    2 * (n - 1) / n * numel values in a step. numel: elements of the stages held. uplink: measured bytes per second,
-    None while nothing is queued for it. step_s: average duration of a step in seconds, None before the first. fraction:
-    part of the uplink that gradients may use. Without uplink or step_s, or for one replica, returns `manifest_wire`.
+    A format fits if its bytes <= fraction * uplink * step_s; a replica sends 2 * (n - 1) / n * numel values in a step.
+    Without uplink or step_s, or for one replica, returns `manifest_wire`.
+
+    numel: elements of the stages held.
+    replicas: n, the number of replicas, this one included.
+    uplink: measured bytes per second, None while nothing is queued for the uplink.
+    step_s: average duration of a step in seconds, None before the first.
+    fraction: part of the uplink that gradients may use.
     """
     if uplink is None or step_s is None or replicas < 2:
         return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")

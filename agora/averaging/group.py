@@ -1,7 +1,7 @@
 """Keeps this peer's stages in step with their replicas at other peers: carries out what `next_action` decides.
 
 Knows: step gossip, rounds, stages (through ReplicatedStages). Must not know: networks, optimizers, files, the view.
-docs/averaging.md says what the rounds are for, and what follows when one fails.
+docs/averaging.md has what the rounds are for, and what follows when one fails.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ReplicaGroup:
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Answers Contribute as PartReducer.answer_contribution does; reports each ProtocolError also as an offence."""
+        """Answers Contribute with the mean, see PartReducer.answer_contribution; reports ProtocolErrors as offences."""
         try:
             return await self.reducer.answer_contribution(peer, message, tensors, deadline)
         except ProtocolError as error:
@@ -166,7 +166,7 @@ class ReplicaGroup:
         return max(0, self._config.target_tokens - own.tokens - replica_progress.count_tokens(live, own.open_step))
 
     def reason(self, stage: int) -> str:
-        """Returns the sentence in which next_action last said why the stage does what it does; "" before the first."""
+        """Returns the sentence with next_action's latest reason for what the stage does; "" before the first."""
         return self._stage_states[stage].reason
 
     # --- what the reducer asks, see ReducerView
@@ -174,7 +174,7 @@ class ReplicaGroup:
     def members(self, stage: int) -> Members:
         """Returns the members of the stage's next round, with this peer, by id, and their bandwidths, see `Members`.
 
-        Newcomers own no part. In asynchronous runs lagging replicas are no members at exact steps: they replay these.
+        Newcomers own no part. In asynchronous runs lagging replicas are not members at exact steps: they replay them.
         """
         listed, known = self._listing.replicas_in_view(stage), self.gossip.known_progress(stage)
         step = self._stages.step_of(stage)
@@ -199,8 +199,8 @@ class ReplicaGroup:
     def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
         """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
 
-        In asynchronous runs also others that have not reported yet (after step 0), or were more than 1 step (for slices
-        MAX_REPORT_LAG + 1) behind the part's step when they did. That of a slice is its number * averaging.every.
+        In asynchronous runs also others that have not reported yet (after step 0), or whose last report was more than 1
+        step (for slices MAX_REPORT_LAG + 1) behind the part's step. A slice's step is part.number * averaging.every.
         """
         known = self.gossip.known_progress(part.stage)
         not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
@@ -259,7 +259,7 @@ class ReplicaGroup:
     # --- deciding
 
     def on_share_closed(self, stage: int) -> None:
-        """Called when the device thread closed a share: notes the time, gossips at once, starts what is due."""
+        """Called when the device thread closed a share: notes the time, gossips immediately, starts what is due."""
         self._stage_states[stage].meter.on_share_closed(loop_time())
         self.gossip.tick()
 

@@ -55,7 +55,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ActionConfig:
-    """What the manifest says about stepping."""
+    """The manifest's settings for steps."""
 
     target_tokens: int  # tokens of a step, counted by all replicas together
     synchronous: bool
@@ -85,7 +85,7 @@ class OwnStage:
     is_busy: bool = False  # whether a step, a fetch or a catch-up is running
     slice_due: int | None = None  # the slice round to begin, None if none is due
     behind_since: float | None = None
-    """When it fell behind the run's leading stage, on the loop's clock; None if it is not behind."""
+    """When the stage fell behind the run's leading stage, on the loop's clock; None if it is not behind."""
     diverged_from: tuple[PeerId, ...] = ()
     """Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ()."""
     in_progress: int = 0  # number of microbatches in progress here that belong to the open share
@@ -173,7 +173,8 @@ def _why_incomplete(now: float, own: OwnStage, live: replica_progress.KnownRepli
     | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
     | the share, asynchronous | another replica closed its own share, and CLOSE_AFTER_FRACTION of a step has passed |
 
-    That fraction counts as at most MAX_CLOSE_AFTER_S seconds, and as these while the duration of a step is unknown.
+    That fraction of a step counts as at most MAX_CLOSE_AFTER_S seconds, and as MAX_CLOSE_AFTER_S while the duration of
+    a step is unknown.
     """
     step, tokens = own.counts.step, own.counts.tokens
     missing = config.target_tokens - tokens - replica_progress.count_tokens(live, step)

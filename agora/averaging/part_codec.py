@@ -33,15 +33,15 @@ NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 
 MAX_LEVEL: Final = 126.0  # largest magnitude before dither, so that it never clips
 MIN_EXPONENT, MAX_EXPONENT = -120, 100
 CACHED_PARTS: Final = 32
-"""Parts whose dither is cached, half a MiB to 2 MiB each: about as many as are being sent at once."""
+"""Parts whose dither is cached, half a MiB to 2 MiB each: about as many as are being sent at the same time."""
 
 
 @functools.lru_cache(maxsize=CACHED_PARTS)
 def dither_fractions(label: str, numel: int) -> Tensor:
     """Returns pseudo-random fractions that depend on `label` alone: float32 [numel] in (-0.5, 0.5).
 
-    A smaller `numel` gives the first ones of a larger. Each is (byte + 0.5) / 256; the signed bytes come from a
-    Philox4x64-10 generator whose key is a hash of the label. The tensor is cached; do not change it.
+    A smaller `numel` gives the first fractions of a larger one. Each is (byte + 0.5) / 256; the signed bytes come from
+    a Philox4x64-10 generator whose key is a hash of the label. The tensor is cached; do not change it.
     """
     key = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()[:16]
     words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
@@ -75,9 +75,9 @@ class PartCodec:
         """Returns `values`, float32 [n] on the CPU and finite, as wire tensors.
 
         int8 clips magnitudes above about 2^107; normal2 to normal4 treat a block's root mean square as at most 2^100.
-        dither: the label for dither_fractions, which int8 adds before it rounds; `decode` needs the same. None adds
-        nothing. The other formats ignore the label. float32 tensors share the memory of `values`, which must not change
-        until they are sent.
+        dither: the label for dither_fractions, which int8 adds before it rounds; `decode` needs the same label. None
+        adds nothing. The other formats ignore the label. float32 tensors share the memory of `values`, which must not
+        change until they are sent.
         """
         if self.name in NORMAL_BITS:
             return quantise(values, NORMAL_BITS[self.name])

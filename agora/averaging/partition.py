@@ -24,7 +24,7 @@ residual of its means for the next round."""
 RELAYED_SHARE: Final = 0.25
 """Fraction of a replica's bandwidth that counts if others reach it only through a relay."""
 MAX_RUNNING_SLICE_ROUNDS: Final = 4
-"""Maximum number of slice rounds that one replica may be running at once."""
+"""Maximum number of slice rounds that one replica may be running at the same time."""
 
 
 class Slices:

@@ -35,7 +35,7 @@ class MagnitudeBound:
     def why_implausible(self, mean: float, own: float) -> str:
         """Returns why a mean of magnitude `mean` must be rejected, or "" if it is plausible: finite and within `limit`.
 
-        own: as for `limit`.
+        own: magnitude of this peer's own values.
         """
         limit = self.limit(own)
         why = f"the mean has a root mean square of {mean:.3g}; at most {limit:.3g} is plausible"

@@ -3,8 +3,8 @@
 Deterministic. Knows: this replica's last step, how long its steps last, a step's tokens. Must not know: calls, weights,
 any clock.
 
-All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. Whoever reports
-more steps than MAX_SPEED_UP times as many as that allows is implausible, however many tokens it says it has counted:
+All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. A report of more
+steps than MAX_SPEED_UP times as many as that pace allows is implausible, however many tokens it claims to have counted:
 
     highest plausible step = own step + lead + MAX_SPEED_UP * (SLACK_S + seconds since that step) / step_s
 
@@ -42,8 +42,9 @@ class OwnPace:
     """How far this replica is with a stage, and how fast it steps; bounds what other replicas can have reached.
 
     own_step: the last step that this replica took itself while it was level with the others (at most LEAD behind).
-    own_step_at: the time in seconds when it took that step. present_step: the step that it is at now, which it may have
-    taken over from another replica. step_s: average duration of its steps in seconds, None if unknown.
+    own_step_at: the time in seconds when it took that step.
+    present_step: the step that it is at now, which it may have taken over from another replica.
+    step_s: average duration of its steps in seconds, None if unknown.
     """
 
     own_step: int
@@ -55,7 +56,7 @@ class OwnPace:
         """Returns the pace after this replica was seen at `step` at time `now`: with present_step and step_s replaced.
 
         own_step and own_step_at become `step` and `now` only if this replica took exactly one step and is level with
-        the others (at most LEAD behind): one that replays takes many steps at once, which must not raise the bound.
+        the others (at most LEAD behind): one that replays takes many steps quickly, which must not raise the bound.
         furthest_step: the highest plausible step that another replica has reported.
         """
         if step == self.present_step + 1 and furthest_step <= step + LEAD:

@@ -26,9 +26,9 @@ MIN_MEASURED_S: Final = 1.0
 MAX_MEAN_WAIT_FRACTION: Final = 0.5
 """Largest fraction of a step for which origins wait for a mean gradient."""
 ASSUMED_STEP_S: Final = 2.0
-"""Seconds that a step is assumed to take, for that wait, while the rate of a replica is unknown."""
+"""Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown."""
 MAX_SKIPPED_WAITS: Final = 32
-"""Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether they
+"""Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether means
 come sooner now."""
 MAX_CORRECTION: Final = 0.5
 """Fraction of the target by which a step may be made smaller or larger to correct earlier ones."""
@@ -97,9 +97,11 @@ class StepTokenPlan:
 class StepMeter:
     """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
 
-    microbatch_tokens: tokens of one microbatch, of which quotas are multiples. token_plan: plans the tokens of the next
-    step. rate: how fast this replica counts tokens. step_s: average duration of a step. `now`, an argument of the
-    methods: seconds, always on the same clock.
+    microbatch_tokens: tokens of one microbatch, of which quotas are multiples.
+    token_plan: plans the tokens of the next step.
+    rate: how fast this replica counts tokens.
+    step_s: average duration of a step.
+    now (an argument of the methods): seconds, always on the same clock.
     """
 
     microbatch_tokens: int

@@ -1,6 +1,6 @@
 """Asks the other replicas for the means that they keep of a round's parts, where those parts have no mean here.
 
-Knows: who may keep a mean, deadlines. Must not know: why a part failed, how steps are taken.
+Knows: which replicas may keep a mean, deadlines. Must not know: why a part failed, how steps are taken.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part:
 async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
     """Asks live replicas for the means of a round's failed parts, and puts plausible ones into `result`, in place.
 
-    Asks for several parts at once. Marks each part that got a mean as averaged, and sets the result's weight to that of
-    the last mean that has contributions, at most RoundConfig.max_weight; the zero mean of a part that nobody could
-    average has none. Returns after at most one round_s, even if parts are still failed. first_part: part 0 of the
-    round. result: its failed parts hold this replica's own values, and keep them if no mean is found.
+    Asks for several parts at the same time. Marks each part that got a mean as averaged, and sets the result's weight
+    to that of the last mean that has contributions, at most RoundConfig.max_weight; the zero mean of a part that no
+    owner could average has no contributions. Returns after at most one round_s, even if parts are still failed.
+    first_part: part 0 of the round. result: its failed parts hold this replica's own values, and keep them if no mean
+    is found.
     """
     sources = sorted(group.live_others(first_part.stage))
     cuts = cut_into_parts(len(result.mean))

@@ -2,16 +2,17 @@
 
 A part is a shard of what a round averages; its owner is the reducer of the shard.
 
-Knows: contributions, who is expected, when to stop waiting. Must not know: how calls travel, steps, the view.
+Knows: contributions, which members are expected, when to stop waiting. Must not know: how calls travel, steps,
+the view.
 
 | a part | is averaged |
 |---|---|
-| to which every expected member has contributed | at once |
+| to which every expected member has contributed | immediately |
 | whose window, which its first contribution opened, is over | from the contributions that came |
-| of which this peer is the second owner | likewise, unless a member has the first owner's mean (Recall): that is used |
+| of which this peer is the second owner | likewise, but if a member has the first owner's mean (Recall), that is used |
 
 A contribution that is late, or of a peer that is not a member, is answered by the mean without being in it. After a
-mean of one peer's contribution alone, later contributors are averaged again.
+mean of one peer's contribution alone, later contributions are averaged again.
 """
 
 from __future__ import annotations
@@ -71,9 +72,12 @@ class ReducerView(Protocol):
 class _Gathering:
     """The collection of the members' contributions to one part, while this owner waits for more of them.
 
-    numel: elements of the part. expected: the members that are waited for. result: the future mean, which all
-    contributors await. timer: ends the window. values, weights: the contributions so far, by member. recall: the task
-    that asks the members for the mean that the part's first owner may have given them; None if there is none.
+    numel: elements of the part.
+    expected: the members that are waited for.
+    result: the future mean, which all contributors await.
+    timer: ends the window.
+    values, weights: the contributions so far, by member.
+    recall: the task that asks the members for the mean that the part's first owner may have given them, or None.
     """
 
     numel: int
@@ -143,18 +147,20 @@ class PartReducer:
     ) -> tuple[Averaged, list[WireTensor]]:
         """Adds a member's values to a part, waits for the part's mean, and returns that: a message and tensors.
 
-        The message's `counted` says whether the values are in the mean: not if they came too late, or from a peer that
-        is not a member. Raises Refused when every weight is 0, when the mean is not finite, and when the round is too
-        far from this peer's own; Busy when too many parts are gathered here; ProtocolError as `_average_with` does;
+        The message's `counted` is whether the values are in the mean: not if they came too late, or from a peer that is
+        not a member. Raises Refused when every weight is 0, when the mean is not finite, and when the round is too far
+        from this peer's own; Busy when too many parts are gathered here; ProtocolError for too large a weight, values
+        of a wrong form, a part that this peer does not average, and one to which `peer` has contributed before;
         TimeoutError if there is no mean by the loop time `deadline`.
         """
         mean = await self._average_with(peer, message, tensors, deadline)
         return mean.message, list(mean.encoded.tensors if mean.encoded else ())
 
     async def contribute_own(self, message: Contribute, tensors: Sequence[WireTensor], deadline: float) -> PartMean:
-        """Adds this peer's own values to a part that it owns, waits for the part's mean, and returns that.
+        """Adds this peer's own values to a part that it owns, waits for the part's mean, and returns that mean.
 
-        Raises what answer_contribution raises.
+        Raises TimeoutError if there is no mean by the loop time `deadline`, and Refused, Busy or ProtocolError in the
+        cases that answer_contribution lists.
         """
         return await self._average_with(self.config.me, message, tensors, deadline)
 
@@ -164,8 +170,7 @@ class PartReducer:
         """Adds a contribution of `peer`, waits for the mean of its part, and returns that mean.
 
         If the part was averaged before, returns the kept mean, without the contribution. `counted` in the mean's
-        message says whether it contains the contribution; see _record_contribution and _gather. Raises ProtocolError
-        for too large a weight, values of a wrong form, or a part to which `peer` has contributed before.
+        message is whether the mean contains the contribution. Errors: see answer_contribution.
         """
         part = Part(message.stage, message.what, message.round, message.part)
         numel = self._view.check_part(part)
@@ -229,8 +234,8 @@ class PartReducer:
     def _record_contribution(self, peer: PeerId, part: Part) -> None:
         """Records that `peer` contributes to `part`, and so is no longer unresponsive in that round.
 
-        Earlier rounds of the stage that the peer has left by now stop waiting for it: those of gradients, and slice
-        rounds at least MAX_RUNNING_SLICE_ROUNDS earlier. ProtocolError if it contributed to this part before.
+        Earlier rounds of the stage that the peer has left by now stop waiting for it: rounds of gradients, and slice
+        rounds at least MAX_RUNNING_SLICE_ROUNDS earlier. ProtocolError if `peer` contributed to this part before.
         """
         record = self._round_record(part)
         if peer in record.contributed[part.part]:
@@ -245,7 +250,7 @@ class PartReducer:
     def _stop_expecting(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
         """Stops waiting for a member that has not contributed to `part`; does nothing if it has.
 
-        Averages the part now if that member was the last one missing. While a recall runs, this is left to its end.
+        Averages the part now if that member was the last one missing. A running recall delays that to its own end.
         """
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}
@@ -256,8 +261,8 @@ class PartReducer:
         """Adds a contribution, if the peer is a member; waits for the part's mean until `deadline` and returns it.
 
         The first contribution opens the gathering. The first one that comes to this peer as the part's second owner
-        starts a recall; any other has the part averaged at once if no expected one is missing then. Raises TimeoutError
-        at the deadline, Busy as _open_gathering does, and Refused when there is no mean.
+        starts a recall; any other has the part averaged immediately if no expected one is missing then. Raises
+        TimeoutError at the deadline, Busy when MAX_GATHERINGS are open already, and Refused when there is no mean.
         """
         is_second = message.first_owner_failed and self._first_owner(part) != self.config.me
         gathering = self._gatherings.get(part) or self._open_gathering(part, peer, len(values), is_second)

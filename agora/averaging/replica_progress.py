@@ -1,4 +1,4 @@
-"""Keeps what a replica knows of its stage's other replicas: their progress, who is alive, who belongs to a step.
+"""Keeps what a replica knows of its stage's other replicas: their progress, which are alive, which belong to a step.
 
 Deterministic. Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of
 randomness.
@@ -41,7 +41,7 @@ MAX_PLAUSIBLE_LEAD: Final = 10
 GOSSIP_FANOUT: Final = 4
 """Number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS."""
 NEWCOMER_STEPS: Final = 3
-"""Number of steps in which a new replica owns no part: others hear of it one by one, but must agree on the owners."""
+"""Number of steps in which a new replica owns no part: others learn of it one by one, but must agree on the owners."""
 
 
 class ReplicaCounts(NamedTuple):
@@ -98,7 +98,7 @@ class ReplicaProgress:
     broken_since: float = math.inf  # the first time since `reported_at` that a connection to it broke
     broken_at: float = -math.inf  # the last such time
     direct: DirectReport = field(default_factory=DirectReport)  # its own last report
-    listed: bool = False  # whether the view has named it since it was first heard of
+    listed: bool = False  # whether the view has named it since the first report of it
 
     def is_silent(self, now: float) -> bool:
         """Returns whether the last report is older than SILENT_S, or connections broke since then for GONE_S.
@@ -180,9 +180,9 @@ def record_failure(
 ) -> dict[PeerId, ReplicaProgress]:
     """Returns a copy of `known` in which a call to `peer` failed at time `now`, see ReplicaProgress.with_failure.
 
-    A peer that is not in `known` is added with counts of 0, reported_at `now`, and no direct report: it is suspected at
-    once, and silent after SILENT_S. broken: whether the connection to the peer broke or could not be opened, so that
-    the peer may be gone.
+    A peer that is not in `known` is added with counts of 0, reported_at `now`, and no direct report: it is suspected
+    immediately, and silent after SILENT_S. broken: whether the connection to the peer broke or could not be opened, so
+    that the peer may be gone.
     """
     progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
     return dict(known) | {peer: progress.with_failure(now, broken=broken)}
@@ -201,7 +201,7 @@ def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) ->
 
 
 def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns those of `peers` that are silent or suspected. A peer that was never heard of is not among them."""
+    """Returns those of `peers` that are silent or suspected. A peer that is not in `known` is not among them."""
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
 
 
@@ -244,8 +244,8 @@ def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
     """Returns the other replicas that belong to a step and its rounds: all that may be alive, see docs/averaging.md.
 
-    These are the listed replicas that are not silent, including suspected ones and ones never heard of; and live
-    replicas that have reported themselves but were never listed.
+    These are the listed replicas that are not silent, including suspected ones and ones that are not in `known`; and
+    live replicas that have reported themselves but were never listed.
     """
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
     heard = {peer for peer, progress in known.items() if progress.direct.step >= 0 and progress.is_live(now)}
@@ -266,8 +266,8 @@ def first_closed_at(others: KnownReplicas, step: int) -> float | None:
     """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
 
     For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
-    it is later. None if none has closed it. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one
-    can while this one's share is open.
+    it is later. None if no other replica has closed its share. Ignores a replica that leads by more than
+    MAX_PLAUSIBLE_LEAD: no honest one can while this one's share is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
     reports = [progress.direct for progress in others.values()]
@@ -285,15 +285,16 @@ def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
 def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_tokens: int, target: int) -> int:
     """Returns the step that the other replicas have reached, or this replica's own, `step`, when it is not behind.
 
-    others: the live replicas; their steps count as each reported of itself. reachable: number of members of the step
-    that are not unreachable, including those never heard of. own_tokens: counted here for `step`. target: tokens of a
-    step.
+    others: the live replicas; their steps count as each reported of itself.
+    reachable: number of members of the step that are not unreachable, including those of which nothing is known.
+    own_tokens: counted here for `step`.
+    target: tokens of a step.
 
     | reported | result |
     |---|---|
     | half of `reachable` are beyond `step` | the step that half of them have reached |
     | a quarter of `reachable` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
-    | neither | step |
+    | anything else | step |
     """
     steps = sorted((progress.direct.step for progress in others.values()), reverse=True)
     half = math.ceil(reachable / 2)

@@ -1,6 +1,6 @@
 """Protocols of what averaging calls in other packages: this peer's stages, its view, and the fetching of a state.
 
-Knows: flat weights by element, steps by number. Must not know: who implements them. The daemon passes in train.Compute
+Knows: flat weights by element, steps by number. Must not know: what implements them. The daemon passes in train.Compute
 and state.StateKeeper.
 """
 
@@ -62,8 +62,9 @@ class ReplicatedStages(Protocol):
     async def catch_up(self, stage: int, step: int) -> None:
         """Raises the stage's step count to `step`, that of the other replicas, without their means or states.
 
-        One step behind, or with local steps, first steps along the own gradient sum; then skips the steps still missing
-        and drops the sum. Does nothing if the stage is not behind or has a closed share.
+        A stage that is one step behind, or takes local steps, first steps along its own gradient sum; then the
+        steps still missing are skipped, and the sum is dropped. Does nothing if the stage is not behind or has a
+        closed share.
         """
 
     async def take_gradient_share(self, stage: int) -> Any:
@@ -81,7 +82,7 @@ class ReplicatedStages(Protocol):
 
 
 class ReplicaListing(Protocol):
-    """Protocol: what this peer's view says of the run, and its uplink; implemented by the daemon."""
+    """Protocol: what this peer's view shows of the run, and this peer's uplink; implemented by the daemon."""
 
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
         """Returns the stage's serving replicas in the view by id, this peer included if it serves, with bandwidths.

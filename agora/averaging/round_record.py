@@ -1,4 +1,4 @@
-"""What an owner remembers of a round: its members, who has contributed to which part, and the parts' means.
+"""What an owner remembers of a round: its members, which of them have contributed to which part, and the parts' means.
 
 Knows: peers, encoded means. Must not know: how values are averaged, calls, time.
 """
@@ -17,7 +17,7 @@ from agora_protocol.tensors import WireTensor
 MIN_KEPT_ROUNDS: Final = 4
 """Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size."""
 MAX_KEPT_BYTES: Final = 2**28
-"""Bytes of kept means of a stage and kind, beyond which those of older rounds are dropped. They are kept because a
+"""Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
 replica that has just joined asks for the means of the steps that were taken while it fetched the state."""
 
 
@@ -33,8 +33,10 @@ class KeptPartMean(NamedTuple):
 class RoundRecord:
     """What a replica remembers of one round, above all as an owner of parts.
 
-    members: by id, with bandwidths as in partition.Members. unresponsive: members that no part waits for. contributed:
-    by part index, the peers that have contributed. means: by part index, the kept means, `nbytes` bytes together.
+    members: by id, with bandwidths as in partition.Members.
+    unresponsive: members that no part waits for.
+    contributed: by part index, the peers that have contributed.
+    means: by part index, the kept means, `nbytes` bytes together.
     """
 
     members: dict[PeerId, float | None] = field(default_factory=dict)

@@ -40,10 +40,11 @@ NO_ANSWER: Final = (BROKEN, "deadline")
 class RoundResult:
     """The result of a round for one member. recall_failed_parts changes it in place.
 
-    mean: float32 [n]; in a failed part, this replica's own values. averaged: for each part, whether it was averaged.
-    contributors: average over all parts of the number of members that contributed in time, 0 for a failed part. lost:
-    average over all parts of this peer's tokens that were too late for this round and the one before. weight: average
-    over the averaged parts of the tokens behind their means, each at most RoundConfig.max_weight.
+    mean: float32 [n]; in a failed part, this replica's own values.
+    averaged: for each part, whether it was averaged.
+    contributors: average over all parts of the number of members that contributed in time, 0 for a failed part.
+    lost: average over all parts of this peer's tokens that were too late for this round and the one before.
+    weight: average over the averaged parts of the tokens behind their means, each at most RoundConfig.max_weight.
     """
 
     mean: Tensor
@@ -85,9 +86,12 @@ class _PartAnswer(NamedTuple):
 class Round:
     """One round in which this peer is a member; call `run` once.
 
-    reducer: averages the parts that this peer owns. what: "gradient" or "slice". number: counts the rounds of the stage
-    and kind. weight: tokens behind the values; with 0 they do not enter the mean. members: this peer included, with
-    bandwidths. deadline: loop time by which the round ends, whoever has answered.
+    reducer: averages the parts that this peer owns.
+    what: "gradient" or "slice".
+    number: counts the rounds of the stage and kind.
+    weight: tokens behind the values; with 0 they do not enter the mean.
+    members: this peer included, with bandwidths.
+    deadline: loop time by which the round ends, whichever owners have answered.
     """
 
     reducer: PartReducer
@@ -105,8 +109,8 @@ class Round:
     async def run(self, values: Tensor) -> RoundResult:
         """Averages `values` with those of the other members, reports RoundDone, and returns the result by the deadline.
 
-        Averages up to MAX_OPEN_PARTS parts at once. Parts that were not averaged keep this peer's values. values:
-        float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
+        Averages up to MAX_OPEN_PARTS parts at the same time. Parts that were not averaged keep this peer's values.
+        values: float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
         """
         started_at = loop_time()
         parts = [values[cut] for cut in cut_into_parts(len(values))]
@@ -198,9 +202,9 @@ class Round:
 
 
 def _set_statistics(result: RoundResult, answers: Sequence[_PartAnswer], max_weight: float) -> None:
-    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; without any, nothing.
+    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; without answers, nothing.
 
-    max_weight: what a larger weight, which an owner may have made up, counts as.
+    max_weight: a larger weight in an answer, which its owner may have made up, counts as this.
     """
     if answers:
         result.lost = sum(answer.lost for answer in answers) / len(result.averaged)

@@ -5,8 +5,8 @@ optimizers, the view.
 
 Round r begins after local step r * every, over slice r mod count. Its mean difference moves anchor and weights
 (train.outer_step). Up to MAX_RUNNING_SLICE_ROUNDS rounds run while training goes on; their means are applied in the
-order of their numbers. A failed part whose mean nobody keeps changes nothing: the slice's next round averages that
-difference.
+order of their numbers. A failed part whose mean no replica keeps changes nothing: the slice's next round averages
+that difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECALL_FIRST: Final = 2
 
 
 class SliceRounds:
-    """Runs the slice rounds of one stage, several at once, as background tasks; used on the event loop only."""
+    """Runs the slice rounds of one stage, several concurrently, as background tasks; used on the event loop only."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class SliceRounds:
     def next_due(self, step: int, agreed: int) -> int | None:
         """Returns the number of the round to begin now, after `step` steps; None if none is due or no more may run.
 
-        agreed: the step of the last round whose mean was applied. At most MAX_RUNNING_SLICE_ROUNDS run at once, and
-        never two of one slice.
+        agreed: the step of the last round whose mean was applied. At most MAX_RUNNING_SLICE_ROUNDS run at the same
+        time, and never two of one slice.
         """
         number = max(self._last_begun, agreed // self._every) + 1
         may_begin = len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, self._slices.count)

@@ -29,7 +29,7 @@ class StagesWithSteps(Protocol):
 
 
 class StepBounds:
-    """Says which steps of other replicas are plausible now, for each stage of the span.
+    """Decides which steps of other replicas are plausible now, for each stage of the span.
 
     Every method also updates, from the stage's present step, how fast this replica steps; call one at least once in
     each step.

@@ -29,7 +29,7 @@ def gradient_dither_key(microbatch: bytes, stage: int) -> str:
 
 
 class BoundaryCodec:
-    """Encodes and decodes boundaries and their gradients as the manifest's boundary.codec says. Any thread may use it.
+    """Encodes and decodes boundaries and their gradients by the manifest's boundary.codec. Any thread may use it.
 
     name: such as "int8", "int6/int4h" (boundaries in 6 bits, gradients rotated and in 4 bits) or "top64:bf16" (only the
     64 strongest columns, as bf16). seed: the run's. Raises ManifestError for an unknown name.
@@ -46,12 +46,12 @@ class BoundaryCodec:
         """Encodes a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
 
         direction: chooses the codec. key: of the dither (see gradient_dither_key), the same as for `decode`; None
-        rounds to nearest. float32 and bf16 ignore it; their result may share the memory of `tensor`, which must not
-        change before it is sent. Values that are not finite do not raise; see `decode`.
+        rounds to nearest. float32 and bf16 ignore the key; their result may share the memory of `tensor`, which must
+        not change before the result is sent. Values that are not finite do not raise; see `decode`.
 
-        boundary: for a gradient, the decoded boundary that it belongs to: a codec that sends only some columns then
-        sends the gradients of the columns that had been sent. None: it sends the columns with the largest sums of
-        squares in `tensor`.
+        boundary: for a gradient, the decoded boundary that the gradient belongs to: a codec that sends only some
+        columns then sends the gradients of the columns that had been sent. None: such a codec sends the columns with
+        the largest sums of squares in `tensor`.
         """
         codec = self._spec.of_direction(direction)
         if not self._spec.columns:
@@ -95,7 +95,7 @@ class BoundaryCodec:
         return tensor
 
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        """Encodes all columns of a tensor [b, s, columns] as `codec` says: uncompressed, or (rotated and) quantised.
+        """Encodes all columns of a tensor [b, s, columns] by `codec`: uncompressed, or (rotated and) quantised.
 
         key: of the dither; None rounds to nearest. Uncompressed values get no dither.
         """

@@ -2,8 +2,8 @@
 
 A level represents the middle of its interval; no level represents zero: at 4 bits that lowers the mean squared error by
 a fifth. Subtractive dither (L. Roberts, 1962): the same pseudo-random fraction of a level is added before rounding and
-subtracted after decoding. The mean is exact, as with stochastic rounding, and the mean squared error is half of that.
-Knows: numbers and bytes. Must not know: directions, microbatches, the wire.
+subtracted after decoding. The mean is exact, as with stochastic rounding, and the mean squared error is half of
+stochastic rounding's. Knows: numbers and bytes. Must not know: directions, microbatches, the wire.
 """
 
 from __future__ import annotations

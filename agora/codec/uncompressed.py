@@ -1,7 +1,7 @@
 """Converts tensors to raw bytes and back: boundaries as bf16 or float32, token ids as the narrowest integers that fit.
 
 Values are little-endian on the wire, as in the memory of every machine that torch supports. Knows: dtypes, shapes and
-who owns the bytes. Must not know: what a tensor means.
+which tensors share bytes. Must not know: what a tensor means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides in which order an origin takes the blocks of an epoch, and which of two origins precedes in a block.
 
 Deterministic. This is rendezvous hashing (Thaler and Ravishankar, IEEE/ACM Trans. Networking 1998): origins that agree
-on who is live agree on the owner of each block.
+on which of them are live agree on the owner of each block.
 
 Knows: the hash of (seed, epoch, block, origin). Must not know: what is taken or done.
 """

@@ -23,7 +23,7 @@ GENERATION_MARK = "agora_generation_mark"
 """Name of the template variable whose text is written before and after each generation block; if unset, nothing is."""
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What compiling and rendering may raise: a template's own error, or that of an expression in it."""
+"""What compiling and rendering may raise: a template's own error, or the error of an expression in it."""
 
 
 class GenerationBlocks(Extension):

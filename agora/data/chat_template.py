@@ -66,10 +66,13 @@ class MarkedText:
 class ChatTemplate:
     """A Hugging Face chat template (source in jinja2) and the special tokens that it may write.
 
-    name: what errors call the template. special_tokens: variable such as eos_token -> the token's text. now: the time
-    given to templates that write the date; peers that train together must give the same. has_generation_blocks: whether
-    the source has {% generation %}. The first `render` or `mark` compiles the source; then they raise LocalError
-    without jinja2, and DataError for a malformed template.
+    The first `render` or `mark` compiles the source: it raises LocalError without jinja2, DataError for a malformed
+    template.
+
+    name: what errors call the template.
+    special_tokens: variable such as eos_token -> the token's text.
+    now: the time given to templates that write the date; peers that train together must give the same.
+    has_generation_blocks: whether the source has {% generation %}.
     """
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str], now: datetime) -> None:

@@ -1,6 +1,6 @@
 """Turns sources of text into one array of token ids, built once per machine and mapped into memory.
 
-Knows: sources, tokenizers, the cache. Must not know: models, windows, who samples.
+Knows: sources, tokenizers, the cache. Must not know: models, windows, sampling.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
     """Returns the token ids [n] of all documents of all sources, memory-mapped from a cache file in `cache_dir`.
 
     If no intact cache exists for these files and this tokenizer, tokenises the files and writes the cache first. Of
-    several processes, one writes it and the others wait. sources: see text_sources.find_files. base: the folder of
-    relative paths, by default the current one. The tokenizer's separator follows each document. Raises ManifestError
-    when data.corpus is wrong, DataError for a malformed file, DiskError or LocalError when this machine cannot.
+    several processes, one writes the cache and the others wait. sources: see text_sources.find_files. base: the folder
+    of relative paths, by default the current one. The tokenizer's separator follows each document. Raises ManifestError
+    when data.corpus is wrong, DataError for a malformed file, DiskError when a file cannot be read or written,
+    LocalError without the package that a file's format needs.
     """
     files = find_files(sources, base or Path.cwd())
     cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))

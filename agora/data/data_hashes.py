@@ -20,8 +20,8 @@ def hash_samples(path: Path) -> str:
     """Returns the SHA-256, in hex, of a data file's content.
 
     Of a `datasets` folder it is the hash of its data files' contents, concatenated in the order in which they are read
-    (in folders written by `Dataset.save_to_disk`, the order of their names). Raises DiskError and DataError when they
-    cannot be read.
+    (in folders written by `Dataset.save_to_disk`, the order of their names). Raises DiskError when a file cannot be
+    read, DataError for any other folder.
     """
     digest = hashlib.sha256()
     for file in data_files(path):
@@ -42,7 +42,8 @@ def hash_tokenizer(tokenizer: ModelTokenizer) -> str:
 def check_samples(path: Path, expected: str) -> None:
     """Raises DataError unless the samples in `path` have the SHA-256 `expected`; does nothing if `expected` is "".
 
-    Reads the whole file; raises what hash_samples raises.
+    Reads all of the data. Raises DiskError when a file cannot be read, DataError also for a folder that is not a
+    `datasets` folder.
     """
     if expected and (found := hash_samples(path)) != expected:
         raise DataError(

@@ -25,16 +25,17 @@ from agora.data.sample_rows import SampleRows
 from agora.data.sampling import DrawnMicrobatch
 
 KEPT_ORDERS: Final = 4  # maximum number of epochs whose order is cached
-ID_DIGITS: Final = 15  # hex digits of the rows' fingerprint that other origins are told: 60 bits
+ID_DIGITS: Final = 15  # hex digits of the rows' fingerprint that other origins receive: 60 bits
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
     """How many samples (in dpo runs: pairs) the swarm has trained on, as far as this origin knows.
 
-    epoch: the first epoch that is not complete. seen: samples trained on at least once in an epoch, summed over the
-    epochs. repeated: how often a sample was trained on again in the same epoch. missed: samples not trained on yet, in
-    epochs in progress that are older than the newest.
+    epoch: the first epoch that is not complete.
+    seen: samples trained on at least once in an epoch, summed over the epochs.
+    repeated: how often a sample was trained on again in the same epoch.
+    missed: samples not trained on yet, in epochs in progress that are older than the newest.
     """
 
     epoch: int
@@ -46,10 +47,14 @@ class SampleCounts:
 class EpochBatches:
     """Draws one origin's microbatches of samples, and counts what the swarm has trained on.
 
-    rows: the training and held-out rows. seed: the run's seed. microbatch_size: b, rows in a microbatch. me: this
-    origin. session: a number below 2^63 that is used by no other start of any origin. live: returns the names of the
-    live origins; called at each draw. shares: decides which microbatches this origin takes; its state is to be
-    exchanged with the other origins and kept in checkpoints.
+    rows: the training and held-out rows.
+    seed: the run's seed.
+    microbatch_size: b, rows in a microbatch.
+    me: this origin.
+    session: a number below 2^63 that is used by no other start of any origin.
+    live: returns the names of the live origins; called at each draw.
+    shares: decides which microbatches this origin takes; its state is to be exchanged with the other origins and kept
+    in checkpoints.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Decides which origin takes which microbatch of an epoch, so that each is done once an epoch across the swarm.
 
-Deterministic. Knows: origins by name, what they say of the epochs, who is live. Must not know: rows, messages, a clock.
+Deterministic. Knows: origins by name, their states of the epochs, which are live. Must not know: rows, messages, time.
 
 Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
-tells the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
-(block_order.py): first the blocks in which it has the lowest hash of the live origins, then those in which one of them
-has a lower one, and so on. So origins that are equally fast do not take the same microbatches, and a fast one takes
+sends the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
+(block_order.py): first the blocks where it has the lowest hash of the live origins, then those where one live origin
+has a lower hash, and so on. So origins that are equally fast do not take the same microbatches, and a fast one takes
 what the slow ones have not reached.
 
 | a microbatch | when |
@@ -13,17 +13,17 @@ what the slow ones have not reached.
 | is free | it is not done, and no live origin has opened or claimed it: what a dead one had in flight is free again |
 | is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, or of its next block |
 | may be claimed where others work | others work in every block with free ones; a hash chooses the place |
-| is opened | its claim was told ANNOUNCE_INTERVALS times, or the origin has the lowest hash of the block |
+| is opened | its claim was sent ANNOUNCE_INTERVALS times, or the origin has the lowest hash of the block |
 | is no longer claimed | a live origin opened it, or claimed it with a lower hash; or take_next is not called any more |
 
-An origin claims as many microbatches ahead as it opens during ANNOUNCE_INTERVALS of gossip. So others hear of a claim
-before it is opened, and one of two origins with the same claim drops it. A paused origin delays nobody, because its
+An origin claims as many microbatches ahead as it opens during ANNOUNCE_INTERVALS of gossip. So others receive a claim
+before it is opened, and one of two origins with the same claim drops it. A paused origin delays no other, because its
 claims lapse. When no microbatch of an epoch is free, origins go on with the next epoch. At most open_epochs are in
 progress; beyond them origins wait for the oldest one.
 
 A microbatch is done twice if its origin seems dead but is not, if two origins open it because a message was lost or
-late, or if an origin died before it told that it was done. Each session tells all origins what it has completed, so
-that repeats are counted, except those that a dead origin never told.
+late, or if an origin died before it sent that it was done. Each session sends all origins what it has completed, so
+that repeats are counted, except those that a dead origin never sent.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Claim:
 
 
 class EpochShares:
-    """Decides which microbatches of the epochs one origin takes, from what the origins of the swarm tell each other.
+    """Decides which microbatches of the epochs one origin takes, from what the origins of the swarm send each other.
 
     seed: the run's seed. me: this origin's name. session: a number from 0 to 2^63 - 1, unique to this start of the
     origin. count: microbatches in an epoch. rows_id: identifies the rows, so that origins with other rows are refused.
@@ -165,7 +165,7 @@ class EpochShares:
         self._end_flight(number)
 
     def next_state(self) -> tuple[int, ...]:
-        """Returns what to tell the other origins, at most MAX_STATE_INTS integers (see epoch_state.py).
+        """Returns what to send to the other origins, at most MAX_STATE_INTS integers (see epoch_state.py).
 
         Advances the logical clock: call it once in every interval of gossip, whether or not the result is sent. An
         origin measures its pace and the age of its claims in these calls. After LAPSE_INTERVALS calls without a
@@ -185,9 +185,9 @@ class EpochShares:
     def merge(self, origin: str, values: Sequence[int]) -> None:
         """Merges the state of another origin: the integers that its `next_state` returned. Ignores a state of this one.
 
-        The state replaces the known one of that origin, unless it is an older one of the same session; what it says is
-        done, and its tallies, are added in any case. Raises ProtocolError if it is malformed, DataError if that origin
-        trains on other rows.
+        The state replaces the known one of that origin, unless it is older, of the same session; the microbatches
+        done in it, and its tallies, are added in any case. Raises ProtocolError if the state is malformed, DataError if
+        that origin trains on other rows.
         """
         try:
             state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
@@ -210,7 +210,7 @@ class EpochShares:
         return self._encode(None)
 
     def restore(self, snapshot: Sequence[int]) -> None:
-        """Adds what a snapshot of this or of another origin says is done, and its tallies.
+        """Adds the microbatches that are done in a snapshot of this or of another origin, and the snapshot's tallies.
 
         Raises DataError if the snapshot is of other rows, ValueError if it is malformed; nothing has changed then.
         """
@@ -271,7 +271,7 @@ class EpochShares:
         return max(begun, default=self._first - 1)
 
     def _mark_claims(self) -> None:
-        """Replaces the claims in `_parts`, which `next_state` tells other origins, by this origin's present claims."""
+        """Replaces the claims in `_parts`, which `next_state` sends other origins, by this origin's present claims."""
         for part in self._parts.values():
             part.claimed.masks.clear()
         for claim in self._claims:
@@ -294,7 +294,7 @@ class EpochShares:
         return write_state(state, self._layout, self._rows_id, limit)
 
     def _learn(self, state: EpochState) -> None:
-        """Adds the microbatches and epochs that `state` says are done, and those of its tallies that are higher.
+        """Adds the microbatches and epochs that are done in `state`, and those of its tallies that are higher.
 
         Leaves this session's own tally as it is. Forgets the tallies beyond KEPT_TALLIES that changed least recently,
         and the parts of epochs that are complete now.

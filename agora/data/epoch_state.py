@@ -1,7 +1,7 @@
-"""What an origin tells others about the epochs in progress, and keeps for a restart, written as integers.
+"""What an origin sends others about the epochs in progress, and keeps for a restart, written as integers.
 
-Also the counts that follow from it. Deterministic. Knows: how the state is written and read. Must not know: what is
-decided from it, who sends it.
+Also the counts that follow from this state. Deterministic. Knows: how the state is written and read. Must not know:
+what is decided from the state, which origin sends it.
 
 | the integers, each 0 to 2^63 - 1 | how many |
 |---|---|
@@ -15,8 +15,8 @@ decided from it, who sends it.
 
 An epoch has at most MAX_BLOCKS blocks. Done microbatches have as many gaps between them as microbatches are in flight;
 so a state of 10^6 microbatches an epoch usually has less than 200 integers. A message has at most MAX_STATE_INTS:
-ranges, then epochs, that would exceed it are left out, the last ones first. An origin that is not told of a microbatch
-may repeat it; nothing worse happens.
+ranges, then epochs, that would exceed it are left out, the last ones first. An origin that does not receive such a
+range may repeat its microbatches; nothing worse happens.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EpochPart:
 
 @dataclass(frozen=True, slots=True)
 class EpochState:
-    """What an origin tells the other origins about the epochs. All epochs before `first` are complete."""
+    """What an origin sends the other origins about the epochs. All epochs before `first` are complete."""
 
     session: int  # the number of this start of the origin, used by no other start of any origin
     version: int  # grows with each change of the session's state
@@ -93,8 +93,8 @@ class EpochState:
 class EpochCounts:
     """How many microbatches of an epoch in progress are done, in flight at a live origin, or neither.
 
-    not_started: those that are neither, claimed ones included. An origin counts as live if it was live when `take_next`
-    was last called.
+    not_started: those neither done nor in flight, claimed ones included. An origin counts as live if it was live when
+    `take_next` was last called.
     """
 
     epoch: int
@@ -115,9 +115,9 @@ class ShareCounts:
 
 
 def open_epochs(layout: BlockLayout) -> int:
-    """Returns how many epochs may be in progress at once: as few as have MIN_OPEN_MICROBATCHES microbatches together.
+    """Returns how many epochs may be in progress at the same time: from 2 to MAX_OPEN_EPOCHS.
 
-    The result is at least 2 and at most MAX_OPEN_EPOCHS.
+    Within these bounds the number is the smallest whose epochs together have MIN_OPEN_MICROBATCHES microbatches.
     """
     return min(max(2, -(-MIN_OPEN_MICROBATCHES // layout.count)), MAX_OPEN_EPOCHS)
 

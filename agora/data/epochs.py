@@ -1,6 +1,6 @@
-"""Decides the order of an epoch's samples: a pure function of seed and epoch, so that peers need not talk about it.
+"""Decides the order of an epoch's samples: a pure function of seed and epoch, so that peers need not send it.
 
-Knows: how many samples there are. Must not know: what they hold, who takes which.
+Knows: how many samples there are. Must not know: what they hold, which origin takes which.
 """
 
 from __future__ import annotations

@@ -38,12 +38,16 @@ def pretrained_tokenizer_files(
 ) -> dict[str, bytes]:
     """Returns the tokenizer files that an export of a fine-tuned model needs: file name -> content. Writes nothing.
 
-    source: as in [data] tokenizer; vocabulary, context, base: see tokenizer_files. If source is a tokenizer.json, the
-    tokenizer's files in its folder are returned unchanged; what is missing there, and the files of any other source,
-    tokenizer_files makes. learns_samples: whether the run learns from samples; then "bytes", and a folder without a
-    chat template, get the plain template, with which conversations were rendered. expected_hash: [data] tokenizer_hash;
-    "": not checked. Raises what open_tokenizer raises, DiskError for a file that cannot be read, DataError for a
-    malformed file or a tokenizer of another hash.
+    If `source` is a tokenizer.json, the tokenizer's files in its folder are returned unchanged; what is missing there,
+    and the files of any other source, tokenizer_files makes. Raises ManifestError for a tokenizer file that is
+    malformed or has more ids than `vocabulary`, DiskError for a file that cannot be read, DataError for another
+    malformed file or a tokenizer of another hash, LocalError without the package tokenizers.
+
+    source: as in [data] tokenizer.
+    vocabulary, context, base: see tokenizer_files.
+    learns_samples: whether the run learns from samples; then "bytes", and a folder without a chat template, get the
+    plain template, with which conversations were rendered.
+    expected_hash: [data] tokenizer_hash; "": not checked.
     """
     files, _ = tokenizer_files(source, vocabulary, context, base)
     if expected_hash:

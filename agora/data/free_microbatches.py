@@ -1,7 +1,7 @@
 """Decides which free microbatch of an epoch an origin takes next.
 
-Deterministic. Knows: what is taken, in which blocks others work, the origin's order of the blocks. Must not know: whose
-these are.
+Deterministic. Knows: what is taken, in which blocks other origins work, the origin's order of the blocks. Must not
+know: which origins these are.
 """
 
 from __future__ import annotations

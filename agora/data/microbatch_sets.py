@@ -2,7 +2,7 @@
 
 Deterministic: a MicrobatchSet changes only itself, and only by the calls to it.
 
-Knows: numbers, bits. Must not know: who takes a microbatch, what it holds.
+Knows: numbers, bits. Must not know: which origin takes a microbatch, what it holds.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ModelTokenizer:
 
     end_of_turn: the text of the token that ends a completion or a document. name, template_name: what to call the
     tokenizer and the template in messages to a person. longest_context: the model's maximum context in tokens; None
-    if the folder does not say.
+    if the folder does not state it.
     """
 
     tokenizer: Tokenizer
@@ -62,8 +62,9 @@ def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = No
     """Opens the tokenizer that a manifest names, with its folder's chat template and TRAINING_DATE as the time.
 
     source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError for a
-    file of another name, and when the model has fewer ids (`vocabulary`) than the tokenizer; and what
-    open_model_tokenizer raises.
+    file of another name, for a malformed tokenizer.json, and when the model has fewer ids (`vocabulary`) than the
+    tokenizer; DiskError for a missing tokenizer.json or an unreadable file, DataError for another malformed file,
+    LocalError without the package tokenizers.
     """
     path = tokenizer_path(source, base)
     if path is not None and path.name != TOKENIZER_FILE:

@@ -101,7 +101,7 @@ def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[R
 
 
 def _describe_json_error(error: Exception) -> str:
-    """Returns the text that says why a line is not JSON, with the column if the parser says where.
+    """Returns why a line is not JSON, in words, with the column if the parser gives one.
 
     The text of an error that is not the JSON parser's is quoted and cut to 200 characters.
     """
@@ -223,7 +223,7 @@ class JsonScanner:
     def _malformed_error(self, offset: int, reason: str) -> DataError:
         """Returns the error to raise for malformed JSON, with the line of the fault.
 
-        offset: how many characters after the scanner's position the fault is. reason: what the parser says.
+        offset: how many characters after the scanner's position the fault is. reason: the parser's text.
         """
         line = self.line + self._text.count("\n", self._at, self._at + offset)
         begins = f" in the record that begins at line {self.line}" if line != self.line else ""
@@ -285,8 +285,8 @@ def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRe
 def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
     """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written, file by file.
 
-    Rows are numbered through all files. columns: as for _read_parquet. Raises DataError for another folder or a damaged
-    table, LocalError without pyarrow.
+    Rows are numbered through all files. columns: which columns to read, None for all. Raises DataError for another
+    folder or a damaged table, LocalError without pyarrow.
     """
     pyarrow = import_pyarrow(path)
     rows_before = 0

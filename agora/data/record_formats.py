@@ -133,8 +133,8 @@ def recognise_format(first: RawRecord, mapped: Mapping[str, str], objective: Obj
 
     The format is the first of FORMATS whose required columns the record has (a null column counts as missing), which
     has all columns that `mapped` names, and which serves the objective, if one is given. mapped: format's column ->
-    file's column, as --columns says. Raises DataError if no format fits, and says which column is missing or which
-    objective would fit; also if the record lacks a file's column that `mapped` names.
+    file's column, from --columns. Raises DataError if no format fits, which names the missing column or the objective
+    that would fit; also if the record lacks a file's column that `mapped` names.
     """
     for name, column in mapped.items():
         if first.fields.get(column) is None:
@@ -170,7 +170,7 @@ def _unknown_format_error(
     """Returns the error to raise when no format fits: it names the missing columns of the format that fits best.
 
     That is the one with the greatest fraction of its required columns present. If no format has all mapped columns, or
-    not one required column is present, the error says that instead. present: what _present_columns returned.
+    not one required column is present, the error states that instead. present: what _present_columns returned.
     """
     candidates = [kind for kind in FORMATS if set(mapped) <= set(kind.columns)]
     if mapped and not candidates:
@@ -277,7 +277,7 @@ def _read_alpaca(row: FormatRow) -> Sample:
 def _read_completion(row: FormatRow) -> Sample:
     """Returns `prompt` with the answer `completion`: a Completion if both are texts, otherwise a Conversation.
 
-    See _read_answer for lists of messages, and for errors.
+    See _read_answer for lists of messages. Raises DataError if no answer follows the prompt, or for malformed messages.
     """
     return _read_answer(row, "completion")
 
@@ -285,7 +285,8 @@ def _read_completion(row: FormatRow) -> Sample:
 def _read_preference(row: FormatRow) -> Sample:
     """Returns the preference in `prompt`, `chosen` and `rejected`: the prompt with the one and with the other answer.
 
-    _read_answer reads each side, and _make_preference checks the two; see there, also for errors.
+    _read_answer reads each side. Raises DataError for a side without an answer or with malformed messages, and if the
+    sides are equal or one is text and one messages.
     """
     return _make_preference(row, _read_answer(row, "chosen"), _read_answer(row, "rejected"))
 

@@ -100,9 +100,12 @@ class _SampleChunk:
 class RowBuilder:
     """Makes the rows of one data file, once: call `iter_arrays`, then `summary`.
 
-    name: the file, for errors. context: s, the inputs of a row. seed: the run's seed. heldout: the fraction of the
-    samples to hold out, chosen by the hash of (seed, number of the sample in the file); 0 for none. vocabulary: the
-    number of token ids.
+    name: the file, for errors.
+    context: s, the inputs of a row.
+    vocabulary: the number of token ids.
+    seed: the run's seed.
+    heldout: the fraction of the samples to hold out, chosen by the hash of (seed, number of the sample in the file); 0
+    for none.
     """
 
     def __init__(

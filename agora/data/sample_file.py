@@ -45,7 +45,8 @@ class SampleFile:
     def samples(self) -> Iterator[PlacedSample]:
         """Reads the file from its beginning and yields its samples in order.
 
-        Raises DataError that names the place of the first malformed record, and what read_records raises.
+        Raises DataError, which names the place, for the first malformed record or a malformed file, DiskError if the
+        file cannot be read, LocalError without the package that the format needs.
         """
         for record in read_records(self.path, frozenset(self.reader.columns.values())):
             yield PlacedSample(self.reader.read(record), record.where)
@@ -55,8 +56,9 @@ def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | N
     """Recognises the format of a file or `datasets` folder by its first record, and returns the file ready to read.
 
     Later records are not checked before `SampleFile.samples` reads them. mapped: format's column -> file's column,
-    where the names differ. objective: None for the format's default. Raises DataError for an empty file, and what
-    recognise_format and read_records raise.
+    where the names differ. objective: None for the format's default. Raises DataError for an empty file, an unknown
+    suffix or format, and a malformed first record, DiskError if the file cannot be read, LocalError without the package
+    that the format needs.
     """
     first = next(read_records(path), None)
     if first is None:

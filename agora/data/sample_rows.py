@@ -1,7 +1,7 @@
 """Opens the rows that a run trains on: made from its samples once per machine, and mapped into memory.
 
-Knows: manifest, data file, tokenizer, cache. Must not know: who takes which row, models, the pipeline. For what a row
-is and how it is stored, see row_building.py.
+Knows: manifest, data file, tokenizer, cache. Must not know: which origin takes which row, models, the pipeline. For
+what a row is and how it is stored, see row_building.py.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ MarkedRows = NDArray[np.int32]
 class SampleRows:
     """The training rows and the held-out rows of a run's samples. Each kind is numbered from 0.
 
-    values: all arrays that RowBuilder.iter_arrays has yielded, concatenated; usually memory-mapped. context: s, the
-    inputs of a row. rows_together: how many consecutive rows are one item: 2 (a pair) for dpo, 1 otherwise. seed: the
-    run's seed, which orders the held-out rows.
+    values: all arrays that RowBuilder.iter_arrays has yielded, concatenated; usually memory-mapped.
+    context: s, the inputs of a row.
+    rows_together: how many consecutive rows are one item: 2 (a pair) for dpo, 1 otherwise.
+    seed: the run's seed, which orders the held-out rows.
     """
 
     def __init__(self, values: Ids, summary: RowSummary, context: int, rows_together: int, seed: int) -> None:
@@ -110,7 +111,7 @@ class SampleRows:
     def _gather(self, rows: NDArray[np.int64], side: int) -> MarkedRows:
         """Copies the rows with these numbers [b] out of the mapped file, as token ids and marks, int32 [2, b, s + 1].
 
-        side, errors: see _stored_rows.
+        side: 0 for training rows, 1 for held-out ones. Raises ValueError for a number that no row has.
         """
         values = self._rows[self._stored_rows(rows, side)]
         return np.stack([(values >> MARK_BITS).astype(np.int32), (values & ((1 << MARK_BITS) - 1)).astype(np.int32)])
@@ -121,8 +122,9 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
 
     If the cache has no intact rows of this run, makes them from the samples and caches them first; of several
     processes, one does and the others wait. base: the folder of relative paths in [data], by default the current one.
-    Raises DataError for malformed samples, and when the samples or the tokenizer have another hash than the manifest
-    says; ManifestError for the objective lm or a wrong [data]; DiskError and LocalError when this machine cannot.
+    Raises DataError for malformed samples, and when the samples or the tokenizer have another hash than in the
+    manifest; ManifestError for the objective lm or a wrong [data]; DiskError when a file cannot be read or written,
+    LocalError without a package.
     """
     data = manifest.data
     model = manifest.model
@@ -141,8 +143,8 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
 def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> None:
     """Checks the samples' hash, makes the rows of the samples in `path`, and writes rows and summary to the cache.
 
-    Raises DataError if the hash differs from the manifest's, and what open_samples, tokenise and RowBuilder.iter_arrays
-    raise.
+    Raises DataError if the hash differs from the manifest's, and for malformed or too few samples; DiskError when a
+    file cannot be read or written, LocalError without a package.
     """
     data = manifest.data
     context = manifest.model.context

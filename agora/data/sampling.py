@@ -84,7 +84,7 @@ class Sampler:
         """Returns, for each sample id, the number of its window among all windows of the corpus, [b]; never held out.
 
         The windows are drawn uniformly, by the hash of (seed, id), from those that are not held out; a held-out window
-        is redrawn. The same at every call; two ids may have the same window.
+        is redrawn. Every call gives the same windows; two ids may have the same one.
         """
         state = mix(np.asarray(sample_ids, np.uint64), self._draw_key)
         drawn = state % np.uint64(self.windows)

@@ -22,8 +22,10 @@ from agora.data.supervision import TokenSequence
 class PackedRows:
     """Rows of packed sequences; each array is [rows, context].
 
-    tokens: int32 ids, 0 where a row is unused. supervised: whether each token is a supervised target. segments: int32,
-    1 for a row's first sequence, 2 for its second, 0 where the row is unused; tokens attend within their segment.
+    tokens: int32 ids, 0 where a row is unused.
+    supervised: whether each token is a supervised target.
+    segments: int32, 1 for a row's first sequence, 2 for its second ..., 0 where the row is unused; tokens attend within
+    their segment.
     positions: int32, from 0 in each segment.
     """
 

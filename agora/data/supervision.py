@@ -54,8 +54,8 @@ def tokenise(
 
     At most BATCH_SAMPLES samples or about BATCH_CHARACTERS characters are in memory. context: the maximum number of
     tokens of a sequence; longer ones lose their end; None for no limit. supervise_all: every token but the first is
-    supervised, as for the objective lm, not only answers and completions. Raises what ChatTemplate.mark raises, such as
-    DataError for a conversation that the template refuses.
+    supervised, as for the objective lm, not only answers and completions. Raises DataError for a malformed template, a
+    conversation that the template refuses, and answers that cannot be found in the text; LocalError without jinja2.
     """
     batch: list[list[MarkedText]] = []
     characters = 0
@@ -72,7 +72,7 @@ def tokenise(
 def _mark_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, supervise_all: bool) -> list[MarkedText]:
     """Returns a list with the text of a sample and its supervised ranges; for a preference two: chosen and rejected.
 
-    supervise_all: see _mark_text.
+    supervise_all: all of each text is supervised, see _mark_text.
     """
     match placed.sample:
         case Preference(chosen, rejected):

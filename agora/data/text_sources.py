@@ -88,8 +88,8 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
 def _find_source_files(source: str, base: Path) -> list[SourceFile]:
     """Returns the files of one source (stdlib, a folder, a file or a pattern), sorted by path.
 
-    A folder is searched with its subfolders; files of unknown formats in it are left out. Raises ManifestError as
-    find_files does.
+    A folder is searched with its subfolders; files of unknown formats in it are left out. Raises ManifestError for a
+    source without a file, and for a named or globbed file in an unknown format.
     """
     if source == STDLIB:
         return stdlib_files()

@@ -53,7 +53,7 @@ class CachedTokens:
         """Returns the ids [n], memory-mapped; if they are missing or damaged, calls the argument `write` first.
 
         `write` must call CachedTokens.write. Of several processes, one writes and the others wait, at most LOCK_WAIT_S.
-        Sets `details`. Raises DiskError when the written ids read back damaged, and what `write` raises.
+        Sets `details`. Raises DiskError when the written ids read back damaged, and any exception of `write`.
         """
         if (ids := self.open()) is None:
             with self.lock():

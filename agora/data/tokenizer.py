@@ -62,7 +62,7 @@ class ByteTokenizer:
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
         """Returns the bytes of each text as tokens; the offsets of a byte are those of its character.
 
-        No special tokens are added, whatever `add_special` says.
+        No special tokens are added, with either value of `add_special`.
         """
         return [_encode_bytes(text) for text in texts]
 
@@ -75,11 +75,13 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines. content: the file's bytes.
+    """Tokenizer that a `tokenizer.json` of the Hugging Face package `tokenizers` defines.
 
-    added_ids: ids of the tokens that are never split or merged, such as special tokens. end_of_text: the first of
-    END_OF_TEXT in the vocabulary, or None. separator: the ids that end each document: the id of end_of_text, or those
-    of a newline if end_of_text is None. See Tokenizer for the other attributes.
+    content: the file's bytes.
+    added_ids: ids of the tokens that are never split or merged, such as special tokens.
+    end_of_text: the first of END_OF_TEXT in the vocabulary, or None.
+    separator: the ids that end each document: the id of end_of_text, or those of a newline if end_of_text is None.
+    See Tokenizer for the other attributes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,8 +153,9 @@ def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
 def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) -> Tokenizer:
     """Opens the tokenizer that a manifest names. source: "bytes", or the path of a tokenizer JSON or of its folder.
 
-    base: the folder of a relative path, by default the current one. vocabulary: the model's number of ids; if the
-    tokenizer has more, raises ManifestError. Also raises what JsonTokenizer raises.
+    base: the folder of a relative path, by default the current one. vocabulary: the model's number of ids. Raises
+    ManifestError if the tokenizer has more ids or the file is not a tokenizer file, DiskError if the file cannot be
+    read, LocalError without the package `tokenizers`.
     """
     path = tokenizer_path(source, base)
     tokenizer: Tokenizer = ByteTokenizer() if path is None else JsonTokenizer(path)
@@ -217,7 +220,8 @@ def tokenizer_files(
     The files are tokenizer.json and tokenizer_config.json: file name -> content; nothing is written. "bytes" becomes an
     equivalent byte-level tokenizer, with id 0 as the end; another tokenizer file is returned unchanged, with a new
     tokenizer_config.json, and None as the end if it has no end_of_text. context: the longest input in tokens. source,
-    vocabulary, base, errors: see open_tokenizer.
+    vocabulary, base: see open_tokenizer. Raises ManifestError if the tokenizer has more ids than `vocabulary` or the
+    file is not a tokenizer file, DiskError if it cannot be read, LocalError without the package `tokenizers`.
     """
     tokenizer = open_tokenizer(source, vocabulary, base=base)
     config: dict[str, Any] = {

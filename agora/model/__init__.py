@@ -21,9 +21,9 @@ FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamil
 
 
 def family_of(model: ModelSection) -> Family:
-    """Makes the Family (builder of stages) for a manifest's model section, as `model.family` says.
+    """Makes the Family (builder of stages) that a manifest's model section names in `model.family`.
 
-    Raises ManifestError for a family that FAMILIES lacks, and what the Family's constructor raises.
+    Raises ManifestError for a family that FAMILIES lacks.
     """
     if model.family not in FAMILIES:
         raise ManifestError(f"[model] family {model.family!r} is unknown; {suggest(model.family, FAMILIES)}")

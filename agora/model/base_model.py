@@ -1,10 +1,10 @@
 """Reads single tensors of a base model from safetensors files of this machine, after checking them.
 
 The files are the model's own, or those of tensors that were fetched from peers (state.tensor_store), or some of each.
-Also says which weights files a folder has, for whoever writes a manifest. The header of each file says which tensors it
-has; only the files with wanted tensors are hashed and read, so a peer needs only the shards of its own span. The index
-file, which no hash in the manifest covers, is read only for writing a manifest. Knows: safetensors files, names,
-shapes, hashes. Must not know: layers, families, peers.
+Also lists the weights files of a folder, for writing a manifest. The header of each file lists the file's tensors; only
+the files with wanted tensors are hashed and read, so a peer needs only the shards of its own span. The index file,
+which no hash in the manifest covers, is read only for writing a manifest. Knows: safetensors files, names, shapes,
+hashes. Must not know: layers, families, peers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_config(folder: Path) -> str:
 def weight_files(folder: Path) -> list[str]:
     """Returns the names of the folder's weights files: model.safetensors if it exists, or those in the index, sorted.
 
-    Raises BaseModelError if there is neither, if the index is malformed, or if a file in it is missing.
+    Raises BaseModelError if the folder has neither, if the index is malformed, or if a file that it lists is missing.
     """
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE]
@@ -137,9 +137,10 @@ def read_tensors(
     """Yields (key in `wanted`, values) of each wanted tensor, float32 on the CPU, one tensor at a time in memory.
 
     The tensors come in the order of the files' paths, not that of `wanted`. folder: the model's folder, or a
-    TensorStore's; None raises BaseModelError. files: name and SHA-256 of each weights file, as the manifest lists them.
-    Before the first tensor is yielded, checks the hashes of the weights files that are needed and of the fetched
-    tensors. Raises BaseModelError as locate_checked does.
+    TensorStore's. files: name and SHA-256 of each weights file, as the manifest lists them. Before the first tensor is
+    yielded, checks the hashes of the weights files that are needed and of the fetched tensors. Raises BaseModelError
+    for a folder of None, for another hash, for a missing tensor or one of a wrong shape or dtype, and for an
+    unreadable file.
     """
     located = locate_checked(folder, files, wanted)
     for path in sorted({stored.path for stored in located.values()}):
@@ -156,7 +157,8 @@ def locate_checked(
 
     Hashes the whole weights files that have a wanted tensor (a file that this process has hashed is not read again),
     and the fetched tensors; blocks meanwhile. The arguments are those of read_tensors. Raises BaseModelError without a
-    folder, for another hash, and as locate_tensors does.
+    folder, for another hash, for a missing tensor, a wrong shape, a dtype that is not in READABLE, and a file that
+    cannot be read.
     """
     folder = require_folder(folder)
     located = locate_tensors(folder, [name for name, _ in files], wanted)

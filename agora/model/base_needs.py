@@ -1,4 +1,4 @@
-"""Says which tensors of the base model the stages of a span need, before any of them is built.
+"""Finds which tensors of the base model the stages of a span need, before any of these stages is built.
 
 Knows: the hf family. Must not know: files, peers.
 """

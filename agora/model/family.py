@@ -67,19 +67,22 @@ class Stage(nn.Module, abc.ABC):
     ) -> Tensor:
         """Returns the boundary [b, s, k] that leaves the stage, from the boundary `hidden` [b, s, k] that enters it.
 
-        k: columns of a boundary. For the first stage, hidden is the token ids [b, s]. The last stage returns logits
-        [b, s, vocabulary]. tokens: the microbatch's input ids [b, s], any integer type; an id below 0, which marks an
-        ignored target, is read as 0. segments: int [b, s], the number of each token's sequence inside its row,
-        ascending; a token attends to its own sequence only, in which positions count from 0. None: each row is one
-        sequence. Only families whose section `can_learn_samples` take segments. run_layer: called for each decoder
-        layer, with a function of the hidden state alone, in which only that state and the layer's parameters have
-        gradients.
+        The last stage returns logits [b, s, vocabulary]. k: columns of a boundary.
+
+        hidden: for the first stage, the token ids [b, s].
+        tokens: the microbatch's input ids [b, s], any integer type; an id below 0, which marks an ignored target, is
+        read as 0.
+        segments: int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own
+        sequence only, in which positions count from 0. None: each row is one sequence. Only families whose section has
+        `can_learn_samples` true take segments.
+        run_layer: called for each decoder layer, with a function of the hidden state alone, in which only that state
+        and the layer's parameters have gradients.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Context manager: inside it, forwards of this stage compute the model as it was before any training.
 
-        The base class raises LookupError; called only for models whose manifest section says `has_reference`.
+        The base class raises LookupError; called only for models whose manifest section has `has_reference` true.
         """
         raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
@@ -121,14 +124,14 @@ class Stage(nn.Module, abc.ABC):
 class Family(abc.ABC):
     """Base class of model families, each with the sizes of one manifest's model section.
 
-    A Family builds the stages of that model, and says how they are counted, exported and described.
+    A Family builds the stages of that model, and decides how they are counted, exported and described.
     """
 
     def check_machine(self, base_model: Path | None) -> None:  # noqa: B027 - most families need nothing
         """Raises LocalError if this machine lacks a package or a folder that this family's stages need.
 
-        Called before a peer claims stages; may import packages, which takes seconds. base_model: as for build_stage.
-        The base class checks nothing.
+        Called before a peer claims stages; may import packages, which takes seconds. base_model: the folder with the
+        base model's files, or None. The base class checks nothing.
         """
 
     @abc.abstractmethod
@@ -166,8 +169,8 @@ class Family(abc.ABC):
 
         The values are computed block by block when they are read. base_model: the folder with the base model's files.
         read_trained: returns a trained tensor by its name; called when blocks are read. Raises LocalError unless the
-        files are those of the run. The base class raises LookupError; called only for models whose section
-        `has_reference`.
+        files are those of the run. The base class raises LookupError; called only for models whose section has
+        `has_reference` true.
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
@@ -176,7 +179,8 @@ class Family(abc.ABC):
     ) -> dict[str, dict[str, Any]]:
         """Returns the JSON files that belong to the model of merged_tensors: file name -> content. Writes nothing.
 
-        base_model: as for merged_tensors. dtype, turn_ends: as for config_files. The base class raises LookupError.
+        base_model: the folder with the base model's files. dtype: "float32" or "bfloat16". turn_ends: the ids with
+        which the run learnt to end an answer. The base class raises LookupError.
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
@@ -199,8 +203,8 @@ class Family(abc.ABC):
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
         """Sets all parameters of `stage`, in place, to their initial values; the base class draws them from the seed.
 
-        Called under torch.no_grad. base_model: as for build_stage; the base class ignores it. An override raises
-        LocalError when this machine cannot make or read the values.
+        Called under torch.no_grad. base_model: the folder with the base model's files, or None; the base class ignores
+        the folder. An override raises LocalError when this machine cannot make or read the values.
         """
         for name, parameter in stage.named_parameters():
             if (std := stage.initial_std(name)) is None:
@@ -229,8 +233,8 @@ class Family(abc.ABC):
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:  # noqa: B027 - most families have none
         """Sets the frozen parameters of `stage`, in place, to their values; the base class has none and does nothing.
 
-        Called under torch.no_grad. base_model: as for build_stage. An override raises LocalError when this machine
-        cannot make or read the values.
+        Called under torch.no_grad. base_model: the folder with the base model's files, or None. An override raises
+        LocalError when this machine cannot make or read the values.
         """
 
     def _allocate_stage(self, layers: range, seed: int) -> Stage:

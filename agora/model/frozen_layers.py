@@ -95,7 +95,7 @@ class _UpcastProduct(torch.autograd.Function):
 
 
 def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
-    """Freezes every parameter of a stage on the meta device, and replaces modules so that it keeps them as `frozen_as`.
+    """Freezes every parameter of a stage on the meta device; replaces modules by ones that keep it as `frozen_as`.
 
     In place: the linear layers in `layers`, the stage's decoder layers, become layers of that format, the head becomes
     a Bf16Linear, embeddings become bf16; "float32" replaces nothing. Raises TuningMissing without a package.
@@ -145,7 +145,7 @@ def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
 def allocate(stage: nn.Module) -> None:
     """Moves a stage from the meta device to the CPU, in place, with undefined values, except the frozen matrices.
 
-    load_matrix allocates each frozen matrix, so that they never take float32 memory all at once.
+    load_matrix allocates each frozen matrix, so that the matrices never all take float32 memory at the same time.
     """
     for module in stage.modules():
         for name, tensor in list(module.named_parameters(recurse=False)):
@@ -160,7 +160,7 @@ def load_parameter(stage: nn.Module, name: str, values: Tensor, frozen_as: Froze
     """Sets the parameter of this full name, in an allocated stage, to the float32 values of a file.
 
     The matrix of a FrozenLinear is converted to that layer's format. Other parameters keep their dtype; their values
-    are first rounded to bf16, unless frozen_as is "float32", or None: all parameters of the stage are trained.
+    are first rounded to bf16, unless frozen_as is "float32", or None because all parameters of the stage are trained.
     """
     owner, _, own_name = name.rpartition(".")
     module = stage.get_submodule(owner)

@@ -101,7 +101,7 @@ class HfArchitecture:
     def load_class(self, name: str) -> Any:
         """Returns the class `prefix` + `name` of the model type's modeling module, such as LlamaDecoderLayer.
 
-        Imports that module. Raises TuningMissing as import_tuning does.
+        Imports that module. Raises TuningMissing if transformers is missing, broken or too old.
         """
         return getattr(self._import("modeling"), f"{self.prefix}{name}")
 
@@ -109,7 +109,8 @@ class HfArchitecture:
         """Makes transformers' own config object from those keys of the model's config.json that are in `keys`.
 
         Dropout is off. Attention is torch's fused one ("sdpa"), or "eager" for models that cap the attention's logits,
-        which fused attention cannot. Raises TuningMissing, and what the checks of transformers raise.
+        which fused attention cannot. Raises TuningMissing without transformers, and errors of many types from
+        transformers' own checks of the config.
         """
         values = {key: value for key, value in parse_config(model.config).items() if key in self.keys}
         config_class = getattr(self._import("configuration"), self.config_class or f"{self.prefix}Config")
@@ -121,7 +122,7 @@ class HfArchitecture:
         """Returns the layer's attention window: how many of the last tokens, itself included, a token attends to.
 
         None: a token attends to itself and all tokens before it. layer: its number in the whole model. Raises
-        ValueError as type_of does.
+        ValueError for an attention type in config.layer_types that type_of does not know.
         """
         if self.windows == "none" or (self.windows == "by type" and self.type_of(config, layer) != "sliding_attention"):
             return None
@@ -141,7 +142,7 @@ class HfArchitecture:
     def _import(self, kind: str) -> Any:
         """Imports and returns the model type's module in transformers. kind: "modeling" or "configuration".
 
-        Raises TuningMissing as import_tuning does.
+        Raises TuningMissing if transformers is missing, broken or too old.
         """
         return import_tuning(f"transformers.models.{self.module}.{kind}_{self.module}")
 

@@ -2,9 +2,9 @@
 
 Either all parameters are trained, or only the LoRA matrices while the others are frozen; only trained parameters are
 counted, averaged and exported. A tied head is untied: the first and the last stage are on different peers, so the head
-begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA neither changes, so
-that a merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know: where
-files are, peers.
+begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA both stay as they
+are, so that a merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know:
+where files are, peers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class HfFamily(Family):
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
         """Sets the frozen parameters of `stage` from the base model's files; does nothing in a run without LoRA.
 
-        Raises BaseModelError as fill_weights does.
+        Raises BaseModelError without the folder, and for tensors that are missing, damaged or not those of the
+        manifest.
         """
         if self._has_lora:
             self._read_files(stage, base_model)
@@ -94,7 +95,8 @@ class HfFamily(Family):
     def _read_files(self, stage: Stage, base_model: Path | None) -> None:
         """Sets the parameters of `stage` that come from files, in place; one tensor at a time is in memory as float32.
 
-        Raises BaseModelError as read_tensors does.
+        Raises BaseModelError without the folder, and for tensors that are missing, damaged or not those of the
+        manifest.
         """
         assert isinstance(stage, HfStage)
         for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
@@ -126,8 +128,8 @@ class HfFamily(Family):
         """Returns file name -> content: with LoRA only adapter_config.json, otherwise the base model's config.json.
 
         The config.json gets the export's dtype and an untied head. With turn_ends, a generation_config.json is added
-        that has these ids and the base model's end ids. end_of_text is not used: the base model's config says which ids
-        end a text.
+        that has these ids and the base model's end ids. end_of_text is not used: the base model's config has the ids
+        that end a text.
         """
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}
@@ -169,8 +171,8 @@ class HfFamily(Family):
     def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Returns {"generation_config.json": a copy of `values` with `turn_ends` put before its eos_token_id}.
 
-        If `values` has no eos_token_id, the one of config.json follows `turn_ends`. Each id stands there once. Without
-        turn_ends the content is `values`; returns {} if that is empty.
+        If `values` has no eos_token_id, the one of config.json follows `turn_ends`. No id is repeated. Without
+        turn_ends the content is `values`; returns {} if `values` is empty.
         """
         if turn_ends:
             known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))

@@ -66,7 +66,7 @@ class HfStage(Stage):
     def _add_lora(self, model: HfSection, frozen_as: FrozenAs) -> None:
         """Freezes all parameters, kept as `frozen_as`, then wraps the target linear layers of the decoder with LoRA.
 
-        model: says the targets, rank, scale and dropout. Raises ManifestError for an unknown target, TuningMissing
+        model: has the targets, rank, scale and dropout. Raises ManifestError for an unknown target, TuningMissing
         without peft or bitsandbytes.
         """
         names = self._architecture
@@ -129,7 +129,7 @@ class HfStage(Stage):
     def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
         """Returns the embeddings, float32 [b, s, d], of token ids [b, s]; a negative id is read as 0.
 
-        If the model type says so, they are scaled, and learnt position embeddings are added. body: see _make_body.
+        Some model types scale the embeddings or add learnt position embeddings. body: see _make_body.
         """
         names = self._architecture
         hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long()).float()
@@ -178,15 +178,15 @@ class HfStage(Stage):
     def allocate(self) -> None:
         """Moves all parameters and buffers to the CPU, in place, with undefined values, except the frozen matrices.
 
-        `load` allocates those.
+        `load` allocates the frozen matrices.
         """
         allocate(self)
 
     def load(self, name: str, values: Tensor) -> None:
         """Copies a file's values, float32 in the file's shape, into the parameter `name`. Call `allocate` before.
 
-        Rounds or quantises the values of frozen parameters as `frozen_as` says, see load_parameter; allocates a frozen
-        matrix.
+        Rounds or quantises the values of frozen parameters according to `frozen_as`, see load_parameter; allocates a
+        frozen matrix.
         """
         load_parameter(self, name, values, self._frozen_as)
 

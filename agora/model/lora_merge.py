@@ -55,7 +55,7 @@ class LoraProduct:
 def merged_tensor(name: str, stored: StoredTensor, product: LoraProduct | None) -> TensorBlocks:
     """Returns the tensor `name` of the merged model: the base model's tensor, plus `product` if there is one.
 
-    Nothing is read yet: the file and the LoRA matrices are read when the result's blocks are.
+    Nothing is read yet: the file and the LoRA matrices are read when the result's blocks are read.
     """
     return TensorBlocks(name, stored.shape, partial(_merged_blocks, stored, product), f"{stored.path}: {stored.name}")
 

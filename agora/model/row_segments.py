@@ -27,7 +27,8 @@ def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) 
     """Returns the causal attention mask, bool [b or 1, 1, s, s]: True where a token (row) attends to a token (column).
 
     A token attends to the last `window` tokens of its own sequence, itself included; window None: to itself and all
-    tokens before it. hidden, segments: as for token_positions.
+    tokens before it. hidden: [b, s, d] or [b, s], used only for s and the device. segments: int [b, s], the number of
+    each token's sequence; None: each row is one sequence.
     """
     length = hidden.shape[1]
     places = torch.arange(length, device=hidden.device)

@@ -229,9 +229,8 @@ class SubspaceStage(Stage):
     def fill_buffers(self, seed: int) -> None:
         """Computes the rotary `table`; if the embedding is fixed, also derives the basis U and the embedding T.
 
-        These depend on `seed` only.
-
-        Raises DerivationError if this machine would derive other values than the other peers.
+        U and T depend on `seed` only. Raises DerivationError if this machine would derive other values than the other
+        peers.
         """
         model = self._model
         self.table.copy_(rotary_table(model.context, model.width // model.heads, model.rope_theta))
@@ -255,7 +254,7 @@ class SubspaceStage(Stage):
         return WEIGHT_STD
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the parameter is inside a decoder layer and not of a norm; all such ones are matrices."""
+        """Returns whether the parameter is inside a decoder layer and not of a norm: then it is a matrix."""
         return name.startswith("layers.") and "norm." not in name
 
 

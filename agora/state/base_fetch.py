@@ -1,7 +1,7 @@
-"""Fetches tensors of the base model from several peers at once, in pieces; sources may die, hang or send corrupt data.
+"""Fetches tensors of the base model in pieces, from several peers concurrently; sources may die, hang or send bad data.
 
-Knows: which piece to ask of which peer, and the store that pieces go into. Must not know: how calls travel, who the
-peers are, which stages need the tensors.
+Knows: which piece to ask of which peer, and the store that pieces go into. Must not know: how calls travel, how
+peers are found, which stages need the tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agora.state.stored_tensors import BaseModelError
 from agora.state.tensor_store import TensorStore
 from agora.swarm.conduct import Offence, ReportOffence
 
-INDEX_S: Final = 30.0  # seconds a source may take to say which tensors it has
+INDEX_S: Final = 30.0  # seconds a source may take to answer which tensors it has
 AGAIN_S: Final = 5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
 RETRY_FAILED_S: Final = 30.0  # seconds until a source that has failed FAILURES times in a row is tried again
 LIST_SOURCES_S: Final = 2.0  # seconds between two readings of the list of sources
@@ -71,7 +71,7 @@ class _BaseSource(ChunkSource[int | None]):
 
 
 class BaseFetch:
-    """Fetches the tensor list (fetch_list), then tensors (fetch) from several sources at once into the store.
+    """Fetches the tensor list (fetch_list), then tensors (fetch), from several sources concurrently, into the store.
 
     Each piece is checked by its hash before it is written. A source that has none of the missing tensors is asked again
     later which ones it has. A source that sent corrupt data is asked for nothing more. The fetch fails when no source
@@ -323,7 +323,7 @@ class BaseFetch:
         self.on_piece()
 
     def _finish(self, number: int) -> None:
-        """Starts a task that completes a tensor in the store, all of whose pieces are written; does not wait for it."""
+        """Starts a task that completes a tensor in the store once all its pieces are written; does not wait for it."""
         self._finishing[number] = asyncio.create_task(asyncio.to_thread(self._store.finish, number))
 
     async def _call(self, source: _BaseSource, make: Callable[[int], GetBase | GetPiece], within_s: float) -> Reply:
@@ -344,7 +344,7 @@ class BaseFetch:
         | another ProtocolError         | the source is asked for nothing more                               |
         | BaseModelError                | raised: the manifest itself is wrong                               |
         | Busy                          | a pause as long as the source asks for, within bounds              |
-        | refused to say what it has    | the source is asked again after AGAIN_S                            |
+        | refused to list what it has   | the source is asked again after AGAIN_S                            |
         | refused a tensor              | the source counts as not having this tensor                        |
         | any other error               | a pause, longer each time; after FAILURES in a row, RETRY_FAILED_S |
         """

@@ -1,7 +1,8 @@
 """Gives other peers tensors of the base model: answers GetBase and GetPiece for as long as the daemon lives.
 
 A piece is hashed before it is given, so that no requester gets corrupt bytes of a damaged file. Knows: which tensors
-this machine has, and how many pieces it gives at a time. Must not know: who asks, how calls travel, which span is held.
+this machine has, and how many pieces it gives at a time. Must not know: which peer asks, how calls travel, which span
+is held.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class BaseServer:
         """
         if self._opening is None:
             self._opening = asyncio.create_task(self._find_list(), name="tensor list")
-        opening = self._opening  # several calls may wait for it: the first to wake may drop it, see below
+        opening = self._opening  # several calls may wait for this task: the first to wake may drop it, see below
         await asyncio.wait([opening], timeout=LIST_WAIT_S)
         if not opening.done():
             raise Busy("this peer is hashing its files of the base model; ask again", LIST_RETRY_MS)
@@ -95,7 +96,7 @@ class BaseServer:
             self._opening = None
 
     async def _find_list(self) -> TensorList | None:
-        """Finds or makes the tensor list in a thread, and returns it; None if neither it nor all files are here.
+        """Finds or makes the tensor list in a thread, and returns it; None if neither the list nor all files are here.
 
         Sets the list in `base`. An AgoraError, such as that for files of another model, is reported as TaskFailed and
         raised.
@@ -110,7 +111,8 @@ class BaseServer:
         """Returns the answer with one piece of the tensor list or of a tensor, whose hash is checked first.
 
         A tensor whose piece cannot be read or has another hash is reported as BaseTensorDamaged and dropped from
-        `base`, so that it is not given again; the request is Refused. Raises as `answer` does.
+        `base`, so that it is not given again. Raises Refused then and if this peer does not have the tensor, Busy if
+        MAX_AT_ONCE pieces are being read, ProtocolError for a tensor or piece that does not exist.
         """
         if request.tensor == LIST:
             data = tensors.to_bytes()

@@ -1,7 +1,7 @@
 """The tensors of the run's base model that this machine has, in the owner's folder and in the store of fetched ones.
 
-Lives as long as the daemon. Functions that block say so, and may run in threads. Knows: the tensor list, files. Must
-not know: peers, which tensors a stage needs.
+Lives as long as the daemon. The docstrings name the functions that block; these may run in threads. Knows: the tensor
+list, files. Must not know: peers, which tensors a stage needs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ MALFORMED: Final = "whoever wrote the manifest has to write a new one for this m
 class BaseTensors:
     """Records which tensors of the run's base model this machine has, and where each of them lies.
 
-    list_hash: SHA-256 of the model's tensor list. owner_folder: the model folder that the machine's owner named, or
-    None. file_names: names of the weights files, from the manifest. store: the tensors that were fetched from peers.
+    list_hash: SHA-256 of the model's tensor list.
+    owner_folder: the model folder that the machine's owner named, or None.
+    file_names: names of the weights files, from the manifest.
+    store: the tensors that were fetched from peers.
     tensor_list: None until adopt_list is called.
     """
 
@@ -86,8 +88,8 @@ class BaseTensors:
         """Sets `tensor_list` and finds which of its tensors this machine has; does nothing if a list is already set.
 
         Tensors are found by name, dtype and shape, in the owner's files first, then in the store; values are not
-        checked. Blocks. The caller has checked that the list's digest is `list_hash`. Raises BaseModelError as
-        locations_in_folder does.
+        checked. Blocks. The caller has checked that the list's digest is `list_hash`. Raises BaseModelError for a
+        weights file of the owner that is not a readable safetensors file.
         """
         with self._adopting:
             if self.tensor_list is not None:

@@ -83,10 +83,10 @@ class Checkpoint:
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
     """Writes `state` as a checkpoint below `folder`, and removes the stage's oldest checkpoints.
 
-    Of the stage's checkpoints up to this step, the `keep` newest stay, always including this one; those of later steps
-    stay, too. If an intact checkpoint of the same content exists, it stays instead. Temporary folders of killed writers
-    are removed. run: the run's id, which is written into the index; the path does not depend on it. Raises DiskError
-    when the checkpoint cannot be written; all earlier ones are then still there, and nothing of this one.
+    Of the stage's checkpoints up to this step, the `keep` newest stay, always including this one; checkpoints of later
+    steps stay, too. If an intact checkpoint of the same content exists, it stays instead. Temporary folders of killed
+    writers are removed. run: the run's id, which is written into the index; the path does not depend on it. Raises
+    DiskError when the checkpoint cannot be written; all earlier ones are then still there, and nothing of this one.
     """
     parent = stage_folder(folder, state.stage)
     try:
@@ -101,7 +101,7 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
     for old in [p for step, p in _list_checkpoints(parent) if step <= state.step and p != path][max(keep, 1) - 1 :]:
         trash = fresh_path(old)
         with contextlib.suppress(OSError):  # the next write tries again
-            os.rename(old, trash)  # rename before removing, so that nobody ever finds half of a checkpoint
+            os.rename(old, trash)  # rename before removing, so that no reader ever finds half of one
             shutil.rmtree(trash, ignore_errors=True)
     return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total, state.agreed, state.lineage)
 

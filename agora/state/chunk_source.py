@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeVar
 from agora_protocol.errors import AgoraError, Busy
 from agora_protocol.ids import PeerId
 
-SOURCES: Final = 4  # how many sources are asked for chunks at once; the others wait to replace them
+SOURCES: Final = 4  # how many sources are asked for chunks at the same time; the others wait to replace them
 WINDOW: Final = 3  # open calls to a source whose last chunk took less than QUICK_S; other sources get one at a time
 QUICK_S: Final = 4.0
 CHUNK_S: Final = 120.0  # seconds a call for one chunk may last; then it has failed
@@ -35,9 +35,11 @@ RequestKey = TypeVar("RequestKey", bound=Hashable)
 class ChunkSource(Generic[RequestKey]):
     """A peer that chunks or pieces are fetched from, and what its calls have shown.
 
-    calls: what is asked for -> task of the open call, and the loop time at which the call began. failures: how many in
-    a row. not_before: loop time until which no call is made. last_chunk_s: seconds that the peer's last chunk took,
-    infinite before the first. last_error: the text of its last failure, "" before one.
+    calls: what is asked for -> task of the open call, and the loop time at which the call began.
+    failures: how many in a row.
+    not_before: loop time until which no call is made.
+    last_chunk_s: seconds that the peer's last chunk took, infinite before the first.
+    last_error: the text of the peer's last failure, "" before one.
     """
 
     peer: PeerId

@@ -1,7 +1,8 @@
 """Collects the weights of every stage of the run as files on this machine: those held here, the others from replicas.
 
-Knows: the stages held, who holds the others, the transfer of states, one folder. Must not know: who asks. One stage at
-a time is in memory. The folder is there with all of its files or not at all; each collection replaces the one before.
+Knows: the stages held, which peers hold the others, the transfer of states, one folder. Must not know: what the files
+are for. One stage at a time is in memory. The folder is there with all of its files or not at all; each collection
+replaces the one before.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ MAX_BYTES: Final = 1 << 24
 class EpochRecord:
     """Remembers the epochs' state at each step of stage 0, and writes the state of each checkpoint to the file `path`.
 
-    A state says which samples have been trained on: the tuple of integers that EpochShares.snapshot returns. The file
+    A state is the tuple of integers that EpochShares.snapshot returns: which samples have been trained on. The file
     is read when this object is made; a missing or malformed one counts as empty. A disk error is reported as
     DiskTrouble: the state stays in memory and goes into the file with the next one. Until then a restart would train
-    on samples since the last good write again.
+    again on the samples since the last good write.
     """
 
     def __init__(self, path: Path, report: Report) -> None:

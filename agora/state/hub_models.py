@@ -1,8 +1,8 @@
-"""Finds a base model by its id on the Hugging Face Hub, in this machine's cache or there, and fetches missing files.
+"""Finds a base model of the Hugging Face Hub by its id, in this machine's cache or on the Hub; fetches missing files.
 
 Only config, tokenizer and safetensors files are fetched: never pickled weights, never code. The cache is that of every
 program that uses the package huggingface_hub, which comes with transformers and is imported when an id is looked up.
-Knows: ids, names of files, what the Hub answers. Must not know: tensors, manifests, who asks.
+Knows: ids, names of files, what the Hub answers. Must not know: tensors, manifests, what a model is for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def hub_id_of(named: Path) -> HubId | None:
 def find_or_fetch(wanted: HubId) -> HubFolder:
     """Returns the model's folder in the cache; if a file is missing there, fetches the model from the Hub first.
 
-    A complete copy in the cache is used without asking the Hub. Blocks. Raises BaseModelError as fetch_model does.
+    A complete copy in the cache is used without asking the Hub. Blocks. Raises BaseModelError without the package
+    huggingface_hub, for a model that the Hub lacks, refuses or has without safetensors files, and when the network or
+    disk fails.
     """
     return find_cached(wanted) or fetch_model(wanted)
 
@@ -140,7 +142,7 @@ def _download(wanted: HubId, names: list[str]) -> Path:
     """Fetches those of the files `names` that the Hub has and the cache lacks. Returns the model's folder in the cache.
 
     A file that the Hub does not have is left out without an error. Shows progress bars only on a terminal. Uses the
-    server that HF_ENDPOINT names. Raises BaseModelError, whose text says what went wrong and what to do.
+    server that HF_ENDPOINT names. Raises BaseModelError, whose text has what went wrong and what to do.
     """
     hub = _import_hub("huggingface_hub")
     errors = _import_hub("huggingface_hub.errors")

@@ -1,7 +1,7 @@
 """Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers.
 
 Knows: the rest of this package, and as interfaces the stages and their holders: the daemon passes in train.Compute and
-swarm.View. Must not know: how training goes on, who carries calls, or what a checkpoint's files look like.
+swarm.View. Must not know: how training goes on, what carries calls, or what a checkpoint's files look like.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from agora.threads import run_in_thread
 
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
 TIMEOUT_S: Final = 300.0  # seconds for which a joiner without a checkpoint looks for new sources when all have failed
-ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to say whether they have taken a step
+ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to answer whether they have taken a step
 RETURN_S: Final = 120.0  # seconds in which the last peer that offered a stage may come back, before it counts as lost
 RETRY_S: Final = 2.0  # seconds between two attempts to find a source
 
 
 class KeptStages(Protocol):
-    """Protocol: the stages of this peer's span, whose state can be read and replaced while they train."""
+    """Protocol: the stages of this peer's span; their states can be read and replaced while they train."""
 
     @property
     def span(self) -> Span:
@@ -147,7 +147,7 @@ class StateKeeper:
 
         One stage after the other. Returns in words where each state is from. Forgets the checkpoints that were found.
         Raises Unavailable when no peer gives a stage of which this disk has no checkpoint, or when such a stage's
-        replicas do not say whether they have taken a step; CheckpointError when a checkpoint does not fit.
+        replicas do not answer whether they have taken a step; CheckpointError when a checkpoint does not fit.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found_checkpoints.clear()
@@ -156,9 +156,11 @@ class StateKeeper:
     async def _fill_stage(self, stage: int) -> str:
         """Fills one stage as rules.choose_start decides; if fetching fails, loads this peer's checkpoint, if any.
 
-        Before it keeps the initial weights, it asks the replicas. Without a checkpoint, and once no peer offers the
-        stage any more, a failed fetch leaves the initial weights, as in a peer that joins then. Reports a failed fetch
-        as TaskFailed. Returns in words where the stage's state is from. Raises as `fill_stages` does.
+        Asks the replicas before it keeps the initial weights. Without a checkpoint, and once no peer offers the stage
+        any more, a failed fetch leaves the initial weights, as in a peer that joins then. Reports a failed fetch as
+        TaskFailed. Returns in words where the stage's state is from. Without a checkpoint raises Unavailable when the
+        fetch fails although a peer offers the stage, or the replicas do not answer whether they have taken a step;
+        raises CheckpointError when the checkpoint does not fit.
         """
         checkpoint = self._found_checkpoints.get(stage)
         decision = rules.choose_start(checkpoint.step if checkpoint else None, self._offers(stage), rules.LAG_LIMIT)
@@ -184,10 +186,11 @@ class StateKeeper:
     async def _ask_whether_a_step_was_taken(self, stage: int, decision: rules.StartDecision) -> rules.StartDecision:
         """Asks the replicas that serve the stage whether they have taken a step; returns how to start.
 
-        decision: to keep the seed's weights; returned if no replica that answers has taken a step, or none serves the
-        stage. As soon as an answer names a step, returns what choose_start decides by the plausible answers. Otherwise
-        asks again until each replica has answered or stopped serving, but at most ANSWERS_S once some have answered. If
-        none answers for TIMEOUT_S, raises Unavailable: the seed's weights would be wrong if one has taken steps.
+        decision: to keep the seed's weights; returned if no replica that answers has taken a step, or no replica serves
+        the stage. As soon as an answer names a step, returns what choose_start decides by the plausible answers. Before
+        that asks again until each replica has answered or stopped serving, but at most ANSWERS_S once some have
+        answered. If no replica answers for TIMEOUT_S, raises Unavailable: the seed's weights would be wrong if one has
+        taken steps.
         """
         started_at, answers = loop_time(), dict[PeerId, int]()
         while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
@@ -228,10 +231,11 @@ class StateKeeper:
         """Fetches a stage's state from replicas, loads it in place of the present state, and reports StateFetched.
 
         Returns step, size and time in words. The stage then counts as filled, and its next checkpoint is due from the
-        fetched step on. sources: the best first; chunks come from several at once. at_least: the lowest step to accept;
-        a higher one is used when most peers offer much later steps, see lowest_step_to_fetch. timeout_s: seconds for
-        which it tries again, with the peers that offer the stage by then, when all sources fail; if it is not 0 and no
-        peer offers the stage any more, it tries for RETURN_S more. Raises Unavailable after that.
+        fetched step on. sources: the best first; chunks come from several at the same time. at_least: the lowest step
+        to accept; a higher one is used when most peers offer much later steps, see lowest_step_to_fetch. timeout_s:
+        seconds for which a failed fetch is tried again, from the peers that offer the stage by then; if it is not 0 and
+        no peer offers the stage any more, RETURN_S more. Raises Unavailable after that, and ProtocolError for a fetched
+        state that cannot be loaded.
         """
         started_at = loop_time()
         fetch = StateFetch(

@@ -33,10 +33,11 @@ AVERAGE: Final = "average"  # the name of the moment that holds the moving avera
 class StageState:
     """Everything that a stage has learnt, in flat arrays: its weights, and name -> optimizer moment of `layout`.
 
-    step: how many optimizer steps the stage has taken. updates: how many of these went into the moments. tokens_total:
-    the supervised tokens behind the steps, 0 when unknown. agreed: the last step whose mean over all replicas is in the
-    state. lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see
-    train.lineage.
+    step: how many optimizer steps the stage has taken.
+    updates: how many of these steps went into the moments.
+    tokens_total: the supervised tokens behind the steps, 0 when unknown.
+    agreed: the last step whose mean over all replicas is in the state.
+    lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.lineage.
     """
 
     stage: int
@@ -141,7 +142,7 @@ class Layout:
         return [elements, *(moment.array_range(elements) for moment in self.moments)]
 
     def of_moment(self, moment: MomentSpec) -> Layout:
-        """Returns the layout of the moment's own array: the places there of the tensors that it has values for.
+        """Returns the layout of the moment's own array: the places in that array of the tensors that have values in it.
 
         The result has no moments.
         """

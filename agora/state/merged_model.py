@@ -2,7 +2,7 @@
 
 At most one tensor of the stages is in memory at a time; of tensors that come from elsewhere, at most what their reader
 holds. Knows: safetensors files, tensors' names and shapes, float32 and bf16. Must not know: families, peers, LoRA, or
-who asks.
+what the model is for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PIECE_VALUES: Final = 1 << 20
 
 
 class ExportError(LocalError):
-    """Raised when a stage's file is unreadable or not what the manifest says; names the file and the tensor."""
+    """Raised when a stage's file is unreadable or does not fit the manifest; names the file and the tensor."""
 
     code: ClassVar[str] = "export"
 
@@ -58,8 +58,10 @@ class StageFile:
 class ExportedTensor:
     """How one tensor of an exported model is made: from the tensor `source` in a stage's file, by `convert`.
 
-    name, shape: those of the exported tensor. source: the name of the trained tensor in the run. source_shape: the
-    trained tensor's shape; None if it equals `shape`. convert: None if the values stay as they are.
+    source: the name of the trained tensor in the run.
+    name, shape: those of the exported tensor.
+    source_shape: the trained tensor's shape; None if it equals `shape`.
+    convert: converts the trained tensor's values; None if they stay as they are.
     """
 
     source: str

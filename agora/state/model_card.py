@@ -24,7 +24,7 @@ Kind = Literal["model", "adapter", "merged"]
 
 BYTES: Final = "bytes"
 BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
-"""How the model was made, in words; the key says whether the run began with a trained model."""
+"""How the model was made, in words, by whether the run began with a trained model."""
 LIBRARIES: Final[Mapping[Kind, str]] = {"model": "transformers", "adapter": "peft", "merged": "transformers"}
 FOLDER_CODE: Final = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,10 +50,13 @@ PLAIN_PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What the card says of the model's architecture. kind: such as "A Llama-style decoder". shape: sizes in words.
+    """What the card states about the model's architecture.
 
-    is_pretrained: whether the run began with a model that others had trained. adapter: the adapter's sizes in words; ""
-    if the whole model was trained. frozen_as: the dtype in which the frozen weights were kept; "" without an adapter.
+    kind: such as "A Llama-style decoder".
+    shape: sizes in words.
+    is_pretrained: whether the run began with a model that others had trained.
+    adapter: the adapter's sizes in words; "" if the whole model was trained.
+    frozen_as: the dtype in which the frozen weights were kept; "" without an adapter.
     """
 
     kind: str
@@ -65,11 +68,14 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class ExportDescription:
-    """What the card says of the exported weights. parameters: how many. dtype: as transformers calls it.
+    """What the card states about the exported weights.
 
-    source: where the stages' weights come from, in words. average: whether the weights are moving averages over the
-    steps. kind: model, adapter or merged. metrics: name -> value that the swarm reported when the stages were
-    collected; {} if the swarm was not asked.
+    parameters: how many.
+    dtype: as transformers calls it.
+    source: where the stages' weights come from, in words.
+    average: whether the weights are moving averages over the steps.
+    kind: model, adapter or merged.
+    metrics: name -> value that the swarm reported when the stages were collected; {} if the swarm was not asked.
     """
 
     parameters: int

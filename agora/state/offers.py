@@ -21,7 +21,7 @@ from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chu
 class CorruptStateError(ProtocolError):
     """Raised when a source's answer to GetState or GetChunk cannot be true: malformed, wrong hash, impossible values.
 
-    No network fault causes such an answer: whoever catches the error reports an offence.
+    No network fault causes such an answer: code that catches the error reports an offence.
     """
 
 
@@ -91,10 +91,10 @@ def check_offer(reply: Reply, layout: Layout) -> Offer:
 
 
 def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:
-    """Returns the weights and moments in an answer to GetChunk, as `unpack_chunk` does. expected: the chunk's SHA-256.
+    """Returns the weights and each moment's values in an answer to GetChunk: views of its bytes, see `unpack_chunk`.
 
-    Raises CorruptStateError for another message, another size or hash, NaN, infinity, and a negative value in a moment
-    that is_square.
+    expected: the chunk's SHA-256. Raises CorruptStateError for another message, another size or hash, NaN, infinity,
+    and a negative value in a moment that is_square.
     """
     nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
     tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None

@@ -70,9 +70,9 @@ def most_advanced_first(offers: Mapping[PeerId, int]) -> list[PeerId]:
 def plausibility_bound(serving: Collection[int], lag_limit: int) -> float:
     """Returns the highest step that a replica can plausibly be at: lower median of `serving` + lag_limit.
 
-    serving: the steps that the stage's replicas claim; with fewer than two the bound is infinite. It is the lower
-    median, so that of two replicas that disagree the one that claims less counts: a claim that is too low costs steps,
-    one that is too high can bring any weights.
+    serving: the steps that the stage's replicas claim; with fewer than two the bound is infinite. The lower median is
+    used so that of two replicas that disagree the one that claims less counts: a claim that is too low costs steps, one
+    that is too high can bring any weights.
     """
     return math.inf if len(serving) < 2 else statistics.median_low(serving) + lag_limit
 

@@ -1,10 +1,10 @@
 """Compares samples of a fetched state with those of other sources, so that no single source is simply trusted.
 
-Knows: chunks, who gave them, how near the weights of replicas lie. Must not know: how chunks are scheduled, or what
+Knows: chunks, their sources, how near the weights of replicas lie. Must not know: how chunks are scheduled, or what
 becomes of the state. `judge_sample` is pure.
 
-A chunk's hash says that it is what its source offered, not that the offer is a state of this run. So some chunks of
-each source are compared with the same chunks of up to two others:
+A chunk's hash shows that the chunk is what its source offered, not that the offer is a state of this run. So some
+chunks of each source are compared with the same chunks of up to two others:
 
     distance(a, b) = rms(a - b) / max(rms(a), rms(b))      over a chunk's weights
     allowed        = min(FAR, max(NEAR, CLOSEST_RATIO * the least distance of any two) + DRIFT * steps apart)

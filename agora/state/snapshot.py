@@ -1,6 +1,7 @@
 """Gives copies of this peer's stages to other peers: made when asked for, kept for a while, shared by several peers.
 
-Knows: GetState and GetChunk, and how many bytes the copies may take. Must not know: how a copy is made, or who asks.
+Knows: GetState and GetChunk, and how many bytes the copies may take. Must not know: how a copy is made, or what the
+copies are for.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class TensorStore:
         return location if location is not None and location.is_like(listed) else None
 
     def find_intact(self, number: int, listed: ListedTensor) -> TensorLocation | None:
-        """Returns the same as `find`, but None also if some piece has another hash than in `listed`, see is_intact."""
+        """Returns where tensor `number` lies; None where `find` returns None, and if a piece has a wrong hash."""
         location = self.find(number, listed)
         return location if location is not None and is_intact(location, listed) else None
 
@@ -153,7 +153,7 @@ class TensorStore:
     def link_files(self, owner_folder: Path | None, names: Sequence[str]) -> None:
         """Replaces the links in this folder: one for each of `names` that is a file in the owner's folder.
 
-        A reader of this folder then finds there all that the machine has of the model. owner_folder: None only removes
+        A reader of this folder then finds in it all that the machine has of the model. owner_folder: None only removes
         the former links. A name that is a file here already gets no link. Raises DiskError.
         """
         with self._disk_errors():

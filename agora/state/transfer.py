@@ -1,6 +1,6 @@
-"""Fetches a stage's state from several replicas at once, chunk by chunk; sources may die, hang or send corrupt data.
+"""Fetches a stage's state chunk by chunk, from several replicas concurrently; sources may die, hang or send bad data.
 
-Knows: which chunk to ask of which peer. Must not know: how calls travel, who the replicas are, what becomes of the
+Knows: which chunk to ask of which peer. Must not know: how calls travel, how replicas are found, what becomes of the
 state.
 """
 
@@ -34,7 +34,7 @@ STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before 
 
 @dataclass(slots=True)
 class _Source(ChunkSource[int | None]):
-    """A replica that the state is fetched from. given_up: the replica is not asked again; last_error says why.
+    """A replica that the state is fetched from. given_up: the replica is not asked again; last_error is the reason.
 
     calls: the key is the chunk's number, or None for the call that asks for an offer. offer: the replica's latest
     offer; None before the first, and when the replica is to be asked for another.
@@ -45,7 +45,7 @@ class _Source(ChunkSource[int | None]):
 
 
 class StateFetch:
-    """Fetches one stage's state from several replicas at once, in chunks, each checked against its source's offer.
+    """Fetches one stage's state from several replicas concurrently, in chunks checked against their sources' offers.
 
     An offer is a snapshot that a source can give; chunks of snapshots with the same mixing key (see offers.mixing_key)
     form one state. One key is chosen: that of the arrived chunks if an offer has it, otherwise the newest offer's.
@@ -83,7 +83,7 @@ class StateFetch:
         self._weights = np.empty(layout.numel, np.float32)
         self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
         self._chunk_snapshots: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
-        self._chunk_peers: dict[int, PeerId] = {}  # who gave it
+        self._chunk_peers: dict[int, PeerId] = {}  # the source of each chunk that has arrived
         self._chunk_hashes: dict[int, bytes] = {}
         self._sources: list[_Source] = []
         self._deadline = 0.0
@@ -93,7 +93,7 @@ class StateFetch:
         self._last_arrival = 0.0
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
-        """Fetches the missing chunks from several of `sources` at once, earlier ones preferred, and returns the state.
+        """Fetches the missing chunks from several of `sources` concurrently, earlier ones first; returns the state.
 
         No chunk is of a step below `at_least`, and all have the same mixing key. The state has the lowest step and
         updates of the chunks' snapshots, tokens_total 0 (unknown), and the arrays of this object, not copies. Raises
@@ -239,7 +239,7 @@ class StateFetch:
     def _ask_for_chunks(self, now: float) -> None:
         """Starts calls for chunks, one per source in turn, until `_start_chunk` starts none for any chosen source."""
         free = [source for source in self._sources if self._has_chosen_key(source.offer) and now >= source.not_before]
-        while free:  # one chunk each in turn, so that all of them have work
+        while free:  # one chunk each in turn, so that all sources have work
             free = [source for source in free if self._start_chunk(source, now)]
 
     def _start_chunk(self, source: _Source, now: float) -> bool:

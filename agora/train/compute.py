@@ -186,11 +186,11 @@ class Compute:
     ) -> SpanResult:
         """Runs stages `entry_stage` to the model's last, the loss, and with "train" the backward pass, as one job.
 
-        The backward pass adds the microbatch's gradients to the stages' sums, and counts the microbatch. boundary,
-        tokens, purpose: as for `forward`. references: for dpo, the reference model's log-probabilities of the rows. The
-        result has the loss and metrics; after a backward also the encoded gradient with respect to `boundary`, None at
-        stage 0; with "reference" only log-probabilities. Raises NotMyStage when `entry_stage` or the model's last stage
-        is not held here, ProtocolError for malformed tensors and references.
+        The backward pass adds the microbatch's gradients to the stages' sums, and counts the microbatch. boundary: what
+        enters `entry_stage`, None at stage 0. tokens, purpose: as in the message Process. references: for dpo, the
+        reference model's log-probability of each row. The result has loss and metrics; after a backward the encoded
+        gradient with respect to `boundary`, None at stage 0; with "reference" only log-probabilities. Raises NotMyStage
+        without `entry_stage` or the model's last stage, ProtocolError for malformed tensors and references.
         """
 
         def job() -> SpanResult:

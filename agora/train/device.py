@@ -61,8 +61,10 @@ class _DeviceJob:
 class DeviceOptions:
     """Which device a span is computed on, and how.
 
-    name: as for choose_device. state_in_host: the optimizer's state is in host memory, see StatePlace. slowdown: factor
-    on the time of each job, at least 1. fault: test hook, called with "device.job" at the start of each job.
+    name: "auto", "cpu", "cuda" or "cuda:N", see choose_device.
+    state_in_host: the optimizer's state is in host memory, see StatePlace.
+    slowdown: factor on the time of each job, at least 1.
+    fault: test hook, called with "device.job" at the start of each job.
     """
 
     name: str = "auto"
@@ -75,7 +77,7 @@ class DeviceQueue:
     """The queue of a device's jobs, and the thread that runs them one at a time until `close`.
 
     Jobs run in order of Priority, and of one priority the oldest first. But an evaluation that has waited for
-    MAX_EVALUATION_WAIT_S comes first, unless the last job was one.
+    MAX_EVALUATION_WAIT_S comes first, unless the last job was an evaluation.
     """
 
     def __init__(
@@ -87,12 +89,13 @@ class DeviceQueue:
         fault: Callable[[str], None] = lambda point: None,
         on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Starts the thread. limit: maximum number of waiting jobs of one priority.
+        """Starts the thread. The thread calls `fault` and `on_error`.
 
+        limit: maximum number of waiting jobs of one priority.
         slowdown: factor on the time that each job takes, at least 1; the thread sleeps for the additional time.
-        work_clock: returns seconds, by which a job's time is measured for that, see `work_clock_of`. fault: called with
-        "device.job" at the start of each job. on_error: called with the exception of an `afterwards`. The device thread
-        calls fault and on_error.
+        work_clock: returns seconds, by which a job's time is measured for `slowdown`, see `work_clock_of`.
+        fault: called with "device.job" at the start of each job.
+        on_error: called with the exception of an `afterwards`.
         """
         self.slowdown = slowdown
         self._work_clock = work_clock
@@ -121,9 +124,10 @@ class DeviceQueue:
         """Runs `function(*args)` on the device thread and returns its result.
 
         afterwards: called on the device thread after the result was handed back, before any other job, for work that
-        nobody waits for; not called if the function raised. When the caller is cancelled, a queued job never runs; the
-        result of a running one is passed to `on_abandoned` on the event loop. Raises what the function raises, Busy at
-        once when `limit` jobs of this priority wait, DeviceError when the queue is closed or the thread has ended.
+        no caller waits for; not called if the function raised. When the caller is cancelled, a queued job never runs;
+        the result of a running one is passed to `on_abandoned` on the event loop. Raises the function's own exception,
+        Busy without waiting when `limit` jobs of this priority wait, DeviceError when the queue is closed or the thread
+        has ended.
         """
         job = _DeviceJob(priority, lambda: function(*args), afterwards)
         queue = self._queues[priority]
@@ -216,7 +220,7 @@ class DeviceQueue:
         """Runs one job and sets its future to the result or the error; after a result, calls the job's `afterwards`.
 
         An Exception of `afterwards` is passed to `on_error`. Adds the job's time to the busy time, and counts the jobs
-        in a row whose call or `afterwards` raised DeviceError. Both are slowed down by `slowdown`.
+        in a row whose call or `afterwards` raised DeviceError. `slowdown` slows down call and `afterwards`.
         """
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
@@ -256,7 +260,7 @@ class DeviceQueue:
         return time.monotonic() - begun[0] + (self.slowdown - 1.0) * (self._work_clock() - begun[1])
 
     def _stop(self, reason: str) -> None:
-        """Closes the queue, which ends the thread, and fails all queued jobs with a DeviceError that says `reason`."""
+        """Closes the queue, which ends the thread, and fails all queued jobs with DeviceError; `reason` is its text."""
         with self._condition:
             self._closing = True
             jobs = [job for queue in self._queues.values() for job in queue]

@@ -22,7 +22,7 @@ FIRST_LIMIT: Final = 1e4
 
 
 class GradientNormBound:
-    """The upper bound for the next gradient's root mean square, by those of the last WINDOW gradients above 0."""
+    """The upper bound for the next gradient's root mean square, by the last WINDOW root mean squares above 0."""
 
     def __init__(self) -> None:
         self._sizes: deque[float] = deque(maxlen=WINDOW)

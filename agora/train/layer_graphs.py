@@ -86,8 +86,8 @@ class _RepeatedLayer(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Runs the layer again, and returns a gradient for each argument of `forward`.
 
-        These are None for the function, the input's (None if it needs none), and the parameters'. gradients: only one,
-        with respect to the output.
+        The function's gradient is None, and so is the input's if the input needs none. gradients: only one, with
+        respect to the output.
         """
         hidden, *trained = context.saved_tensors
         needs_input = context.needs_input_grad[1]
@@ -106,7 +106,7 @@ class GraphMeasure:
     """
 
     def __init__(self, not_counted: Set[int]) -> None:
-        """not_counted: data pointers of storages whose bytes are not counted, as for measure_saved_bytes."""
+        """not_counted: data pointers of storages whose bytes are not counted, because they are alive anyway."""
         self._not_counted = not_counted
         self.layer_bytes: list[int] = []
 

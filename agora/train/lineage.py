@@ -3,8 +3,8 @@
 Knows: steps and checksums. Must not know: weights, replicas.
 
 Weights cannot be compared, because equal steps round differently on different hardware. But replicas that were equal
-and have applied the same means since then have the same lineage, and others do not. Local steps do not count; the means
-of slices do.
+and have applied the same means since then have the same lineage, and other replicas do not. Local steps do not enter a
+lineage; the means of slices do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 INITIAL_LINEAGE: Final = 1
 """The lineage of the initial weights. 0 stands for an unknown lineage."""
 KEPT_STEPS: Final = 32
-"""How many last steps' lineages are kept: replicas at different steps compare that of an earlier step."""
+"""How many last steps' lineages are kept: replicas at different steps compare their lineages of an earlier one."""
 
 
 def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:

@@ -38,8 +38,8 @@ class TokenBatch:
     def from_wire(cls, tokens: Tensor, *, has_marks: bool) -> TokenBatch:
         """Splits ids [b, s + 1], or with marks [2, b, s + 1] (see "Marks" in SPEC.md), into inputs and targets.
 
-        Without marks, all targets are supervised except negative ids, and each row is one segment. Marks say which
-        targets are supervised, and which ids begin a new segment; then a negative id or an unknown mark raises
+        Without marks, all targets are supervised except negative ids, and each row is one segment. Marks show which
+        targets are supervised, and which ids begin a new segment; with marks, a negative id or an unknown mark raises
         ProtocolError.
         """
         if not has_marks:
@@ -61,7 +61,7 @@ class TokenBatch:
 class MicrobatchLoss(NamedTuple):
     """The loss of a microbatch. loss_sum: mean loss * Objective.loss_weight, a float32 scalar with its graph.
 
-    metrics: sums over the microbatch; which ones, the objective says.
+    metrics: sums over the microbatch; each objective has its own.
     """
 
     loss_sum: Tensor

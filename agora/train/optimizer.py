@@ -26,7 +26,7 @@ from agora.train.state_place import StatePlace
 MOMENTUM_DECAY = 4e-3
 """NAdam's momentum decay; torch's own default."""
 MEAN, SQUARE = "mean", "square"
-"""The names of the gradient's moments; AVERAGE is that of the moving average of the weights."""
+"""The names of the gradient's moments; AVERAGE names the moving average of the weights."""
 AVERAGE_FROM: Final = 100
 """The averaging of the weights begins at this step: before, the loss falls so fast that older weights make it worse."""
 
@@ -80,10 +80,10 @@ class StageOptimizer:
     | muon           | Muon            | AdamW             |
     | adamw8bit      | AdamW           | AdamW             |
 
-    layout: the places of tensors and moments. With adamw8bit the moments of all matrices are held in 8 bits. updates:
-    how many steps are in the moments; steps that were only counted are not. The manifest's `clip` is meant for the
-    gradient norm of the whole model, which no peer sees; a stage clips at clip / sqrt(stages), or not at all if it is
-    0. Weight decay applies to matrices only.
+    layout: the places of tensors and moments. updates: how many steps are in the moments; steps that were only counted
+    are not. With adamw8bit the moments of all matrices are held in 8 bits. The manifest's `clip` is meant for the
+    gradient norm of the whole model, which no peer knows; a stage clips at clip / sqrt(stages), or not at all if `clip`
+    is 0. Weight decay applies to matrices only.
     """
 
     def __init__(
@@ -96,9 +96,12 @@ class StageOptimizer:
     ) -> None:
         """Starts with zero moments, and with a copy of `weights` [numel], the initial ones, as their average.
 
-        section: the manifest's [optimizer]. stage_count: the number of stages of the whole model. layout: of the
-        weights; the moments are added to it here. place: where the moments are kept; None: on the weights' device.
         Raises TuningMissing for adamw8bit without bitsandbytes.
+
+        section: the manifest's [optimizer].
+        stage_count: the number of stages of the whole model.
+        layout: of the weights; the moments are added to it here.
+        place: where the moments are kept; None: on the weights' device.
         """
         self.layout = with_moments(section, layout)
         self._place = place = place or StatePlace(weights.device)

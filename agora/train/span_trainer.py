@@ -49,9 +49,11 @@ class NonFinite(LocalError):
 class FinishedMicrobatch:
     """The result of a microbatch that has passed the model's last stage.
 
-    loss_sum, tokens: the summed loss, and the microbatch's weight in a step. gradient: of loss_sum with respect to the
-    boundary that entered [b, s, k]; None at stage 0 and when not trained. metrics: sums, see agora.metrics.
-    log_probabilities: the sum over each row's supervised tokens, for the purpose "reference" only, whose loss_sum is 0.
+    loss_sum: the summed loss; 0 for the purpose "reference".
+    tokens: the microbatch's weight in a step.
+    gradient: of loss_sum with respect to the boundary that entered [b, s, k]; None at stage 0 and when not trained.
+    metrics: sums, see agora.metrics.
+    log_probabilities: the sum over each row's supervised tokens, for the purpose "reference" only.
     """
 
     loss_sum: float
@@ -66,7 +68,7 @@ class SpanTrainer:
 
     stages: the stages by number. stashed: the forward passes that wait for their backward pass.
 
-    Optimizer steps may be taken between a forward and its backward. The manifest's `schedule.activations` says which
+    Optimizer steps may be taken between a forward and its backward. The manifest's `schedule.activations` decides which
     weights the backward then uses:
 
     | activations | kept of a forward      | gradient of the backward                                                  |
@@ -75,11 +77,12 @@ class SpanTrainer:
     | keep        | its entry, its graph   | of the first forward, on its weights; see weight_versions for the limit   |
     | auto        | as keep while the graphs of all microbatches in flight fit into memory, else as recompute          |
 
-    A backward that follows its forward at once uses a graph of all layers with "keep", and with "auto" if one such
+    A backward that follows its forward immediately uses a graph of all layers with "keep", and with "auto" if one such
     graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the backward runs each layer once
     more, see layer_graphs.
 
-    The gradients of all parameters are computed and checked before any is added: an error never leaves half of them.
+    The gradients of all parameters are computed and checked before any is added: an error never leaves a part of them
+    in the sums.
     """
 
     def __init__(
@@ -99,7 +102,8 @@ class SpanTrainer:
         in_flight: maximum number of microbatches that are usually between forward and backward; a forward beyond
         LIMIT_FACTOR times as many is refused. on_step: called with each step event, on the device thread. base_model:
         the folder of the base model, if the run has one. state_in_host: the optimizer's state is in host memory.
-        Raises what Family.build_stage raises.
+        Raises ManifestError for a model config that cannot be built, LocalError when this machine lacks a package or
+        cannot read the weights.
         """
         self.span = span
         self.device = device
@@ -138,9 +142,9 @@ class SpanTrainer:
         """Runs stages `entry_stage` to the span's last; returns the boundary [b, s, k] that leaves the span, detached.
 
         entry: float32 [b, s, k], k values for each token, or token ids [b, s] at stage 0. purpose: as in the message
-        Process; `_run` says which weights it uses. With "train", stashes the forward for the backward and returns it,
-        too (otherwise None); raises Busy when too many are stashed, and NonFinite for a boundary that is not finite,
-        whose microbatch is counted as refused.
+        Process; decides which weights are used, see `_run`. With "train", stashes the forward for the backward and
+        returns it, too (otherwise None); raises Busy when too many are stashed, and NonFinite for a boundary that is
+        not finite, whose microbatch is counted as refused.
         """
         if purpose != "train":
             with torch.no_grad():
@@ -170,9 +174,10 @@ class SpanTrainer:
         """Runs stages `entry_stage` to the model's last, and the loss; with the purpose "train" also the backward.
 
         The backward adds the microbatch's gradients to the sums, and counts the microbatch. With "reference" there is
-        no loss, but the log-probability of each row. entry: as for `forward`. purpose, references: as in the message
-        Process. Raises NonFinite, also for a loss above MAX_LOSS_SUM, and counts the microbatch as refused; raises
-        ProtocolError for references that the objective does not take. Then nothing was added.
+        no loss, but the log-probability of each row. entry: float32 [b, s, k], or token ids [b, s] at stage 0. purpose,
+        references: as in the message Process. Raises NonFinite for a loss or gradient that is not finite, or a loss
+        above MAX_LOSS_SUM, and counts the microbatch as refused; raises ProtocolError for references that the objective
+        does not take. After an error nothing was added.
         """
         tokens = self.objective.loss_weight(batch)
         run_layer = (
@@ -254,7 +259,7 @@ class SpanTrainer:
         |-----------|---------------------------------------------|
         | train     | the current ones                            |
         | evaluate  | those of TrainedStage.evaluated             |
-        | reference | as for evaluate, but adapters are off       |
+        | reference | those of evaluate, but adapters are off     |
 
         With gradients enabled, an `entry` that is a boundary is set to require a gradient.
         """
@@ -290,8 +295,8 @@ class SpanTrainer:
     ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
         """Calls `_run` for a later backward; returns the output, and the weights of its graph, () without a graph.
 
-        Keeps the graph or not, as the class's table says. With "auto", the first forward that enters at `entry_stage`
-        measures the graph's bytes and keeps none.
+        Keeps the graph or not, by the class's table. With "auto", the first forward that enters at `entry_stage`
+        measures the graph's bytes and keeps no graph.
         """
         if self._activations == "auto" and entry_stage not in self.activation_bytes:
             return self._measure_graph(microbatch, entry_stage, entry, batch), ()
@@ -317,7 +322,7 @@ class SpanTrainer:
     def _run_layer_for_gradients(
         self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch
     ) -> RunLayer:
-        """Returns the RunLayer for a forward whose backward follows at once: keep_graph or repeat_in_backward.
+        """Returns the RunLayer for a forward with an immediate backward: keep_graph or repeat_in_backward.
 
         That is keep_graph with "keep", and with "auto" if the graph fits into memory. With "auto", first runs the
         forward once more to measure the graph, if none was measured for `entry_stage` yet.

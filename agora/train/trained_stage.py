@@ -44,7 +44,7 @@ class StageProgress:
     open_step: int  # number of the step whose share is open: `step` + closed shares that wait for their means
     tokens_in_share: int  # counted here for the open share
     tokens_counted: int  # counted here since the stage was loaded
-    tokens_total: int  # this replica's in all steps and shares, those of a loaded state included
+    tokens_total: int  # this replica's tokens in all steps and shares, those of a loaded state included
     staleness: tuple[int, ...]
     """Number of microbatches by how many steps old their gradient was; the last bin has all older ones."""
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
@@ -61,7 +61,7 @@ class StageProgress:
 
     @property
     def lineage(self) -> int:
-        """The lineage of step `agreed`; 0 is stored for it where it is unknown, see train.lineage."""
+        """The lineage of step `agreed`; 0 where that lineage is unknown, see train.lineage."""
         return self.lineages[self.agreed]
 
 
@@ -204,7 +204,7 @@ class TrainedStage:
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, as `policy` says.
+        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, by `policy`.
 
         Does neither until the sum has the tokens that the policy needs. Takes no step while a closed share waits for
         its mean, and closes no share beyond MAX_CLOSED_SHARES.
@@ -219,12 +219,12 @@ class TrainedStage:
             self._close_share()
 
     def catch_up(self, step: int) -> None:
-        """Raises the step count to `step`, that of the other replicas. Does nothing while a share is closed.
+        """Raises the step count to `step`, the step count of the other replicas.
 
-        Does nothing either if the stage is not behind. If the stage is one step behind, or takes local steps, it first
-        takes one step with its summed gradient, if that has tokens. If steps are then still missing, it drops the sum,
-        whose gradients are too old, and skips the steps: it reports one StepTaken for all of them, and StepsSkipped
-        before that if tokens or more than one step were lost.
+        Does nothing while a share is closed, or if the stage is not behind. If the stage is one step behind, or takes
+        local steps, it first takes one step with its summed gradient, if the sum has tokens. If steps are then still
+        missing, it drops the sum, whose gradients are too old, and skips the steps: it reports one StepTaken for all of
+        them, and before that StepsSkipped if tokens or more than one step were lost.
         """
         if step <= self.step or self._closed_shares:
             return
@@ -331,9 +331,11 @@ class TrainedStage:
         """Adds 1 to `step` and the step to the accounts, reports StepTaken and calls `on_step`.
 
         An exact step gets a lineage; the last exact step also restarts the outer optimizer, with the weights as anchor.
-        totals: this replica's totals in the step. result: None if the weights did not change here; then the accounts
-        leave the step out. step_tokens: tokens of all replicas in the mean gradient; None if the step was not taken
-        along such a mean. checksum: of the gradient, for the lineage.
+
+        totals: this replica's totals in the step.
+        result: None if the weights did not change here; then the accounts leave the step out.
+        step_tokens: tokens of all replicas in the mean gradient; None if the step was not taken along such a mean.
+        checksum: of the gradient, for the lineage.
         """
         now = time.monotonic()
         staleness = totals.staleness(self.step)

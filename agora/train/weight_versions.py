@@ -50,7 +50,7 @@ class WeightVersion:
 class StageWeights:
     """The trainable weights of one stage, in one or two versions, each float32 [numel] with tensors as in `layout`.
 
-    Forwards run on `current`. previous: the version before it, None until weights had to be changed that a graph needs.
+    Forwards run on `current`. previous: the version before `current`; None until weights changed that a graph needs.
     """
 
     def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
@@ -93,12 +93,14 @@ class StageWeights:
 
 @dataclass(slots=True)
 class StashedForward:
-    """What the backward of one microbatch needs: its entry, and the graph from there to `output` if that is kept.
+    """What the backward of one microbatch needs: its entry, and, if kept, the graph from the entry to `output`.
 
-    entry: float32 boundary [b, s, k] that entered stage `entry_stage`, or at stage 0 the token ids. tokens: the weight
-    of the microbatch in its step. steps: for each stage from `entry_stage` on, its step at the forward. device_s:
-    seconds that the forward took. output: None if the backward has to run the forward again. versions: the graph's
-    weights, or ().
+    entry: float32 boundary [b, s, k] that entered stage `entry_stage`, or at stage 0 the token ids.
+    tokens: the weight of the microbatch in its step.
+    steps: for each stage from `entry_stage` on, its step at the forward.
+    device_s: seconds that the forward took.
+    output: None if the backward has to run the forward again.
+    versions: the graph's weights, or ().
     """
 
     entry_stage: int
