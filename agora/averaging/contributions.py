@@ -54,7 +54,8 @@ class ContributionBuilder:
 
     A region is the elements of a stage that a part averages. Added are the residual, which the last encoding lost, and
     the late gradient, which came too late for the mean of its own step. The caller calls `build` for each part, then
-    record_outcome; then carry_over for a part whose mean is all zeros.
+    record_outcome; then carry_over for a part of which no owner has a mean; and drop_stage when a stage's state is
+    replaced.
     """
 
     def __init__(self, config: RoundConfig) -> None:

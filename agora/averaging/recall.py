@@ -26,9 +26,10 @@ MAX_RECALLS: Final = 8
 
 
 async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
-    """Calls recall_failed_parts up to MAX_RECALLS times, until no part is failed or no other member is left.
+    """Asks the other members for the means of a round's failed parts, up to MAX_RECALLS times; see recall_failed_parts.
 
-    Sleeps RECALL_PAUSE * round_s before each further call. Changes `result` in place.
+    Stops when no part is failed, or no other member is left. Sleeps RECALL_PAUSE * round_s before each further time.
+    Changes `result` in place.
     """
     for attempt in range(MAX_RECALLS):
         if attempt:

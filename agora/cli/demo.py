@@ -63,8 +63,8 @@ class DemoPlan:
         """Returns the preset's or base model's manifest, named "demo", with this plan's stages, seed, data and steps.
 
         If the plan names a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure
-        for wrong flags and flags that do not fit together; for a base model also BaseModelError, ManifestError and
-        DataError for its files and the data.
+        for wrong flags, flags that do not fit together and an invalid manifest; for a base model also BaseModelError
+        and DataError for its files and the data.
         """
         from agora_protocol.errors import ManifestError
 
@@ -162,8 +162,8 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
     """Trains a swarm as planned, prints the result with a text that the model wrote, and returns the exit code.
 
     as_json: prints the result as JSON on stdout, and the text on stderr. Ends all daemons in any case. Returns FAILED
-    after a signal during training. Raises Failure for a bad plan, when training stalls, and, after it has printed, for
-    a bad result; SwarmFailed when a daemon has died.
+    after a signal during training. Raises what DemoPlan.manifest raises; Failure when training stalls, and, after it
+    has printed, for a bad result; SwarmFailed when a daemon has died.
     """
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 

@@ -34,10 +34,11 @@ def run(
     """Writes a manifest, from a preset or for a base model, to the new file `path`; prints what to do next.
 
     Prints a summary of the manifest too. preset: None for tiny, unless there is a base model. base_model: a folder, or
-    a model of the Hub, which is fetched. name: the run's name, None for the file's. choice: how the base model is
-    trained. as_json: prints one JSON object instead. Raises Failure when the file exists or cannot be written, for a
-    preset together with a base model, for a choice without a base model, and for an invalid manifest; for a base model
-    also BaseModelError, ManifestError, TuningMissing and, for the data file, DataError or DiskError.
+    a model of the Hub, which is fetched. name: the run's name, None for the file's name, without characters that a name
+    cannot have. choice: how the base model is trained. as_json: prints one JSON object instead. Raises Failure when the
+    file exists or cannot be written, for a preset together with a base model, for a choice without a base model, and
+    for an invalid manifest; for a base model also BaseModelError, TuningMissing and, for the data file, DataError or
+    DiskError.
     """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model exclude each other; give one of them", USAGE)

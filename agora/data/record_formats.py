@@ -199,7 +199,7 @@ def _unknown_format_error(
 def _other_objective_error(first: RawRecord, kind: RecordFormat, objective: Objective | None) -> DataError:
     """Returns the error to raise when a file's format, `kind`, does not serve the objective.
 
-    The text advises the format's default objective, or else another file or --columns.
+    The text advises the format's default objective and, as an alternative, another file or --columns.
     """
     other = (
         "or learn the better answers alone with --columns prompt=prompt,completion=chosen"

@@ -119,14 +119,20 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _replace_linears(module: nn.Module, frozen_as: FrozenAs) -> None:
-    """Replaces the linear layers in `module`, in place, by frozen ones of the kind `frozen_as`; keeps FrozenLinear."""
+    """Replaces the linear layers in `module`, in place, by frozen ones of the kind `frozen_as`; keeps FrozenLinear.
+
+    Raises TuningMissing without a package.
+    """
     for name, linear in linear_layers(module).items():
         if not isinstance(linear, FrozenLinear):
             module.set_submodule(name, _frozen_like(linear, frozen_as))
 
 
 def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
-    """Returns a new frozen layer with the sizes of `linear`, without values: Nf4Linear for "nf4", else Bf16Linear."""
+    """Returns a new frozen layer with the sizes and the bias of `linear`: Nf4Linear for "nf4", else Bf16Linear.
+
+    Its values are not those of `linear`. Raises TuningMissing for "nf4" without bitsandbytes.
+    """
     is_transposed = not isinstance(linear, nn.Linear)
     matrix = linear.get_parameter("weight")
     bias = getattr(linear, "bias", None)

@@ -240,7 +240,7 @@ class Directory:
 
         # Members first: an attacker that invents many peers can choose ids with the smallest hashes.
         def rank(record: Record) -> tuple[bool, int]:
-            """Returns a sort key: peers that `bounds.is_member` accepts first, then by the hash of the peer id."""
+            """Returns a sort key: peers that `bounds.is_member` accepts first, then ascending by `peer_hash`."""
             return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
 
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]

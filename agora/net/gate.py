@@ -39,7 +39,8 @@ def admit_everyone(peer: PeerId, proof: bytes) -> str:
 class Gate:
     """Makes this peer's HELLO, judges that of others, and remembers which peers have been admitted as members.
 
-    role: the role that this peer's HELLO asks for. addresses: returns where this peer can be dialled.
+    Also says which peers may be called, and which open connections may stay. role: the role that this peer's HELLO asks
+    for. addresses: returns where this peer can be dialled.
     """
 
     def __init__(

@@ -157,6 +157,8 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: f
 async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> Message:
     """Connects to one peer, exchanges HELLO, sends it the request, returns its answer. Answers Pings meanwhile.
 
+    Runs on trio, and has no time limit of its own; a GOODBYE counts as a refusal.
+
     Raises the peer's refusal as its error, WrongRun if the peer trains another run, Unreachable if the stream ends,
     ProtocolError for a malformed frame, or py-libp2p's errors.
     """

@@ -26,8 +26,8 @@ FREE_LINK: Final = LinkSpec(1.25e9, 0.0)
 class LineBrake:
     """Throttles the streams of `link`, so that all of p2pd's traffic keeps to the owner's limits.
 
-    Works in a task from its creation until `close`. link: shapes the streams. carried: the newest totals of all of
-    p2pd's sockets; None before the first count, or where they cannot be counted.
+    Works in a task from its creation until `close`. Relayed circuits call `let_pass`. link: shapes the streams.
+    carried: the newest totals of all of p2pd's sockets; None before the first count, or where they cannot be counted.
     """
 
     def __init__(self, pid: int, limits: RateLimits, link: AccessLink | None) -> None:

@@ -47,8 +47,8 @@ async def keep_balance(
     """At random moments, until cancelled, decides whether this peer should hold other stages, and if so moves there.
 
     Each decision to move is reported as MoveChosen; after a failed move decides nothing for WAIT_AFTER_FAILURE_S.
-    held_span: returns the span that is held, None while the peer should not move. move: called to move, raises
-    AgoraError if that fails.
+    held_span: returns the span that is held, None while the peer should not move. move: called to move; if that
+    fails, reports the failure itself and raises AgoraError.
     """
     rng = random.Random()
     while True:

@@ -201,7 +201,7 @@ def _check_clock(readings: Readings) -> list[Check]:
 
 
 def _check_network(readings: Readings) -> list[Check]:
-    """Returns a check of IPv4 and IPv6, and a failed one for each port that cannot be listened on, or one passed.
+    """Returns a check of IPv4 and IPv6; then a failed one for each port that cannot be listened on, or a passed one.
 
     The first fails without any address, and warns with IPv6 only.
     """

@@ -62,7 +62,7 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionB
 
 
 class PeerDataHolder(Protocol):
-    """Protocol: an object that keeps data of peers, and can drop those of peers that are not admitted any more."""
+    """Protocol: an object that keeps data of peers, and can drop the data of peers that are not admitted any more."""
 
     def forget_refused(self) -> None:
         """Drops the data of all peers that are not admitted any more: banned, or with an expired ticket."""

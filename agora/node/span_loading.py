@@ -93,7 +93,7 @@ async def _fill_stages(
     keeper = _make_keeper(local_peer, compute, epochs)
 
     async def answer(call: IncomingCall) -> Reply:
-        """Has the keeper answer a request of STATE_REQUESTS; passes the fault point "state.giving" first."""
+        """Has the keeper answer one of STATE_REQUESTS; passes the fault point "state.giving" first."""
         await faults.reach("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
         return await keeper.answer(call.message)

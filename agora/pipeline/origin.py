@@ -279,11 +279,11 @@ class Origin:
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
     async def _train(self, microbatch: Microbatch, number: int) -> None:
-        """Sends one training microbatch until it succeeds; then marks it completed in the source and counts it.
+        """Sends one training microbatch, again and again until it is trained; then marks it completed and counts it.
 
         Also updates the moving averages and the pace, and raises the credit's ceiling by one, but to at most twice the
-        present credit (slow start). If sending is cancelled or fails, releases the microbatch in the source. number: by
-        which the source knows the microbatch.
+        present credit (slow start). If sending is cancelled or fails, releases the microbatch in the source. number:
+        the microbatch's number in the source.
         """
         try:
             message = (await self._deliver_with_references(microbatch)).message

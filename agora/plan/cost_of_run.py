@@ -97,6 +97,7 @@ def min_memory(manifest: Manifest, span: Span, *, state_in_host: bool = False) -
 
     That is with one microbatch in flight and, unless the manifest says that graphs are kept, the graph of one layer at
     a time. state_in_host: optimizer state counts as host memory, otherwise as device memory.
+    Raises TypeError for a model family without a formula.
     """
     return run_cost(manifest, in_flight=1).memory(span, in_host=state_in_host)
 
@@ -225,7 +226,7 @@ def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) 
     """
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
-    halved = 0 if sizes.attends_to_all or batch.has_segments else len(set(layers) - sizes.masked_layers)
+    halved = 0 if sizes.is_attention_eager or batch.has_segments else len(set(layers) - sizes.masked_layers)
     attention = 4.0 * batch.context * sizes.query_width * (len(layers) - halved / 2)
     fixed = 2.0 * _basis_products(sizes, layers) * sizes.width * sizes.stream
     matrices = 2.0 * (inside + head)

@@ -54,7 +54,7 @@ class LinearSize:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The sizes of a decoder; immutable."""
+    """The sizes of a decoder's layers, the format of its frozen ones, and how it attends; immutable."""
 
     width: int  # values of a token inside a layer
     stream: int  # values of a token in the residual stream and the embedding
@@ -68,7 +68,7 @@ class DecoderSizes:
     norm_vectors: int = 1  # parameter vectors of each norm
     head_norms: bool = False  # whether queries and keys are normed
     positions: int = 0  # rows of learnt positions
-    attends_to_all: bool = False  # whether attention is eager and keeps the s x s matrix
+    is_attention_eager: bool = False  # whether attention is eager and keeps the s x s matrix
     masked_layers: frozenset[int] = frozenset()  # numbers of the layers whose attention takes a mask, for its window
     copies_attended: bool = False  # whether the heads' output is copied before its projection
     caps_logits: bool = False  # whether logits are soft-capped
@@ -180,7 +180,7 @@ def _llama_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
         ),
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
         head_norms=kind in ("qwen3", "gemma3_text"),
-        attends_to_all=bool(_softcap(config, kind, "attn_logit_softcapping")),
+        is_attention_eager=bool(_softcap(config, kind, "attn_logit_softcapping")),
         caps_logits=bool(_softcap(config, kind, "final_logit_softcapping")),
         masked_layers=frozenset(n for n in range(model.layers) if _has_window(config, kind, n, model.context)),
         **_training_fields(model),

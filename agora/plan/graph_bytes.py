@@ -140,8 +140,8 @@ def _attention_values(sizes: DecoderSizes, has_mask: bool, in_bf16: bool) -> flo
 
     Such a sum is the log-sum-exp of a head's scores. has_mask: keys and values are repeated for every query head.
     """
-    shared = sizes.query_width if sizes.attends_to_all or has_mask else sizes.key_value_width
-    return 2 * sizes.query_width + 2 * shared + (0 if sizes.attends_to_all else sizes.heads * (2 if in_bf16 else 1))
+    shared = sizes.query_width if sizes.is_attention_eager or has_mask else sizes.key_value_width
+    return 2 * sizes.query_width + 2 * shared + (0 if sizes.is_attention_eager else sizes.heads * (2 if in_bf16 else 1))
 
 
 def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize, value: int) -> float:
@@ -151,7 +151,7 @@ def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize,
     one value.
     """
     pairs = batch.context**2
-    if sizes.attends_to_all:
+    if sizes.is_attention_eager:
         return 2.0 * value * batch.rows * sizes.heads * pairs
     if batch.has_segments:
         return float(value * batch.rows * pairs)

@@ -73,7 +73,7 @@ MACHINE_KEYS: Final = ("name", "kind", *NUMBER_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class PeersFile:
-    """The machines that a peers.toml names; immutable."""
+    """What a peers.toml says: its machines, one machine for each of its tables, and the precision; immutable."""
 
     machines: tuple[Machine, ...]  # all; those of a table whose `count` is above 1 have numbered names
     kinds: tuple[Machine, ...]  # a machine for each table of the file, with the table's name

@@ -279,7 +279,7 @@ class FleetSimulation:
     # --- departure
 
     def leave(self, peer: SimulatedPeer) -> None:
-        """Makes a peer publish that it leaves, finish its work within DRAIN_S, and go; counts the departure."""
+        """Makes a peer publish that it leaves, finish its work, and go within DRAIN_S; counts the departure."""
         self._measurements.leaves += 1
         self._drain(peer, lambda: self._go(peer))
 

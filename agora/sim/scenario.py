@@ -81,9 +81,9 @@ class Scenario:
     """What to simulate: the machines, the run's costs, the churn, and for how long.
 
     seconds: simulated time in all.
-    warmup_s: the seconds at the start that the report leaves out.
+    warmup_s: the seconds at the start that the report's means leave out.
     sample_s: seconds between two samples.
-    seed: of all that is drawn at random.
+    seed: of the random generator of all that is drawn.
     rebalancing: whether machines that serve may move.
     startup_s: seconds from a machine's start to its choice of a span.
     traffic: whether origins open microbatches; without microbatches, hours of churn are simulated in seconds, and the

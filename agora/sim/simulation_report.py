@@ -60,7 +60,7 @@ class SimulationReport:
         return _ratio(self.mean(lambda sample: sample.bound), self.mean(lambda sample: sample.best))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the JSON object of `swarm simulate --json`: means to 6 digits, None for a mean without samples.
+        """Returns the JSON object of `swarm simulate --json`: means to 6 significant digits, None without samples.
 
         It has the counters of the whole time, and under "timeline" every sample, those of the warm-up included.
         """

@@ -37,7 +37,7 @@ class AdmissionPolicy:
 
     @classmethod
     def of(cls, manifest: Manifest) -> AdmissionPolicy:
-        """Returns the policy that a signed manifest states; its founder is the manifest's founder."""
+        """Returns the policy that `manifest` states; its founder is the manifest's founder, "" before it is signed."""
         section = manifest.admission
         return cls(PeerId(manifest.founder), section.mode, frozenset(section.peers), section.public_status)
 

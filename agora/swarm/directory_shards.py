@@ -175,8 +175,8 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
     """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
 
     In a run of up to SMALL_RUN claims, by estimate, these are all shards. In a larger one they are the SHARDS_PER_READ
-    of `close_shards` and `other_shards` that have not been read for longest; the other stages wait for more cycles, as
-    the module's table says. Of equally late shards the close ones come first, then `rng` decides.
+    most overdue ones of `close_shards` and `other_shards`. Those of `other_shards` are due after more cycles, as the
+    module's table says. Of equally overdue shards the close ones come first, then `rng` decides.
     """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:

@@ -55,7 +55,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, manifest: Manifest) -> RunIdentity:
-        """Returns the RunIdentity of the run that a signed manifest describes."""
+        """Returns the RunIdentity of the run that `manifest` describes."""
         return cls(
             manifest.run_id,
             manifest.name,
@@ -103,7 +103,7 @@ def build_status(
 def _expected_path(peer: PeerView) -> str:
     """Returns the path by which a peer that is not connected would be reached, judged by its claim's reachability.
 
-    This is "punched" or "relayed" if the claim says so, otherwise "direct".
+    This is "punched" or "relayed" if the claim says so, otherwise, even for "unreachable", "direct".
     """
     return peer.reachability if peer.reachability in ("punched", "relayed") else "direct"
 

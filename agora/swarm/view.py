@@ -119,7 +119,7 @@ class View:
         return self.estimates[stage].period_s if stage in self.estimates else 0.0
 
     def without(self, *peers: PeerId) -> View:
-        """Returns a copy of the view from whose peers and strangers `peers` are removed; the view itself if none."""
+        """Returns a copy of the view without `peers`, also among its strangers; the view itself for no `peers`."""
         if not peers:
             return self
         removed = frozenset(peers)

@@ -186,7 +186,7 @@ class TrainedStage:
         """The weights that evaluations and exports use: the moving average, or without one the current weights.
 
         The average changes in place at every step, so no graph on it may be kept. If it is in host memory, each read
-        returns a copy on the device, which takes the place of the gradients that an evaluation does not compute.
+        returns a copy on the device, about as large as the gradients, which an evaluation does not have.
         """
         average = self.optimizer.average
         if self._average or average is None:

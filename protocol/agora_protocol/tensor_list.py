@@ -155,6 +155,6 @@ def bits_to_held(bits: bytes | memoryview, count: int) -> frozenset[int]:
     if len(bits) != -(-count // 8):
         raise ProtocolError("bad-tensor", f"{len(bits)} bytes of bits do not fit {count} tensors.")
     held = frozenset(8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1)
-    if max(held, default=0) >= count:
+    if max(held, default=-1) >= count:
         raise ProtocolError("bad-tensor", f"A bit is set of a tensor that is not among {count}.")
     return held
