@@ -1,14 +1,14 @@
-"""Decides how much each holder may use of what this peer shares: work per second, slots, bytes. Deterministic.
+"""Decides how much each consumer may use of what this peer shares: work per second, slots, bytes. Deterministic.
 
-Knows: holders (a peer and the address prefix that it comes from), counts and amounts. Must not know: what is shared,
-clocks (`now` is an argument), sockets. A holder's prefix matters because anyone can create as many peer ids as they
+Knows: consumers (a peer and the address prefix that it comes from), counts and amounts. Must not know: what is shared,
+clocks (`now` is an argument), sockets. A consumer's prefix matters because anyone can create as many peer ids as they
 like, but not as many networks.
 
 | shared | rule | function |
 |---|---|---|
-| work per second | each holder has a bucket that fills at a rate; a request takes its price out of it | RateLimiter |
-| slots, bytes | half are free to all; each prefix may have an equal part, each peer an equal part of it | may_acquire |
-| slots, all taken | a holder with more than its part gives one up, the largest holder first | largest_holder |
+| work per second | each consumer has a bucket that fills at a rate; a request takes its price out of it | RateLimiter |
+| slots, bytes | a fraction is free to all; each prefix may have an equal part, a peer one of that | may_acquire |
+| slots, all taken | a consumer with more than its part gives one up, the largest consumer first | largest_consumer |
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 
-MAX_HOLDERS: Final = 16_384
-"""Maximum number of holders whose buckets are remembered; the one that asked longest ago is forgotten first."""
+MAX_CONSUMERS: Final = 16_384
+"""Maximum number of consumers whose buckets are remembered; the one that asked longest ago is forgotten first."""
 FREE_FRACTION: Final = 0.5
-"""The fraction of a capacity that any holder may take, whichever holders have the rest."""
+"""The fraction of a capacity that any consumer may take, whichever consumers have the rest."""
 
 
-class Holder(NamedTuple):
+class Consumer(NamedTuple):
     """A user of a part of what is shared: a peer, and the prefix of the address that it comes from ("" if unknown)."""
 
     prefix: str
@@ -56,10 +56,10 @@ class WorkBucket:
 
 
 class RateLimiter:
-    """Limits the work per second of each holder: keeps a token bucket for each, full at its first request.
+    """Limits the work per second of each consumer: keeps a token bucket for each, full at its first request.
 
-    Keeps at most MAX_HOLDERS buckets: then the holder that asked longest ago is forgotten, and would begin with a full
-    bucket again.
+    Keeps at most MAX_CONSUMERS buckets: then the consumer that asked longest ago is forgotten, and would begin with a
+    full bucket again.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
@@ -68,56 +68,57 @@ class RateLimiter:
         self.burst = burst
         self._buckets: OrderedDict[Hashable, WorkBucket] = OrderedDict()
 
-    def take(self, holder: Hashable, now: float, price: float = 1.0) -> bool:
-        """Takes `price` tokens out of the holder's bucket if it has that many by `now`; returns whether it did."""
-        bucket = self._buckets.get(holder)
+    def take(self, consumer: Hashable, now: float, price: float = 1.0) -> bool:
+        """Takes `price` tokens out of the consumer's bucket if it has that many by `now`; returns whether it did."""
+        bucket = self._buckets.get(consumer)
         if bucket is None:
-            bucket = self._buckets[holder] = WorkBucket(self.rate, self.burst, self.burst, now)
-            if len(self._buckets) > MAX_HOLDERS:
+            bucket = self._buckets[consumer] = WorkBucket(self.rate, self.burst, self.burst, now)
+            if len(self._buckets) > MAX_CONSUMERS:
                 self._buckets.popitem(last=False)
-        self._buckets.move_to_end(holder)
+        self._buckets.move_to_end(consumer)
         return bucket.take(now, price)
 
 
 def may_acquire(
-    held: Mapping[Holder, int], holder: Holder, capacity: int, size: int = 1, free: float = FREE_FRACTION
+    held: Mapping[Consumer, int], consumer: Consumer, capacity: int, size: int = 1, free: float = FREE_FRACTION
 ) -> bool:
-    """Returns whether `holder` may take `size` more of a `capacity` (of slots or bytes). held: what each has now.
+    """Returns whether `consumer` may take `size` more of a `capacity` (of slots or bytes). held: what each has now.
 
-    | taken in all afterwards | which holders may take it |
+    | taken in all afterwards | which consumers may take it |
     |---|---|
     | at most free * capacity | all |
-    | more | a holder that stays within its fair share, see fair_share_of, or that has nothing yet |
+    | more | a consumer that stays within its fair share, see fair_share_of, or that has nothing yet |
     | more than the capacity | none |
     """
     taken = sum(held.values()) + size
-    own = held.get(holder, 0)
+    own = held.get(consumer, 0)
     if taken > capacity:
         return False
-    return taken <= free * capacity or not own or own + size <= fair_share_of(held, holder, capacity)
+    return taken <= free * capacity or not own or own + size <= fair_share_of(held, consumer, capacity)
 
 
-def fair_share_of(held: Mapping[Holder, int], holder: Holder, capacity: int) -> float:
-    """Returns capacity / number of prefixes / number of peers in the holder's prefix: the holder's fair share.
+def fair_share_of(held: Mapping[Consumer, int], consumer: Consumer, capacity: int) -> float:
+    """Returns capacity / number of prefixes / number of peers in the consumer's prefix: the consumer's fair share.
 
-    Counts only holders that have something (held: what each has now), and `holder` itself.
+    Counts only consumers that have something (held: what each has now), and `consumer` itself.
     """
-    peers: dict[str, set[PeerId]] = {holder.prefix: {holder.peer}}
+    peers: dict[str, set[PeerId]] = {consumer.prefix: {consumer.peer}}
     for other, count in held.items():
         if count:
             peers.setdefault(other.prefix, set()).add(other.peer)
-    return capacity / len(peers) / len(peers[holder.prefix])
+    return capacity / len(peers) / len(peers[consumer.prefix])
 
 
-def largest_holder(held: Mapping[Holder, int], newcomer: Holder) -> Holder | None:
-    """Returns which holder should give up a slot for `newcomer`: the largest holder of the prefix that holds most.
+def largest_consumer(held: Mapping[Consumer, int], newcomer: Consumer) -> Consumer | None:
+    """Returns which consumer should give up a slot for `newcomer`: the largest consumer of the prefix that holds most.
 
-    That prefix may be the newcomer's own. held: how many slots each holder has now. Returns None if no holder has any,
-    if the largest holder is the newcomer itself, or if another prefix is chosen but the newcomer's holds as much.
+    That prefix may be the newcomer's own. held: how many slots each consumer has now. Returns None if no consumer has
+    any, if the largest consumer is the newcomer itself, or if another prefix is chosen but the newcomer's holds as
+    much.
     """
     by_prefix: Counter[str] = Counter()
-    for holder, count in held.items():
-        by_prefix[holder.prefix] += count
+    for consumer, count in held.items():
+        by_prefix[consumer.prefix] += count
     if not by_prefix:
         return None
     prefix = max(by_prefix, key=lambda known: (by_prefix[known], known))
@@ -128,27 +129,27 @@ def largest_holder(held: Mapping[Holder, int], newcomer: Holder) -> Holder | Non
 
 
 class SharedCapacity:
-    """A capacity of `limit` slots or bytes that holders share: counts what each has (`held`); see may_acquire."""
+    """A capacity of `limit` slots or bytes that consumers share: counts what each has (`held`); see may_acquire."""
 
     def __init__(self, limit: int, max_fraction_each: float = 1.0) -> None:
-        """max_fraction_each: the fraction of the capacity that one holder may have, even if no other wants any."""
+        """max_fraction_each: the fraction of the capacity that one consumer may have, even if no other wants any."""
         self.limit = limit
-        self.held: Counter[Holder] = Counter()
+        self.held: Counter[Consumer] = Counter()
         self._max_fraction_each = max_fraction_each
 
-    def acquire(self, holder: Holder, size: int = 1) -> bool:
-        """Takes `size` of the capacity for `holder` if max_fraction_each and may_acquire allow; returns whether it did.
+    def acquire(self, consumer: Consumer, size: int = 1) -> bool:
+        """Takes `size` of the capacity for `consumer` if max_fraction_each and may_acquire allow; False if not.
 
         If not, takes nothing.
         """
-        exceeds_own_limit = self.held[holder] + size > self._max_fraction_each * self.limit
-        if exceeds_own_limit or not may_acquire(self.held, holder, self.limit, size):
+        exceeds_own_limit = self.held[consumer] + size > self._max_fraction_each * self.limit
+        if exceeds_own_limit or not may_acquire(self.held, consumer, self.limit, size):
             return False
-        self.held[holder] += size
+        self.held[consumer] += size
         return True
 
-    def release(self, holder: Holder, size: int = 1) -> None:
-        """Releases `size` of what the holder has, or all of it if that is less."""
-        self.held[holder] -= size
-        if self.held[holder] <= 0:
-            del self.held[holder]
+    def release(self, consumer: Consumer, size: int = 1) -> None:
+        """Releases `size` of what the consumer has, or all of it if that is less."""
+        self.held[consumer] -= size
+        if self.held[consumer] <= 0:
+            del self.held[consumer]

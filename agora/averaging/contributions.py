@@ -21,7 +21,7 @@ from torch import Tensor
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart
 
 if TYPE_CHECKING:
-    from agora.averaging.exchange import Part, Region, RoundConfig
+    from agora.averaging.part_averager import Part, Region, RoundConfig
 
 
 class WeightedValues(NamedTuple):
@@ -95,7 +95,7 @@ class ContributionBuilder:
         """
         region = self._config.region(part)
         self._late_gradients.pop(region, None)
-        if counted is False and part.what == "gradient":
+        if counted is False and part.kind == "gradient":
             self._late_gradients[region] = contribution.own
             return contribution.late_tokens
         if counted and contribution.encoded.wire in NORMAL_BITS:

@@ -15,7 +15,7 @@ from agora_protocol.errors import ProtocolError, Unavailable
 from agora_protocol.ids import PeerId
 from torch import Tensor
 
-from agora.averaging.exchange import Part
+from agora.averaging.part_averager import Part
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.recall import recall_failed_parts, recall_repeatedly
 from agora.averaging.reducer import PartReducer
@@ -124,14 +124,14 @@ class ExactSteps:
         cuts = cut_into_parts(len(result.mean))
         zeros = 0
         for index in failed:
-            part, cut = first_part._replace(part=index), cuts[index]
+            part, cut = first_part._replace(position=index), cuts[index]
             if not result.averaged[index]:
-                zero_mean = self._reducer.exchange.encode_zero_mean(part, len(values[cut]))
+                zero_mean = self._reducer.averager.encode_zero_mean(part, len(values[cut]))
                 self._reducer.keep_mean(part, zero_mean)
                 result.mean[cut] = zero_mean.values
             if not result.mean[cut].any():
                 zeros += 1
-                self._reducer.exchange.contributions.carry_over(part, values[cut], float(tokens))
+                self._reducer.averager.contributions.carry_over(part, values[cut], float(tokens))
         return 1 - zeros / len(cuts)
 
     async def replay(self, stage: int, step: int) -> None:

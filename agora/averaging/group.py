@@ -22,10 +22,10 @@ from agora.averaging import next_action, replica_progress
 from agora.averaging.background_tasks import start_reported
 from agora.averaging.divergence import replicas_to_fetch_from
 from agora.averaging.exact_steps import ExactSteps
-from agora.averaging.exchange import Part, RoundConfig
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
 from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
 from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
+from agora.averaging.part_averager import Part, RoundConfig
 from agora.averaging.partition import Members, Slices, cut_into_parts
 from agora.averaging.quota import StepMeter, StepTokenPlan
 from agora.averaging.reducer import PartReducer
@@ -103,7 +103,7 @@ class ReplicaGroup:
         )
         self._bounds = StepBounds(stages, self._recent_step_s, gossip.furthest_step, config, report_offence)
         gossip.bounds = self._bounds
-        self.gradient_wire = GradientWire(self.reducer.exchange.gradient_wire, "")
+        self.gradient_wire = GradientWire(self.reducer.averager.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
         self._stage_states: dict[int, _GroupStage] = {}
         microbatch_tokens, target = signed.manifest.quota_tokens, config.target_tokens
@@ -200,12 +200,12 @@ class ReplicaGroup:
         """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
 
         In asynchronous runs also others that have not reported yet (after step 0), or whose last report was more than 1
-        step (for slices MAX_REPORT_LAG + 1) behind the part's step. A slice's step is part.number * averaging.every.
+        step (for slices MAX_REPORT_LAG + 1) behind the part's step. A slice's step is part.round * averaging.every.
         """
         known = self.gossip.known_progress(part.stage)
         not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
         if not self._config.synchronous:
-            step = part.number if part.what == "gradient" else part.number * self._averaging.every - MAX_REPORT_LAG
+            step = part.round if part.kind == "gradient" else part.round * self._averaging.every - MAX_REPORT_LAG
             not_awaited |= replica_progress.lagging_or_unheard_replicas(known, set(peers) - {self._me}, step)
         return not_awaited
 
@@ -214,19 +214,19 @@ class ReplicaGroup:
 
         Raises ProtocolError if no stage here averages such a part, Refused if its round is too far from this peer's.
         """
-        state, is_gradient = self._stage_states.get(part.stage), part.what == "gradient"
-        averaged_step = part.number if is_gradient else part.number * self._averaging.every - 1
+        state, is_gradient = self._stage_states.get(part.stage), part.kind == "gradient"
+        averaged_step = part.round if is_gradient else part.round * self._averaging.every - 1
         if state is None or self._config.is_exact(averaged_step) != is_gradient:
-            raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.what} {part.number} here")
+            raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.kind} {part.round} here")
         step = self._stages.step_of(part.stage)
         own_number = step if is_gradient else step // self._averaging.every
-        if abs(part.number - own_number) > (MAX_ROUNDS_APART if is_gradient else MAX_ROUNDS_APART * state.slices.count):
-            raise Refused(f"round {part.number} is too far from this peer's round {own_number}")
-        numel = self._stages.layout(part.stage).numel if is_gradient else state.slices.numel_of(part.number)
+        if abs(part.round - own_number) > (MAX_ROUNDS_APART if is_gradient else MAX_ROUNDS_APART * state.slices.count):
+            raise Refused(f"round {part.round} is too far from this peer's round {own_number}")
+        numel = self._stages.layout(part.stage).numel if is_gradient else state.slices.numel_of(part.round)
         cuts = cut_into_parts(numel)
-        if part.part >= len(cuts):
-            raise ProtocolError("bad-message", f"round {part.number} has {len(cuts)} parts, not {part.part + 1}")
-        return len(range(numel)[cuts[part.part]])
+        if part.position >= len(cuts):
+            raise ProtocolError("bad-message", f"round {part.round} has {len(cuts)} parts, not {part.position + 1}")
+        return len(range(numel)[cuts[part.position]])
 
     # --- what exact steps and slice rounds ask, see RoundGroup and ExactStepGroup
 
@@ -235,11 +235,11 @@ class ReplicaGroup:
         known, listed = self.gossip.known_progress(stage), self.gossip.others_in_view(stage)
         return set(replica_progress.live_replicas(known, listed, loop_time()))
 
-    async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
+    async def run_round(self, stage: int, kind: str, number: int, values: Tensor, weight: float) -> RoundResult:
         """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
         deadline = loop_time() + self.round_s(stage)
         members = self.members(stage)
-        return await Round(self.reducer, self._report, stage, what, number, weight, members, deadline).run(values)
+        return await Round(self.reducer, self._report, stage, kind, number, weight, members, deadline).run(values)
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
         """Corrects the stage's StepTokenPlan (tokens of the next steps) after an exact step over `tokens` tokens."""
@@ -247,13 +247,13 @@ class ReplicaGroup:
         meter.token_plan = meter.token_plan.after_step(tokens)
 
     async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Stops the stage's slice rounds, replaces its state by StateFetcher.fetch, then calls Exchange.drop_stage.
+        """Stops the stage's slice rounds, replaces its state by StateFetcher.fetch, then calls PartAverager.drop_stage.
 
         Returns fetch's result. Raises Unavailable, with the rounds stopped, when no source has such a state.
         """
         await self._stage_states[stage].slice_rounds.stop()
         fetched = await self._state.fetch(stage, sources, at_least)
-        self.reducer.exchange.drop_stage(stage)
+        self.reducer.averager.drop_stage(stage)
         return fetched
 
     # --- deciding
@@ -319,11 +319,11 @@ class ReplicaGroup:
             return
         numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))
         uplink, step_s = self._listing.uplink_bytes_per_s(), self._recent_step_s(stage)
-        section, exchange = self._averaging, self.reducer.exchange
+        section, averager = self._averaging, self.reducer.averager
         chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
-        if chosen.name != exchange.gradient_wire:
+        if chosen.name != averager.gradient_wire:
             self._report(events.GradientWireChosen(chosen.name, chosen.reason))
-        self.gradient_wire, exchange.gradient_wire = chosen, chosen.name
+        self.gradient_wire, averager.gradient_wire = chosen, chosen.name
 
     def _decide_and_start(self, stage: int) -> None:
         """Updates the stage's meter, StepPolicy and reason; starts what next_action chooses; reports why it fetches."""

@@ -75,17 +75,17 @@ def cut_into_parts(numel: int) -> list[slice]:
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
-def ownership_epoch(what: str, number: int, slices: int) -> str:
+def ownership_epoch(kind: str, number: int, slices: int) -> str:
     """Returns the label of the epoch that round `number` belongs to. Within an epoch a part keeps its owners.
 
     An epoch is ROUNDS_PER_OWNER rounds of gradients, or of one slice. slices: the number of slices of a stage.
 
-    | what | label |
+    | kind | label |
     |---|---|
     | gradient | number // ROUNDS_PER_OWNER |
     | slice | (number % slices).(number // slices // ROUNDS_PER_OWNER) |
     """
-    if what == "gradient":
+    if kind == "gradient":
         return str(number // ROUNDS_PER_OWNER)
     return f"{number % slices}.{number // slices // ROUNDS_PER_OWNER}"
 
@@ -110,12 +110,12 @@ def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerI
 
 
 def choose_owners(
-    run: RunId, stage: int, what: str, epoch: str, part: int, members: Members
+    run: RunId, stage: int, kind: str, epoch: str, part: int, members: Members
 ) -> tuple[PeerId, PeerId | None]:
     """Returns the first and the second owner of a part in an epoch (`ownership_epoch`), by a weighted rendezvous hash.
 
     The member with the least -ln(u) / bandwidth is the first owner, the next one the second; u in (0, 1) is the hash of
-    (run, stage, what, epoch, part, peer). So a peer owns parts in proportion to its bandwidth. An unknown bandwidth
+    (run, stage, kind, epoch, part, peer). So a peer owns parts in proportion to its bandwidth. An unknown bandwidth
     counts as the median of the known ones. If no member may own parts, all may. The second owner is None if only one
     member may own parts. `members` must not be empty.
     """
@@ -123,7 +123,7 @@ def choose_owners(
     eligible = eligible or dict.fromkeys(members, 0.0)
     known = [bandwidth for bandwidth in eligible.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0
-    label = f"agora owner 1\0{run}\0{stage}\0{what}\0{epoch}\0{part}\0"
+    label = f"agora owner 1\0{run}\0{stage}\0{kind}\0{epoch}\0{part}\0"
 
     def rendezvous_key(peer: PeerId) -> tuple[float, PeerId]:
         """Returns the sort key of a member: -ln(u) / bandwidth, then its id, which decides ties."""

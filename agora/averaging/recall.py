@@ -13,7 +13,7 @@ from agora_protocol.errors import PeerFailed
 from torch import Tensor
 
 from agora.averaging.aggregate import PartMean
-from agora.averaging.exchange import Part
+from agora.averaging.part_averager import Part
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.reducer import PartReducer
 from agora.averaging.rounds import MAX_OPEN_PARTS, RoundGroup, RoundResult
@@ -58,7 +58,7 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
 
         Successive parts begin with different sources. Leaves `result` unchanged if no source has a plausible mean.
         """
-        part = first_part._replace(part=index)
+        part = first_part._replace(position=index)
         own = result.mean[cuts[index]]
         async with free_calls:
             for attempt in range(len(sources)):
@@ -76,9 +76,9 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
 def _is_plausible(reducer: PartReducer, part: Part, own: Tensor, mean: PartMean) -> bool:
     """Returns whether `mean` is plausible given this replica's `own` values of `part`.
 
-    If so, updates the MagnitudeBound of the part's region, see Exchange.check_magnitude.
+    If so, updates the MagnitudeBound of the part's region, see PartAverager.check_magnitude.
     """
     with contextlib.suppress(PeerFailed):
-        reducer.exchange.check_magnitude(part, own, mean.values)
+        reducer.averager.check_magnitude(part, own, mean.values)
         return True
     return False

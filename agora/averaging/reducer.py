@@ -30,7 +30,7 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging.aggregate import PartMean
-from agora.averaging.exchange import Exchange, Part, RoundConfig
+from agora.averaging.part_averager import Part, PartAverager, RoundConfig
 from agora.averaging.part_codec import EncodedPart
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Members
 from agora.averaging.round_record import KeptPartMean, RoundRecord, drop_oldest_means
@@ -112,7 +112,7 @@ class PartReducer:
         self.config = config
         self.caller = caller
         self.reach_fault = reach_fault
-        self.exchange = Exchange(config)
+        self.averager = PartAverager(config)
         self._view = view
         self._gatherings: dict[Part, _Gathering] = {}
         self._rounds: dict[tuple[int, str, int], RoundRecord] = {}
@@ -181,7 +181,7 @@ class PartReducer:
         await self.reach_fault("averaging.received")
         kept = self._find_kept_mean(part)
         if kept:
-            mean = self.exchange.decode_mean(part, kept.tensors, kept.numel, kept.message)
+            mean = self.averager.decode_mean(part, kept.tensors, kept.numel, kept.message)
         else:
             mean = await self._gather(peer, message, part, values, deadline)
         counted = kept is None and peer in self._remember_members(part)
@@ -204,15 +204,15 @@ class PartReducer:
         Then drops means of the oldest rounds of the stage and kind, see drop_oldest_means.
         """
         record = self._round_record(part)
-        if part.part in record.means or mean.encoded is None:
+        if part.position in record.means or mean.encoded is None:
             return
-        record.means[part.part] = KeptPartMean(mean.message, mean.encoded.tensors, len(mean.values))
+        record.means[part.position] = KeptPartMean(mean.message, mean.encoded.tensors, len(mean.values))
         record.nbytes += mean.encoded.nbytes
         drop_oldest_means({name[2]: kept for name, kept in self._rounds.items() if name[:2] == part[:2]})
 
     def _find_kept_mean(self, part: Part) -> KeptPartMean | None:
         """Returns the part's mean if it is kept here, else None."""
-        return self._rounds[part.round_key].means.get(part.part) if part.round_key in self._rounds else None
+        return self._rounds[part.round_key].means.get(part.position) if part.round_key in self._rounds else None
 
     # --- gathering
 
@@ -238,13 +238,13 @@ class PartReducer:
         rounds at least MAX_RUNNING_SLICE_ROUNDS earlier. ProtocolError if `peer` contributed to this part before.
         """
         record = self._round_record(part)
-        if peer in record.contributed[part.part]:
+        if peer in record.contributed[part.position]:
             raise ProtocolError("bad-message", "this part was contributed before")
-        record.contributed[part.part].add(peer)
+        record.contributed[part.position].add(peer)
         record.unresponsive.discard(peer)
-        running_rounds = MAX_RUNNING_SLICE_ROUNDS if part.what == "slice" else 1
+        running_rounds = MAX_RUNNING_SLICE_ROUNDS if part.kind == "slice" else 1
         for gathered, gathering in list(self._gatherings.items()):
-            if gathered[:2] == part[:2] and gathered.number <= part.number - running_rounds:
+            if gathered[:2] == part[:2] and gathered.round <= part.round - running_rounds:
                 self._stop_expecting(gathered, gathering, peer)
 
     def _stop_expecting(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
@@ -310,7 +310,7 @@ class PartReducer:
         awaited = members - self._view.peers_not_awaited(part, members)
         expected = awaited if len(awaited) > 1 else members
         expected -= self._round_record(part).unresponsive
-        expected -= self._round_record(part).contributed[part.part] - {peer}  # they got the mean of one alone
+        expected -= self._round_record(part).contributed[part.position] - {peer}  # they got the mean of one alone
         return expected - {self._first_owner(part)} if is_second else expected
 
     def _first_owner(self, part: Part) -> PeerId:
@@ -336,7 +336,7 @@ class PartReducer:
         me = self.config.me
         weights = list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
-        mean = self.exchange.average(part, list(gathering.values.values()), weights, center)
+        mean = self.averager.average(part, list(gathering.values.values()), weights, center)
         self._close_gathering(part, gathering, mean)
 
     def _close_gathering(self, part: Part, gathering: _Gathering, mean: PartMean | None) -> None:
@@ -393,6 +393,6 @@ class PartReducer:
                 return None
             counts = reply.message
             message = Averaged(counts.in_mean, counts.contributors, counts.weight, counted=True, wire=counts.wire)
-            return self.exchange.decode_mean(part, reply.tensors, numel, message)
+            return self.averager.decode_mean(part, reply.tensors, numel, message)
         except AgoraError:
             return None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agora.averaging.aggregate import PartMean
 from agora.averaging.contributions import Contribution
-from agora.averaging.exchange import Part
+from agora.averaging.part_averager import Part
 from agora.averaging.partition import Members, cut_into_parts
 from agora.averaging.reducer import PartReducer
 from agora.calls import BROKEN
@@ -71,7 +71,7 @@ class RoundGroup(Protocol):
     def round_s(self, stage: int) -> float:
         """Returns the seconds that a round of the stage may take."""
 
-    async def run_round(self, stage: int, what: str, number: int, values: Tensor, weight: float) -> RoundResult:
+    async def run_round(self, stage: int, kind: str, number: int, values: Tensor, weight: float) -> RoundResult:
         """Averages `values` with those of the present members in one round and returns the result; see Round."""
 
 
@@ -87,7 +87,7 @@ class Round:
     """One round in which this peer is a member; call `run` once.
 
     reducer: averages the parts that this peer owns.
-    what: "gradient" or "slice".
+    kind: "gradient" or "slice".
     number: counts the rounds of the stage and kind.
     weight: tokens behind the values; with 0 they do not enter the mean.
     members: this peer included, with bandwidths.
@@ -97,7 +97,7 @@ class Round:
     reducer: PartReducer
     report: events.Report
     stage: int
-    what: str
+    kind: str
     number: int
     weight: float
     members: Members
@@ -121,7 +121,7 @@ class Round:
         self.report(
             events.RoundDone(
                 stage=self.stage,
-                what=self.what,
+                what=self.kind,
                 round=self.number,
                 parts=len(parts),
                 failed_parts=result.failed_parts,
@@ -148,11 +148,11 @@ class Round:
         | does not come | the second owner is asked; no other part of this round waits for this owner |
         | has no other contributor, although there are other members | the part fails |
         """
-        part = Part(self.stage, self.what, self.number, index)
-        exchange, config = self.reducer.exchange, self.reducer.config
+        part = Part(self.stage, self.kind, self.number, index)
+        averager, config = self.reducer.averager, self.reducer.config
         async with self._free_calls:
             scale = faults.say("averaging.scale", 1.0)
-            contribution = exchange.build_contribution(part, values if scale == 1.0 else values * scale, self.weight)
+            contribution = averager.build_contribution(part, values if scale == 1.0 else values * scale, self.weight)
             reasons: list[str] = []
             for rank, owner in enumerate(config.owners(part, self.members)):
                 if owner is None or owner in self._unresponsive:
@@ -162,7 +162,7 @@ class Round:
                     if mean.message.contributors < 2 and len(self.members) > 1:
                         reasons.append(f"{owner}: nobody else contributed in time")
                         break
-                    exchange.check_magnitude(part, contribution.values, mean.values)
+                    averager.check_magnitude(part, contribution.values, mean.values)
                 except (AgoraError, TimeoutError) as error:
                     if owner != config.me and getattr(error, "code", "") in NO_ANSWER:
                         self._unresponsive.add(owner)
@@ -170,9 +170,9 @@ class Round:
                     reasons.append(f"{owner}: {str(error) or 'no answer in time'}")
                     continue
                 self.reducer.keep_mean(part, mean)
-                lost = exchange.contributions.record_outcome(part, contribution, mean.message.counted)
+                lost = averager.contributions.record_outcome(part, contribution, mean.message.counted)
                 return _PartAnswer(mean, lost)
-        exchange.contributions.record_outcome(part, contribution, None)
+        averager.contributions.record_outcome(part, contribution, None)
         self.report(events.PartFailed(*part, "; ".join(reasons)[:500]))
         return None
 
@@ -198,7 +198,7 @@ class Round:
         reply = await self.reducer.caller.call(owner, request, encoded.tensors, deadline=deadline)
         if not isinstance(reply.message, Averaged):
             raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
-        return self.reducer.exchange.decode_mean(part, reply.tensors, len(contribution.values), reply.message)
+        return self.reducer.averager.decode_mean(part, reply.tensors, len(contribution.values), reply.message)
 
 
 def _set_statistics(result: RoundResult, answers: Sequence[_PartAnswer], max_weight: float) -> None:

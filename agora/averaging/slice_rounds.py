@@ -18,7 +18,7 @@ from typing import Final
 from torch import Tensor
 
 from agora.averaging.background_tasks import start_reported
-from agora.averaging.exchange import Part
+from agora.averaging.part_averager import Part
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices, cut_into_parts
 from agora.averaging.recall import recall_failed_parts, recall_repeatedly
 from agora.averaging.reducer import PartReducer

@@ -1,7 +1,8 @@
 """Reserves the bytes of answers before they are made, and rations the answers that strangers may ask for.
 
-Knows: how large the answer to each kind of request can be, how many bytes each holder has. Must not know: how an answer
-is made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for each.
+Knows: how large the answer to each kind of request can be, how many bytes each consumer has. Must not know: how an
+answer is made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for
+each.
 
 | request | bytes reserved | besides |
 |---|---|---|
@@ -21,7 +22,7 @@ from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PART_ELEMENTS, MAX_STA
 from agora_protocol.message_base import Message
 from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, GetState, GetStatus, Recall
 
-from agora.fair_share import Holder, RateLimiter, SharedCapacity
+from agora.fair_share import Consumer, RateLimiter, SharedCapacity
 
 INDEX_BYTES: Final = 1_048_576
 """Maximum number of bytes of an index of a state or of a base model."""
@@ -50,7 +51,7 @@ RETRY_MS: Final = 1000
 class AnswerBudget:
     """Bounds what answers cost this peer: the bytes of all unwritten ones, and requests for its status or manifest.
 
-    One object serves all connections. `capacity` counts the reserved bytes of each holder (a peer and its network).
+    One object serves all connections. `capacity` counts the reserved bytes of each consumer (a peer and its network).
     """
 
     def __init__(self, limit: int) -> None:
@@ -60,26 +61,26 @@ class AnswerBudget:
         self._refusals = RateLimiter(STATUS_PER_S, REFUSAL_BURST)
         self._by_prefix = RateLimiter(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
 
-    def reserve(self, holder: Holder, request: Message | None, now: float) -> int:
+    def reserve(self, consumer: Consumer, request: Message | None, now: float) -> int:
         """Reserves the largest size that the answer to `request` can have; returns it in bytes, for `release`.
 
         Returns 0, and reserves nothing, for None and for a type that ANSWER_BYTES lacks. Raises Busy when too few bytes
-        are left for this holder, or when the holder's peer or network exceeds its rate of GetStatus and GetManifest
+        are left for this consumer, or when the consumer's peer or network exceeds its rate of GetStatus and GetManifest
         together. Raises ProtocolError when the peer exceeds its own rate and was refused for that REFUSAL_BURST times
         already (every second, STATUS_PER_S of these refusals are forgotten).
         """
         if isinstance(request, RATIONED):
-            is_within = self._by_peer.take(holder.peer, now)
-            if not is_within and not self._refusals.take(holder.peer, now):
+            is_within = self._by_peer.take(consumer.peer, now)
+            if not is_within and not self._refusals.take(consumer.peer, now):
                 raise ProtocolError("too-many-calls", f"{type(request).__name__} again and again, although refused.")
-            if not is_within or (holder.prefix and not self._by_prefix.take(holder.prefix, now)):
+            if not is_within or (consumer.prefix and not self._by_prefix.take(consumer.prefix, now)):
                 raise Busy("you ask for this too often", RETRY_MS)
         size = ANSWER_BYTES.get(type(request), 0) if request is not None else 0
-        if size and not self.capacity.acquire(holder, size):
+        if size and not self.capacity.acquire(consumer, size):
             raise Busy("answers that you or others have not read yet take all room", RETRY_MS)
         return size
 
-    def release(self, holder: Holder, size: int) -> None:
-        """Releases bytes that `reserve` returned for `holder`: their answer is written or dropped. 0 does nothing."""
+    def release(self, consumer: Consumer, size: int) -> None:
+        """Releases bytes that `reserve` returned for `consumer`: their answer is written or dropped. 0 does nothing."""
         if size:
-            self.capacity.release(holder, size)
+            self.capacity.release(consumer, size)

@@ -23,7 +23,7 @@ from agora_protocol.tickets import MEMBER
 
 from agora.calls import OnProgress, Reply
 from agora.clock import boot_time, loop_time
-from agora.fair_share import Holder
+from agora.fair_share import Consumer
 from agora.moving_average import MovingAverage
 from agora.net.gate import Gate
 from agora.net.incoming import CallServices, IncomingCalls
@@ -86,7 +86,7 @@ class Connection:
         self._peer_leaves = False
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
         self.boot_unix: float | None = None  # unix time when this machine's boot_time was 0, as the peer's clock has it
-        self._liveness = LivenessCheck(self._limits.silence_s, self._limits.answer_s, loop_time())
+        self._liveness = LivenessCheck(self._limits.ping_after_s, self._limits.pong_within_s, loop_time())
         self._incoming_watch, self._outgoing_watch = TransferWatch(), TransferWatch()
         self._next_call = 1 if is_initiator else 2
         self._open: dict[int, _OpenCall] = {}
@@ -121,9 +121,9 @@ class Connection:
         return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
-    def holder(self) -> Holder:
+    def consumer(self) -> Consumer:
         """The peer, and the network of its address."""
-        return Holder(self.stream.address_prefix, self.peer)
+        return Consumer(self.stream.address_prefix, self.peer)
 
     @property
     def is_reader(self) -> bool:
@@ -210,11 +210,11 @@ class Connection:
     async def ping(self) -> None:
         """Sends a Ping and awaits its Pong, which updates `round_trip` and, if it has a time, `boot_unix`.
 
-        Changes nothing when the peer refuses, the connection breaks, or no Pong comes in silence_s + answer_s.
+        Changes nothing when the peer refuses, the connection breaks, or no Pong comes in ping_after_s + pong_within_s.
         """
         started = boot_time()  # uvloop's clock has only millisecond resolution
         try:
-            async with asyncio.timeout(self._limits.silence_s + self._limits.answer_s):
+            async with asyncio.timeout(self._limits.ping_after_s + self._limits.pong_within_s):
                 reply = await self._ask(Ping(), (), None)
         except (AgoraError, TimeoutError):
             return
@@ -236,7 +236,7 @@ class Connection:
             return
         stream = self.stream
         spawn = self._owner.spawn
-        if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.silence_s / 2:
+        if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.ping_after_s / 2:
             spawn(self.ping())  # on a slow link the payload's sender may receive nothing else for long
         verdict = self._liveness.decide(
             now,

@@ -24,7 +24,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.fair_share import Holder
+from agora.fair_share import Consumer
 from agora.net.answer_budget import AnswerBudget
 from agora.net.network_errors import ConnectionBroken
 from agora.net.send_queue import Buffers
@@ -44,11 +44,11 @@ class NetLimits:
     max_answer_bytes: int = 67_108_864  # of answers that are not written yet; see answer_budget
     max_connections: int = 512
     max_silent: int = 64  # how many connections readers and peers without a HELLO may have opened
-    timeout_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
+    payload_wait_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
     dial_s: float = 10.0
     hello_s: float = limits.HANDSHAKE_TIMEOUT_S
-    silence_s: float = limits.PING_AFTER_SILENCE_S  # a peer that owes an answer is pinged then
-    answer_s: float = limits.PING_ANSWER_S  # how long the peer may take to answer that ping
+    ping_after_s: float = limits.PING_AFTER_SILENCE_S  # a peer that owes an answer is pinged then
+    pong_within_s: float = limits.PING_ANSWER_S  # how long the peer may take to answer that ping
 
 
 @dataclass(slots=True)
@@ -127,16 +127,16 @@ class PayloadReservations:
     | payload of | reserved |
     |---|---|
     | an answer | always: this peer asked for it, and its caller may hold bytes that others wait for |
-    | a request | if it fits into the budget or GUARANTEED_BYTES; otherwise it waits, at most `timeout_s` |
+    | a request | if it fits into the budget or GUARANTEED_BYTES; otherwise it waits, at most `payload_wait_s` |
     | a request, after one waited in vain | only if it fits immediately, until one has |
 
     Waits are short because nothing is read meanwhile, not even answers that would free the bytes.
     """
 
-    def __init__(self, budget: PayloadBudget, timeout_s: float, on_wait_over: Callable[[bool], None]) -> None:
+    def __init__(self, budget: PayloadBudget, payload_wait_s: float, on_wait_over: Callable[[bool], None]) -> None:
         """on_wait_over: called when a wait ends, with True when the bytes are reserved now, False when time ran out."""
         self._budget = budget
-        self._timeout_s = timeout_s
+        self._payload_wait_s = payload_wait_s
         self._on_wait_over = on_wait_over
         self._wait_timer: asyncio.TimerHandle | None = None
         self._arriving = 0  # reserved for the frame whose payload is arriving
@@ -156,7 +156,7 @@ class PayloadReservations:
             if self._waited_in_vain:
                 return PayloadAction.DROP
             self._budget.waiting[self] = size
-            self._wait_timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end_wait, False)
+            self._wait_timer = asyncio.get_running_loop().call_later(self._payload_wait_s, self.end_wait, False)
             return PayloadAction.WAIT
         self.reserve(size)
         return PayloadAction.TAKE
@@ -220,7 +220,7 @@ class IncomingCalls:
         self, network: CallServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
     ) -> None:
         """on_answered: called whenever the task of a request has ended, answered or cancelled."""
-        self.payloads = PayloadReservations(network.budget, network.limits.timeout_s, self._on_wait_over)
+        self.payloads = PayloadReservations(network.budget, network.limits.payload_wait_s, self._on_wait_over)
         self._network = network
         self._stream = stream
         self._peer = peer
@@ -254,7 +254,7 @@ class IncomingCalls:
         if len(self._open) >= self._network.limits.max_calls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are open")
         try:
-            reserved = self._network.answers.reserve(self._holder, request, loop_time())
+            reserved = self._network.answers.reserve(self._consumer, request, loop_time())
         except Busy as error:
             return self.refuse(number, error)
         if reserved:
@@ -264,13 +264,13 @@ class IncomingCalls:
         return self._refuse_busy(number, NO_MEMORY) if action is PayloadAction.DROP else action
 
     @property
-    def _holder(self) -> Holder:
-        """The caller and the network of its address, together the holder of bytes that are reserved for answers."""
-        return Holder(self._stream.address_prefix, self._peer)
+    def _consumer(self) -> Consumer:
+        """The caller and the network of its address, together the consumer of bytes that are reserved for answers."""
+        return Consumer(self._stream.address_prefix, self._peer)
 
     def _release_answer(self, number: int) -> None:
         """Releases the bytes reserved for the answer to call `number`, if any are."""
-        self._network.answers.release(self._holder, self._reserved.pop(number, 0))
+        self._network.answers.release(self._consumer, self._reserved.pop(number, 0))
 
     def _on_wait_over(self, is_reserved: bool) -> None:
         """Called when a request's wait for memory ends: has its payload read, or refuses the request as Busy."""
@@ -279,8 +279,8 @@ class IncomingCalls:
         )
 
     def _refuse_busy(self, number: int, why: str) -> PayloadAction:
-        """Refuses a request as Busy, to be tried again after `timeout_s`. Returns DROP."""
-        return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.timeout_s * 1000)))
+        """Refuses a request as Busy, to be tried again after `payload_wait_s`. Returns DROP."""
+        return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.payload_wait_s * 1000)))
 
     def refuse(self, number: int, error: AgoraError) -> PayloadAction:
         """Sends the peer a REFUSAL of its request with `error`, releases the bytes of its answer, and returns DROP."""

@@ -26,7 +26,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress, Reply
 from agora.clock import loop_time
-from agora.fair_share import Holder, largest_holder
+from agora.fair_share import Consumer, largest_consumer
 from agora.net.address_book import MAX_PEERS
 from agora.net.answer_budget import AnswerBudget
 from agora.net.connection import Connection
@@ -222,7 +222,7 @@ class Network:
         met_at = self._met.get(peer)
         return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
 
-    async def meet(self, peer: PeerId, addresses: Iterable[str]) -> None:
+    async def connect_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Learns the addresses that `peer` announces; connects to it unless it is connected. Errors: see `connect`."""
         self._raise_if_refused(peer)
         self.learn_announced(peer, addresses)
@@ -236,7 +236,7 @@ class Network:
         """
         try:
             self._raise_if_suspended(peer)
-            if self._is_closing or not self._make_room(Holder(stream.address_prefix, peer)):
+            if self._is_closing or not self._make_room(Consumer(stream.address_prefix, peer)):
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
             stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
@@ -247,11 +247,11 @@ class Network:
                 older.abort("the peer opened a new stream")
         self.spawn(self._await_hello(self._add_connection(stream, peer, path, is_initiator=False)))
 
-    def _make_room(self, newcomer: Holder) -> bool:
+    def _make_room(self, newcomer: Consumer) -> bool:
         """Returns whether one more connection may be made; aborts another one for it if there are too many.
 
         First a silent one, of which `max_silent` may be: opened by a peer that is a reader or has not sent HELLO.
-        Without one, one of the largest holder if that is of another network than `newcomer`; otherwise returns False.
+        Without one, one of the largest consumer if that is of another network than `newcomer`; otherwise returns False.
         """
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]
@@ -260,17 +260,17 @@ class Network:
         if silent:
             self._choose_to_break(silent, newcomer).abort("others need the room")
             return True
-        largest = largest_holder(Counter(known.holder for known in connections), newcomer)
-        chosen = [known for known in connections if known.holder == largest and largest.prefix != newcomer.prefix]
+        largest = largest_consumer(Counter(known.consumer for known in connections), newcomer)
+        chosen = [known for known in connections if known.consumer == largest and largest.prefix != newcomer.prefix]
         for known in chosen[:1]:
             known.abort("others need the room")
         return bool(chosen)
 
     @staticmethod
-    def _choose_to_break(silent: Sequence[Connection], newcomer: Holder) -> Connection:
-        """Returns which silent connection makes room: the oldest of the largest holder, without one the first."""
-        largest = largest_holder(Counter(known.holder for known in silent), newcomer)
-        return next((known for known in silent if known.holder == largest), silent[0])
+    def _choose_to_break(silent: Sequence[Connection], newcomer: Consumer) -> Connection:
+        """Returns which silent connection makes room: the oldest of the largest consumer, without one the first."""
+        largest = largest_consumer(Counter(known.consumer for known in silent), newcomer)
+        return next((known for known in silent if known.consumer == largest), silent[0])
 
     async def _await_hello(self, connection: Connection) -> None:
         """Exchanges HELLO on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
@@ -393,7 +393,7 @@ class Network:
     async def _tick(self) -> None:
         """Every TICK_S or more often, until cancelled: ends connections to refused peers, ticks all connections."""
         while True:
-            await asyncio.sleep(min(TICK_S, self.limits.silence_s / 4))
+            await asyncio.sleep(min(TICK_S, self.limits.ping_after_s / 4))
             for connection in self._all_connections():
                 self._end_if_refused(connection)
                 connection.tick(loop_time())

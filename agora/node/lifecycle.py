@@ -375,7 +375,7 @@ class Daemon:
                 await asyncio.gather(self._announce_leaving(local_peer), *own_work)
         except TimeoutError:
             self._report_event(events.TaskFailed("leave", "open work could not be ended in time"))
-        await local_peer.ledger.finish(max(0.1, deadline - loop_time()), reason)
+        await local_peer.ledger.drain(max(0.1, deadline - loop_time()), reason)
 
     async def _announce_leaving(self, local_peer: LocalPeer) -> None:
         """Publishes this peer's claim with the state "leaving"; gives up after ANNOUNCE_S and reports that."""

@@ -17,7 +17,7 @@ from agora.averaging.group import ReplicaGroup
 from agora.averaging.replica_progress import live_replicas
 from agora.calls import Reply
 from agora.clock import loop_time
-from agora.fair_share import Holder
+from agora.fair_share import Consumer
 from agora.net.incoming import IncomingCall
 from agora.node.background import BackgroundTasks
 from agora.node.local_peer import LocalPeer
@@ -210,8 +210,8 @@ class LoadedSpan:
         """
         match call.message:
             case Process() as request:
-                holder = Holder(call.prefix, call.peer)
-                return await self.hop.process(request, call.tensors, call.deadline, call.progress, holder)
+                consumer = Consumer(call.prefix, call.peer)
+                return await self.hop.process(request, call.tensors, call.deadline, call.progress, consumer)
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
             case GossipEpochs() as request:

@@ -274,12 +274,12 @@ class LocalPeer:
         """Returns whether `peer` has exchanged HELLO as a member (see Network.has_met), and is not suspended now."""
         return self.network.has_met(peer) and self.offences.suspended_s(peer) <= 0.0
 
-    async def meet(self, strangers: Sequence[PeerView]) -> None:
+    async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
         """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.
 
         strangers: at least one. Errors are ignored: `is_met` says which peers were met.
         """
-        dials = [asyncio.create_task(self.network.meet(seen.peer, seen.addresses)) for seen in strangers]
+        dials = [asyncio.create_task(self.network.connect_announced(seen.peer, seen.addresses)) for seen in strangers]
         _, late = await asyncio.wait(dials, timeout=MEET_S)
         for dial in late:
             dial.cancel()  # the dial itself goes on

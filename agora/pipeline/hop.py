@@ -19,7 +19,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import OnProgress
 from agora.clock import loop_time
-from agora.fair_share import Holder
+from agora.fair_share import Consumer
 from agora.moving_average import MovingAverage
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
@@ -44,7 +44,7 @@ class HopRequest:
     boundary: WireTensor | None  # what enters stage `message.stage`; None at stage 0
     tokens: WireTensor
     deadline: float  # loop time by which its answer is due
-    holder: Holder | None = None  # the calling peer and its address prefix; None for this peer's own origin
+    consumer: Consumer | None = None  # the calling peer and its address prefix; None for this peer's own origin
 
     @property
     def is_training(self) -> bool:
@@ -93,15 +93,15 @@ class Hop:
         tensors: Sequence[WireTensor],
         deadline: float,
         on_progress: OnProgress,
-        holder: Holder | None = None,
+        consumer: Consumer | None = None,
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
         A repeated request gets the kept answer immediately, or joins the running work. Others first wait at the barrier
         for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
-        stage 0. on_progress: called with each CallProgress of this and later hops. holder: the caller; None for this
+        stage 0. on_progress: called with each CallProgress of this and later hops. consumer: the caller; None for this
         peer's own origin. Before any work, raises Busy, NotMyStage or ProtocolError, or Unavailable if too little
-        time is left. During the work, raises Unavailable, errors of the compute, or PeerFailed when WorkLedger.finish
+        time is left. During the work, raises Unavailable, errors of the compute, or PeerFailed when WorkLedger.drain
         ends the work. After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
         """
         try:
@@ -112,7 +112,9 @@ class Hop:
                         f"this peer holds stages {self._span}, not {message.stage}; ask the directory again"
                     )
                 boundary, tokens = self._router.wire_rules.check_request(message, tensors)
-                answer = await self._join_or_start(HopRequest(message, boundary, tokens, deadline, holder), on_progress)
+                answer = await self._join_or_start(
+                    HopRequest(message, boundary, tokens, deadline, consumer), on_progress
+                )
         except Refused as refusal:
             self._report(events.HopRefused(message.microbatch.hex(), message.stage, refusal.code))
             raise
@@ -141,7 +143,7 @@ class Hop:
                 key, last_stage
             )  # not before the wait, in which another entry may begin its work
         return await self._ledger.run(
-            key, last_stage, request.deadline, on_progress, lambda work: self._perform(request, work), request.holder
+            key, last_stage, request.deadline, on_progress, lambda work: self._perform(request, work), request.consumer
         )
 
     async def _perform(self, request: HopRequest, work: RunningWork) -> HopAnswer:
@@ -182,7 +184,7 @@ class Hop:
         """
         work.committed = request.is_training
         result = await self._await_device(
-            self._compute.finish(
+            self._compute.run_last_stages(
                 request.message.microbatch,
                 request.message.stage,
                 request.boundary,

@@ -21,8 +21,8 @@ class SpanCompute(Protocol):
     """Protocol: the device that computes this peer's span of stages; implemented by train.Compute.
 
     entry_stage: the stage at which the microbatch enters the span. boundary: the hidden state that enters there, None
-    at stage 0. purpose, references: see the message Process. Every failure is an AgoraError, and a cancelled job
-    leaves nothing behind. `finish` with purpose "train", and `backward`, count the microbatch: when one of these
+    at stage 0. purpose, references: see the message Process. Every failure is an AgoraError, and a cancelled job leaves
+    nothing behind. `run_last_stages` with purpose "train", and `backward`, count the microbatch: when one of these
     returns, the microbatch's gradient is in the stages' sums; when it raises, the gradient is not.
     """
 
@@ -38,7 +38,7 @@ class SpanCompute(Protocol):
         With purpose "train", what `backward` needs is kept until `backward` succeeds or `forget` is called.
         """
 
-    async def finish(
+    async def run_last_stages(
         self,
         microbatch: MicrobatchId,
         entry_stage: int,

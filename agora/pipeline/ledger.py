@@ -18,7 +18,7 @@ from agora_protocol.messages import CallProgress, Process
 
 from agora.calls import OnProgress
 from agora.clock import loop_time
-from agora.fair_share import Holder, may_acquire
+from agora.fair_share import Consumer, may_acquire
 from agora.moving_average import MovingAverage
 from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
@@ -123,11 +123,11 @@ class RunningWork:
 
     task: asyncio.Task[HopAnswer]
 
-    def __init__(self, key: WorkKey, last_stage: int, holder: Holder | None = None) -> None:
-        """holder: the peer that asked for it first; None for this peer itself."""
+    def __init__(self, key: WorkKey, last_stage: int, consumer: Consumer | None = None) -> None:
+        """consumer: the peer that asked for it first; None for this peer itself."""
         self.key = key
         self.last_stage = last_stage
-        self.holder = holder
+        self.consumer = consumer
         self.committed = self.cancelled = False
         self.callers: list[OnProgress] = []
         self.newest: dict[int, CallProgress] = {}
@@ -148,6 +148,10 @@ class RunningWork:
         """Cancels the task of the work and returns immediately; the slot stays taken until the task has ended."""
         self.cancelled = True
         self.task.cancel()
+
+
+StartWork = Callable[[RunningWork], Awaitable[HopAnswer]]
+"""Type of the function that performs a work, and returns its answer."""
 
 
 class WorkLedger:
@@ -205,16 +209,16 @@ class WorkLedger:
         last_stage: int,
         deadline: float,
         on_progress: OnProgress,
-        start: Callable[[RunningWork], Awaitable[HopAnswer]],
-        holder: Holder | None = None,
+        start: StartWork,
+        consumer: Consumer | None = None,
     ) -> HopAnswer:
         """Joins the running work `key`, or starts it as `start(work)` on a free slot; waits for and returns the answer.
 
-        last_stage: the last stage that the work runs here. holder: the caller; None for this peer's own origin. Joining
-        reports RepeatServed and passes the work's latest progress on immediately. If joined work fails before
+        last_stage: the last stage that the work runs here. consumer: the caller; None for this peer's own origin.
+        Joining reports RepeatServed and passes the work's latest progress on immediately. If joined work fails before
         `deadline` (loop time), this caller starts the work again; the deadline does not end the wait for an answer.
-        Raises the work's own error, PeerFailed when `finish` cancels the work, and Busy when no slot is free for the
-        holder, when no new work is accepted, or when an earlier, cancelled attempt has not ended by `deadline`.
+        Raises the work's own error, PeerFailed when `drain` cancels the work, and Busy when no slot is free for the
+        consumer, when no new work is accepted, or when an earlier, cancelled attempt has not ended by `deadline`.
         """
         while True:
             work = self._works.get(key)
@@ -224,7 +228,7 @@ class WorkLedger:
                     raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
-                return await self._wait(self._start(key, last_stage, start, holder), on_progress)
+                return await self._wait(self._start(key, last_stage, start, consumer), on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
             for call_progress in work.newest.values():
                 on_progress(call_progress)
@@ -245,7 +249,7 @@ class WorkLedger:
         """Accepts new work again, after stop_accepting or finish; while `shortage` is set, work is still refused."""
         self._refusal = ""
 
-    async def finish(self, within_s: float, reason: str) -> bool:
+    async def drain(self, within_s: float, reason: str) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
         The callers of cancelled work get PeerFailed. Waits up to MAX_ENDING_S for that work to end. Returns whether all
@@ -261,26 +265,24 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(
-        self, key: WorkKey, last_stage: int, start: Callable[[RunningWork], Awaitable[HopAnswer]], holder: Holder | None
-    ) -> RunningWork:
+    def _start(self, key: WorkKey, last_stage: int, start: StartWork, consumer: Consumer | None) -> RunningWork:
         """Takes a slot and starts `start(work)` in a new task; returns the work, without waiting.
 
         last_stage: the last stage that the work runs here. Raises Busy, with the time after which to try again, when
-        all slots are taken, when the last slots are kept for holders with fewer (fair_share.may_acquire), or when this
-        ledger accepts no new work.
+        all slots are taken, when the last slots are kept for consumers with fewer (fair_share.may_acquire), or when
+        this ledger accepts no new work.
         """
         if refusal := self._refusal or self.shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
-        held = Counter(work.holder for work in self._works.values() if work.holder is not None)
-        exceeds_share = holder is not None and not may_acquire(held, holder, self._slots, free=FREE_SLOT_FRACTION)
+        held = Counter(work.consumer for work in self._works.values() if work.consumer is not None)
+        exceeds_share = consumer is not None and not may_acquire(held, consumer, self._slots, free=FREE_SLOT_FRACTION)
         if self.taken >= self._slots or exceeds_share:
             free_in_ms = 1000.0 * (self._slot_time_s.value or 0.0) / self._slots  # when the next of all slots is free
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
             is_share = self.taken < self._slots
             taken = f"your share of the {self._slots} slots is" if is_share else f"all {self._slots} slots are"
             raise Busy(f"{taken} taken", retry_ms)
-        work = self._works[key] = RunningWork(key, last_stage, holder)
+        work = self._works[key] = RunningWork(key, last_stage, consumer)
 
         async def perform() -> HopAnswer:
             """Performs the work, keeps and returns its answer; frees the slot in any case.

@@ -71,10 +71,10 @@ def measured_credit(
 
 
 def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int) -> int:
-    """Returns how many microbatches origin `rank` of `origins` may have in flight, at least 1: its equal_quota of all.
+    """Returns how many microbatches the origin of number `rank` among `origins` may have in flight, at least 1.
 
-    All origins together may have staleness * `microbatches` in flight, rounded. microbatches: those of one step.
-    staleness: the manifest's schedule.staleness.
+    All origins together may have staleness * microbatches, rounded; each has an equal part, see equal_quota.
+    microbatches: those of one step. staleness: the manifest's schedule.staleness.
     """
     return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
 

@@ -218,8 +218,7 @@ class HopSimulation:
     def _on_accepted(self, call: Call, queue: int) -> None:
         """Called when the caller learns that its call was accepted: records queue and ping in the routing table.
 
-        Does nothing if the call has ended or the caller is down. Counts a message to each peer upstream of the caller,
-        which learns this progress too.
+        Not if the call has ended or the caller is down. Counts a message to each peer upstream of it.
         """
         visit = call.caller
         if call.ended or not visit.peer.is_up:

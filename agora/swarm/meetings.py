@@ -49,7 +49,7 @@ class Acquaintances(Protocol):
     def is_met(self, peer: PeerId) -> bool:
         """Returns whether `peer` was met: HELLO was exchanged with it. Only such peers are among the view's peers."""
 
-    async def meet(self, strangers: Sequence[PeerView]) -> None:
+    async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
         """Dials all `strangers`; returns within a few seconds. Afterwards `is_met` is true of those that answered."""
 
 
@@ -60,7 +60,7 @@ class AllHandshaken:
         """Returns True."""
         return True
 
-    async def meet(self, strangers: Sequence[PeerView]) -> None:
+    async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
         """Does nothing, since every peer counts as met."""
 
 

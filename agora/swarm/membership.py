@@ -309,7 +309,7 @@ class Membership:
         """
         due = self._meetings.choose(loop_time(), self.view.strangers)
         if due:
-            await self.acquaintances.meet(due)
+            await self.acquaintances.connect_strangers(due)
             self.promote_met_strangers()
             unreachable = sum(stranger.peer in self.view.strangers for stranger in due)
             if unreachable >= MANY_UNREACHABLE and 2 * unreachable > len(due):

@@ -147,7 +147,7 @@ class Compute:
         what the backward pass needs is stashed until `backward`, `forget`, or another forward of the same microbatch
         from `entry_stage`; if the caller is cancelled, the stashed forward is dropped. With "evaluate" and "reference"
         nothing is kept. Raises NotMyStage when `entry_stage` is not held here or the span has the model's last stage
-        (use `finish`), ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
+        (use `run_last_stages`), ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
         """
 
         @_device_errors()
@@ -175,7 +175,7 @@ class Compute:
         output, _ = await self._queue.run(_priority_of(purpose), job, on_abandoned=free_unused)
         return output
 
-    async def finish(
+    async def run_last_stages(
         self,
         microbatch: MicrobatchId,
         entry_stage: int,
@@ -202,7 +202,7 @@ class Compute:
                 raise NotMyStage(f"stages {entry_stage} to the last cannot run here; this peer holds {self.span}")
             begun = self._queue.begin_work()
             entry, batch = self._decode(microbatch, entry_stage, boundary, tokens)
-            done = self.trainer.finish(microbatch, entry_stage, entry, batch, purpose, references)
+            done = self.trainer.run_last_stages(microbatch, entry_stage, entry, batch, purpose, references)
             encoded = self._encode_gradient(microbatch, entry_stage, done.gradient, entry)
             return SpanResult(
                 encoded, self._queue.work_s(begun), done.loss_sum, done.tokens, done.metrics, done.log_probabilities

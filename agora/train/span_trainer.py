@@ -162,7 +162,7 @@ class SpanTrainer:
         self.stashed.add(microbatch, forward)
         return boundary, forward
 
-    def finish(
+    def run_last_stages(
         self,
         microbatch: MicrobatchId,
         entry_stage: int,

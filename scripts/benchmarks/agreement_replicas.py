@@ -22,7 +22,7 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 from torch import Tensor
 
-from agora.averaging.exchange import Exchange, Part, RoundConfig
+from agora.averaging.part_averager import Part, PartAverager, RoundConfig
 from agora.averaging.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
@@ -82,13 +82,13 @@ class Replica:
         if self._together:
             self.stage.policy = StepPolicy(self.tokens, ALL_STEPS, step, self.tokens, closes_share=True)
         batch = _batch_of(tokens)
-        self.trainer.finish(_microbatch(step), 0, batch.inputs, batch, "train")
+        self.trainer.run_last_stages(_microbatch(step), 0, batch.inputs, batch, "train")
         self.trainer.take_due_steps()
 
     def loss(self, heldout: Sequence[Tensor]) -> float:
         """Returns the mean loss per token of batches [b, s + 1], in nats."""
         batches = [_batch_of(tokens) for tokens in heldout]
-        done = [self.trainer.finish(_microbatch(0), 0, batch.inputs, batch, "evaluate") for batch in batches]
+        done = [self.trainer.run_last_stages(_microbatch(0), 0, batch.inputs, batch, "evaluate") for batch in batches]
         return sum(one.loss_sum for one in done) / sum(one.tokens for one in done)
 
 
@@ -151,7 +151,7 @@ class RoundMember:
     """A member's side of all rounds, as a daemon has it: the run's configuration, and what it exchanges."""
 
     def __init__(self, config: RoundConfig) -> None:
-        self.config, self.exchange = config, Exchange(config)
+        self.config, self.averager = config, PartAverager(config)
 
 
 def members_of(
@@ -180,12 +180,12 @@ def exchange(
     answers = [torch.empty_like(value) for value in values]
     terms, sent = members[0].config, 0
     turn = number // (1 if what == "gradient" else terms.slices) // ROUNDS_PER_OWNER
-    owner = members[turn % len(members)].exchange
+    owner = members[turn % len(members)].averager
     in_time = list(counted) if any(counted) else [True] * len(values)
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
         part = Part(0, what, number, index)
         made = [
-            member.exchange.build_contribution(part, value[cut], weight)
+            member.averager.build_contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
         came = [terms.decode_part(part, contribution.encoded, len(contribution.values)) for contribution in made]
@@ -194,7 +194,7 @@ def exchange(
         assert found is not None
         for place, member in enumerate(members):
             answers[place][cut] = found.values
-            member.exchange.contributions.record_outcome(part, made[place], in_time[place])
+            member.averager.contributions.record_outcome(part, made[place], in_time[place])
         sent += made[0].encoded.nbytes
     return answers, sent
 

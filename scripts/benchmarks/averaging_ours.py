@@ -19,7 +19,7 @@ from agora_protocol.manifest import AveragingSection
 from agora_protocol.message_base import Message
 from agora_protocol.messages import Contribute, Recall
 
-from agora.averaging.exchange import INT8_ROUNDS, Part, RoundConfig
+from agora.averaging.part_averager import INT8_ROUNDS, Part, RoundConfig
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.reducer import PartReducer
 from agora.averaging.rounds import Round
@@ -86,9 +86,9 @@ class Member:
 
     def check_part(self, part: Part) -> int:
         """Returns the number of elements of `part`. Raises ProtocolError if there is no such part."""
-        if part.part >= len(self._sizes):
+        if part.position >= len(self._sizes):
             raise ProtocolError("bad-message", "no such part")
-        return self._sizes[part.part]
+        return self._sizes[part.position]
 
     async def _answer(self, call: IncomingCall) -> Reply:
         assert self._reducer is not None

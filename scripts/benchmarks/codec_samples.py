@@ -64,7 +64,7 @@ class Stages:
             boundary, _ = stage.forward(name, number, entry, batch, "train")
             into.forward.append(boundary)
             entry = self._crossing(boundary, "forward", name, number + 1).clone()
-        gradient = self._stages[-1].finish(name, len(inner), entry, batch, "train").gradient
+        gradient = self._stages[-1].run_last_stages(name, len(inner), entry, batch, "train").gradient
         for number, stage in reversed(list(enumerate(inner))):
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
@@ -83,7 +83,7 @@ class Stages:
             for number, stage in enumerate(self._stages[:-1]):
                 boundary, _ = stage.forward(name, number, entry, batch, "evaluate")
                 entry = self._crossing(boundary, "forward", name, number + 1)
-            done = self._stages[-1].finish(name, len(self._stages) - 1, entry, batch, "evaluate")
+            done = self._stages[-1].run_last_stages(name, len(self._stages) - 1, entry, batch, "evaluate")
             loss_sum, tokens = loss_sum + done.loss_sum, tokens + done.tokens
         return loss_sum / tokens
 

@@ -97,7 +97,7 @@ class PlainLoop:
         loss_sum, count = 0.0, 0
         for windows in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
             batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False)
-            done = self._trainer.finish(NO_MICROBATCH, 0, batch.inputs, batch, "evaluate")
+            done = self._trainer.run_last_stages(NO_MICROBATCH, 0, batch.inputs, batch, "evaluate")
             loss_sum, count = loss_sum + done.loss_sum, count + done.tokens
         return loss_sum / count
 

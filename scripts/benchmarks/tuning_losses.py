@@ -43,7 +43,7 @@ class TunedStages:
         batch = TokenBatch.from_wire(torch.from_numpy(self._sampler.batch(ids)).long(), has_marks=False)
         last = len(self._stages) - 1
         entry = self._run_forward(name, batch, "train", cross)
-        gradient = self._stages[last].finish(name, last, entry, batch, "train").gradient
+        gradient = self._stages[last].run_last_stages(name, last, entry, batch, "train").gradient
         for number in range(last - 1, -1, -1):
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
@@ -59,7 +59,7 @@ class TunedStages:
             name = MicrobatchId(b"held out" + number.to_bytes(8, "big"))
             batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False)
             entry = self._run_forward(name, batch, "evaluate", cross)
-            done = self._stages[last].finish(name, last, entry, batch, "evaluate")
+            done = self._stages[last].run_last_stages(name, last, entry, batch, "evaluate")
             loss_sum, tokens = loss_sum + done.loss_sum, tokens + done.tokens
         return loss_sum / tokens
 

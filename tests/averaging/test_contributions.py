@@ -12,7 +12,7 @@ from agora_protocol.messages import Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.averaging.contributions import ContributionBuilder
-from agora.averaging.exchange import INT8_ROUNDS, Exchange, Part, RoundConfig
+from agora.averaging.part_averager import INT8_ROUNDS, Part, PartAverager, RoundConfig
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
 from agora.observe.events import RoundDone
 from agora.sim.virtual_time import run
@@ -114,7 +114,7 @@ def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> Non
 
 
 def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
-    exchange = Exchange(config())
+    exchange = PartAverager(config())
     assert [exchange.wire_of(part(number)) for number in (0, FIRST - 1, FIRST)] == ["int8", "int8", "normal2"]
     made = exchange.build_contribution(part(FIRST - 1), gradient(1), 100.0)
     assert made.encoded.wire == "int8"
@@ -123,11 +123,11 @@ def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
 
 
 def test_slices_travel_in_few_bits_from_the_first_one_on() -> None:
-    assert Exchange(config()).wire_of(slice_part(0)) == "normal2"
+    assert PartAverager(config()).wire_of(slice_part(0)) == "normal2"
 
 
 def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_tokens() -> None:
-    exchange = Exchange(config("float32"))
+    exchange = PartAverager(config("float32"))
     late = exchange.build_contribution(part(5), gradient(1), 300.0)
     assert exchange.contributions.record_outcome(part(5), late, counted=False) == 0.0
     both = exchange.build_contribution(part(6), gradient(2), 100.0)
@@ -145,7 +145,7 @@ def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_toke
 
 
 def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
-    exchange = Exchange(config("float32"))
+    exchange = PartAverager(config("float32"))
     late = exchange.build_contribution(part(5), gradient(1), 300.0)
     exchange.contributions.record_outcome(part(5), late, counted=False)
     assert exchange.build_contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
@@ -155,7 +155,7 @@ def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
 
 def test_two_slices_do_not_mix_what_they_have_lost() -> None:
     """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
-    exchange = Exchange(config(slices=3))
+    exchange = PartAverager(config(slices=3))
     made = exchange.build_contribution(slice_part(6), gradient(1), 100.0)
     exchange.contributions.record_outcome(slice_part(6), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
@@ -168,7 +168,7 @@ def test_two_slices_do_not_mix_what_they_have_lost() -> None:
 
 
 def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_anyway() -> None:
-    exchange = Exchange(config(slices=3))
+    exchange = PartAverager(config(slices=3))
     for counted in (False, None):
         made = exchange.build_contribution(slice_part(6), gradient(1), 300.0)
         assert exchange.contributions.record_outcome(slice_part(6), made, counted) == 0.0
@@ -177,7 +177,7 @@ def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_a
 
 
 def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
-    exchange = Exchange(config(slices=3))
+    exchange = PartAverager(config(slices=3))
     made = exchange.build_contribution(slice_part(0), gradient(1), 1.0)
     exchange.contributions.record_outcome(slice_part(0), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
@@ -196,7 +196,7 @@ def decoded(sent: EncodedPart) -> torch.Tensor:
 
 
 def test_an_owner_feeds_back_what_its_answer_loses() -> None:
-    owner, rounds = Exchange(config()), 100
+    owner, rounds = PartAverager(config()), 100
     answered, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         values = [gradient(number), gradient(-number)]
@@ -210,13 +210,13 @@ def test_an_owner_feeds_back_what_its_answer_loses() -> None:
 
 
 def test_a_mean_of_one_contribution_changes_nothing_for_the_next() -> None:
-    owner, other = Exchange(config()), Exchange(config())
+    owner, other = PartAverager(config()), PartAverager(config())
     owner.average(part(FIRST), [gradient(1)], [1.0], None)
     assert torch.equal(mean(owner, part(FIRST + 1), 2), mean(other, part(FIRST + 1), 2))
 
 
 def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
-    owner, other, last = Exchange(config(slices=3)), Exchange(config(slices=3)), Exchange(config(slices=3))
+    owner, other, last = PartAverager(config(slices=3)), PartAverager(config(slices=3)), PartAverager(config(slices=3))
     mean(owner, slice_part(6), 1)
     assert torch.equal(mean(owner, slice_part(7), 3), mean(other, slice_part(7), 3))
     assert not torch.equal(mean(owner, slice_part(9), 3), mean(last, slice_part(9), 3)), "its own next one has it"
@@ -225,7 +225,7 @@ def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
     assert torch.equal(mean(owner, slice_part(12), 5), mean(last, slice_part(12), 5))
 
 
-def mean(exchange: Exchange, of: Part, seed: int) -> torch.Tensor:
+def mean(exchange: PartAverager, of: Part, seed: int) -> torch.Tensor:
     """An owner's mean of two contributions."""
     found = exchange.average(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
     assert found is not None

@@ -26,8 +26,8 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging.exchange import Part
 from agora.averaging.group import ReplicaGroup
+from agora.averaging.part_averager import Part
 from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.swarm.conduct import ReportOffence
 from agora.swarm.offences import OffenceLog

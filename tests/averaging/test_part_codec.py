@@ -15,7 +15,7 @@ from agora_protocol.message_base import KINDS, Message
 from agora_protocol.messages import Averaged, Contribute, Recalled, message_from_fields
 from agora_protocol.tensors import WireTensor
 
-from agora.averaging.exchange import Exchange, Part, RoundConfig
+from agora.averaging.part_averager import Part, PartAverager, RoundConfig
 from agora.averaging.part_codec import MAX_EXPONENT, MIN_EXPONENT, PartCodec, dither_fractions
 
 NAMES = ("int8", "bf16", "float32")
@@ -233,7 +233,7 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
 @pytest.mark.parametrize("name", WIRE_NAMES)
 def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, what: str) -> None:
     """The receiver of a mean sends in another format itself: what the bytes are is said beside them."""
-    owner, member = (Exchange(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
+    owner, member = (PartAverager(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
     part = Part(0, what, 30, 0)
     first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
     average = owner.average(part, [first, second], [1.0, 3.0], None)

@@ -18,7 +18,7 @@ from agora_protocol.tensors import WireTensor
 from agora.averaging import reducer as reducer_module
 from agora.averaging import round_record
 from agora.averaging.aggregate import PartMean
-from agora.averaging.exchange import Part
+from agora.averaging.part_averager import Part
 from agora.averaging.part_codec import EncodedPart, PartCodec
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER, cut_into_parts
 from agora.averaging.recall import recall_failed_parts
@@ -476,12 +476,12 @@ def keep_means(keeper: Member, first: Part, weight: float) -> None:
     """The member keeps a mean for each part of a round, said to be over `weight` tokens; of the last one, 0."""
     cuts = cut_into_parts(SIZE)
     for index, cut in enumerate(cuts):
-        part, values = first._replace(part=index), values_of(0)[cut]
-        mean = keeper.reducer.exchange.average(part, [values, values], [300.0, 200.0], None)
+        part, values = first._replace(position=index), values_of(0)[cut]
+        mean = keeper.reducer.averager.average(part, [values, values], [300.0, 200.0], None)
         assert mean is not None
         mean = replace(mean, message=replace(mean.message, weight=weight))
         is_last = index == len(cuts) - 1
-        keeper.reducer.keep_mean(part, keeper.reducer.exchange.encode_zero_mean(part, len(values)) if is_last else mean)
+        keeper.reducer.keep_mean(part, keeper.reducer.averager.encode_zero_mean(part, len(values)) if is_last else mean)
 
 
 @pytest.mark.parametrize(("said", "counts_as"), [(500.0, 500.0), (1e21, 1e9)])
@@ -520,13 +520,13 @@ def test_an_owner_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest.
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
         owner, _ = owner_of(world, 0)
-        average = owner.reducer.exchange.average
+        average = owner.reducer.averager.average
 
         def lie(*arguments: Any) -> PartMean | None:
             mean = average(*arguments)
             return mean and replace(mean, message=replace(mean.message, weight=1e21))
 
-        monkeypatch.setattr(owner.reducer.exchange, "average", lie)
+        monkeypatch.setattr(owner.reducer.averager, "average", lie)
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         for result in await one_round(world, members, [1.0] * 2, values=chosen):
             assert result.weight == owner.reducer.config.max_weight and not result.failed_parts

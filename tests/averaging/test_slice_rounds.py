@@ -14,7 +14,7 @@ from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.messages import Averaged
 
 from agora.averaging.aggregate import PartMean
-from agora.averaging.exchange import Part
+from agora.averaging.part_averager import Part
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices
 from agora.averaging.recall import MAX_RECALLS, RECALL_PAUSE
 from agora.averaging.replica_progress import SILENT_S
@@ -274,7 +274,7 @@ class EmptyReducer:
         self.waiting = waiting
 
     def has_waiting_contributions(self, first_part: Part) -> bool:
-        return first_part.number in self.waiting
+        return first_part.round in self.waiting
 
 
 def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[SliceRounds, Stages, SlowRounds]:
@@ -305,7 +305,7 @@ class PartKept(EmptyReducer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchange = self.config = self
+        self.averager = self.config = self
         self.max_weight = 1e9
 
     def check_magnitude(self, part: Part, own: torch.Tensor, mean: torch.Tensor) -> None:
@@ -313,7 +313,7 @@ class PartKept(EmptyReducer):
 
     async def recall_from(self, peer: str, part: Part, numel: int, deadline: float) -> PartMean | None:
         mean = PartMean(torch.full((numel,), 3.0), Averaged(2, 2, 2.0, counted=True, wire="float32"))
-        return mean if part.part == 0 else None
+        return mean if part.position == 0 else None
 
 
 def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was_given() -> None:

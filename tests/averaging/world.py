@@ -12,7 +12,7 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import Contribute, Recall
 from torch import Tensor
 
-from agora.averaging.exchange import Part, RoundConfig
+from agora.averaging.part_averager import Part, RoundConfig
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.reducer import PartReducer
 from agora.averaging.rounds import Round, RoundResult
@@ -106,9 +106,9 @@ class Member:
 
     def check_part(self, part: Part) -> int:
         cuts = cut_into_parts(self.world.size)
-        if part.part >= len(cuts):
+        if part.position >= len(cuts):
             raise ProtocolError("bad-message", "no such part")
-        return len(range(self.world.size)[cuts[part.part]])
+        return len(range(self.world.size)[cuts[part.position]])
 
     async def _fault(self, point: str) -> None:
         self.at[point] = self.at.get(point, 0) + 1

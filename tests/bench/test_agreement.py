@@ -82,7 +82,7 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
         together.after(step + 1)
         tokens = torch.cat(drawn)
         batch = TokenBatch.from_wire(tokens, has_marks=False)
-        alone.trainer.finish(MicrobatchId(bytes(16)), 0, batch.inputs.contiguous(), batch, "train")
+        alone.trainer.run_last_stages(MicrobatchId(bytes(16)), 0, batch.inputs.contiguous(), batch, "train")
         alone.trainer.take_due_steps()
     assert [replica.stage.step for replica in (*replicas, alone)] == [5] * (REPLICAS + 1)
     for replica in replicas:

@@ -325,7 +325,7 @@ def test_what_crosses_the_wire_is_k_numbers_for_each_token() -> None:
         [[batch, *_]] = batches_for(manifest, 1)
         async with pipeline_of(manifest, ["0", "1"]) as (first, last):
             there = await first.forward(microbatch_id(0), 0, None, tokens_of(batch), "train")
-            back = (await last.finish(microbatch_id(0), 1, there, tokens_of(batch), "train")).gradient
+            back = (await last.run_last_stages(microbatch_id(0), 1, there, tokens_of(batch), "train")).gradient
             assert back is not None
             return len(there.data), len(back.data)
 

@@ -297,7 +297,7 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
 
 
 def test_payloads_in_progress_stay_within_the_bound_and_what_does_not_fit_is_busy() -> None:
-    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=4 * MEGABYTE + 32, timeout_s=0.05)
+    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=4 * MEGABYTE + 32, payload_wait_s=0.05)
 
     async def main() -> None:
         gate = Gate()
@@ -327,7 +327,7 @@ def test_payloads_in_progress_stay_within_the_bound_and_what_does_not_fit_is_bus
 
 
 def test_a_request_waits_a_moment_for_bytes_that_are_let_go() -> None:
-    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=MEGABYTE + 8, timeout_s=10.0)
+    limits = NetLimits(max_payload_bytes=MEGABYTE + 8, max_held_bytes=MEGABYTE + 8, payload_wait_s=10.0)
 
     async def main() -> None:
         gate = Gate()

@@ -30,7 +30,7 @@ from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
 LARGE = 2 * GUARANTEED_BYTES
 ME = Identity(bytes(32)).peer
 HELLO = Gate(PEER, RunId(RUN), "raw").hello_to(ME)
-LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, timeout_s=1.0)
+LIMITS = NetLimits(max_payload_bytes=1 << 20, max_held_bytes=3 * LARGE, payload_wait_s=1.0)
 
 
 class Owner:

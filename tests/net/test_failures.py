@@ -22,7 +22,7 @@ from agora.net.network_errors import ConnectionBroken
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, kill_p2pd, peers, process, run, until
 
 ROOT = Path(__file__).parents[2]
-LIMITS = NetLimits(silence_s=0.5, answer_s=3.0)
+LIMITS = NetLimits(ping_after_s=0.5, pong_within_s=3.0)
 
 
 async def hang(call: IncomingCall) -> Reply:

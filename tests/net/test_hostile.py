@@ -254,7 +254,7 @@ def test_a_banned_peer_is_neither_called_nor_met_nor_connected_to() -> None:
             banned.add(b.id)
             dials = (
                 a.network.connect(b.id),
-                a.network.meet(b.id, b.addresses),
+                a.network.connect_announced(b.id, b.addresses),
                 a.network.call(b.id, GetStatus(), deadline=after(5)),
             )
             for dial in dials:

@@ -466,7 +466,7 @@ def test_a_paused_peer_refuses_newcomers_and_finishes_what_it_has() -> None:
         await task
         last.ledger.start_accepting()
         await enter(last, 1, microbatch=microbatch_id(b"session0", 9))
-        assert await last.ledger.finish(1.0, "leaving")
+        assert await last.ledger.drain(1.0, "leaving")
 
     run(work())
 
@@ -478,7 +478,7 @@ def test_leaving_waits_for_what_has_a_slot_but_not_for_ever() -> None:
         task = asyncio.create_task(enter(node, within_s=100.0))
         await asyncio.sleep(1.0)
         started = asyncio.get_running_loop().time()
-        assert not await node.ledger.finish(5.0, "leaving")
+        assert not await node.ledger.drain(5.0, "leaving")
         assert asyncio.get_running_loop().time() - started == pytest.approx(5.0)
         with pytest.raises(PeerFailed, match="ask another"):
             await task

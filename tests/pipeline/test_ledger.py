@@ -9,7 +9,7 @@ from agora_protocol.errors import Busy, NotMyStage, OutOfMemory, PeerFailed
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import CallProgress, Process, Processed
 
-from agora.fair_share import Holder
+from agora.fair_share import Consumer
 from agora.observe.events import Event, RepeatServed, SlotsChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
@@ -77,7 +77,7 @@ def test_running_work_takes_a_slot_until_it_has_ended_also_when_it_was_cancelled
         assert entries.ledger.taken == 1
         entries.finish.set()
         await entries.enter(1, 3)
-        assert await entries.ledger.finish(5.0, "leaving")
+        assert await entries.ledger.drain(5.0, "leaving")
 
     run(work())
 
@@ -106,7 +106,7 @@ def test_callers_of_work_that_is_cancelled_at_the_end_are_told_to_ask_another_pe
         waiting = [entries.enter(1), entries.enter(1)]
         gone = entries.enter(1, 2)
         await asyncio.sleep(1.0)
-        ending = asyncio.create_task(entries.ledger.finish(1.0, "moving to other stages"))
+        ending = asyncio.create_task(entries.ledger.drain(1.0, "moving to other stages"))
         await asyncio.sleep(1.25)  # the work is cancelled, and has not ended yet
         gone.cancel()
         assert not await ending
@@ -137,7 +137,7 @@ def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_
         mover = world.add("mover", "1-2")
         deadline = asyncio.get_running_loop().time() + 60.0
         first = await mover.hop.process(process(1), [boundary_of(MB, 1), tokens_of(1)], deadline, lambda news: None)
-        assert await mover.ledger.finish(5.0, "moving to other stages")
+        assert await mover.ledger.drain(5.0, "moving to other stages")
         heard: list[CallProgress] = []
         assert mover.ledger.answer_repeat(process(1), heard.append) is first, "no span is held"
         assert [(news.stage, news.event) for news in heard] == [(1, "finished")]
@@ -194,12 +194,12 @@ def test_work_that_runs_out_of_memory_costs_a_slot_which_comes_back_after_many_a
 def test_a_caller_that_has_its_share_of_the_slots_leaves_the_last_one_to_others() -> None:
     async def work() -> None:
         entries, waiting = Entries(slots=8), list[asyncio.Task[HopAnswer]]()
-        greedy, other = Holder("203.0.113.0/24", peer_id("greedy")), Holder("198.51.100.0/24", peer_id("other"))
+        greedy, other = Consumer("203.0.113.0/24", peer_id("greedy")), Consumer("198.51.100.0/24", peer_id("other"))
 
-        async def ask(holder: Holder) -> str:
+        async def ask(consumer: Consumer) -> str:
             key = WorkKey(microbatch_id(b"session0", len(waiting)), 1)
             ends = asyncio.get_running_loop().time() + 60.0
-            waiting.append(asyncio.create_task(entries.ledger.run(key, 1, ends, print, entries.work, holder)))
+            waiting.append(asyncio.create_task(entries.ledger.run(key, 1, ends, print, entries.work, consumer)))
             await asyncio.sleep(0)
             return str(waiting[-1].exception()) if waiting[-1].done() else ""
 

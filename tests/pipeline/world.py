@@ -113,7 +113,7 @@ class FakeCompute:
             self.held.add(microbatch)
         return boundary_of(microbatch, self.span.last + 1)
 
-    async def finish(self, microbatch, first, boundary, tokens, purpose, references) -> SpanResult:
+    async def run_last_stages(self, microbatch, first, boundary, tokens, purpose, references) -> SpanResult:
         self._check(microbatch, first, boundary)
         train = purpose == "train"
         count = (lambda: self._count(microbatch, first)) if train else (lambda: None)

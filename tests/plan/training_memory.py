@@ -47,7 +47,7 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
             batch = TokenBatch.from_wire(random_tokens(manifest), has_marks=manifest.has_marks)
             entry = batch.inputs if span.first == 0 else torch.randn(manifest.boundary_shape())
             if span.last == manifest.stage_count - 1:
-                trainer.finish(name, span.first, entry, batch, "train")
+                trainer.run_last_stages(name, span.first, entry, batch, "train")
             else:
                 trainer.forward(name, span.first, entry, batch, "train")
         while trainer.stashed.count_graphs() or len(trainer.stashed):

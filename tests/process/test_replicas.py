@@ -14,7 +14,7 @@ import pytest
 from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
-from agora.averaging.exchange import INT8_ROUNDS
+from agora.averaging.part_averager import INT8_ROUNDS
 from tests.oracle import relative_difference, run_plain_loop
 from tests.process.harness import (
     Daemon,

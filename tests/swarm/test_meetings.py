@@ -89,7 +89,7 @@ class Member(Peer):
     def is_met(self, peer: PeerId) -> bool:
         return peer in self.met
 
-    async def meet(self, strangers: Sequence[PeerView]) -> None:
+    async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
         await asyncio.sleep(0.2)
         for other in (self._circle.there.get(seen.peer) for seen in strangers):
             if other is not None:

@@ -119,7 +119,7 @@ async def train_step(pipeline: Sequence[Compute], microbatches: Sequence[np.ndar
         for i, microbatch in enumerate(ids):
             boundaries[i] = await compute.forward(microbatch, compute.span.first, boundaries[i], tokens[i], "train")
     entering = zip(ids, boundaries, tokens, strict=True)
-    done = [await last.finish(m, last.span.first, boundary, batch, "train") for m, boundary, batch in entering]
+    done = [await last.run_last_stages(m, last.span.first, boundary, batch, "train") for m, boundary, batch in entering]
     gradients = [finished.gradient for finished in done]
     for compute in reversed(inner):
         for i, microbatch in enumerate(ids):

@@ -60,7 +60,7 @@ def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activatio
             name = microbatch_id(1)
             entering = [await first.forward(name, 0, None, tokens, "train")]
             entering.append(await middle.forward(name, 1, entering[0], tokens, "train"))
-            done = await last.finish(name, 2, entering[1], tokens, "train")
+            done = await last.run_last_stages(name, 2, entering[1], tokens, "train")
             assert done.gradient is not None
             back = await middle.backward(name, middle.span.first, done.gradient)
             assert back.gradient is not None
@@ -89,7 +89,7 @@ def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
             name = microbatch_id(1)
             boundary = await first.forward(name, 0, None, tokens, "train")
             assert (boundary.dtype, boundary.shape) == ("uint8", (2 * 16 * (2 + 32 * 6 // 8),))
-            done = await last.finish(name, 1, boundary, tokens, "train")
+            done = await last.run_last_stages(name, 1, boundary, tokens, "train")
             assert done.gradient is not None and done.gradient.shape == (2 * 16 * (2 + 32),)
             for wrong in (boundary, WireTensor("uint8", (4,), memoryview(b"1234"))):
                 with pytest.raises(ProtocolError, match="int8 makes uint8") as refusal:
@@ -97,6 +97,6 @@ def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
                 assert refusal.value.code == "bad-tensor"
             await first.backward(name, 0, done.gradient)
             with pytest.raises(ProtocolError, match="int6 makes uint8"):
-                await last.finish(microbatch_id(2), 1, done.gradient, tokens, "train")
+                await last.run_last_stages(microbatch_id(2), 1, done.gradient, tokens, "train")
 
     asyncio.run(whole())

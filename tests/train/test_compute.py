@@ -92,7 +92,7 @@ def test_a_boundary_that_the_run_does_not_allow_is_refused(name: str) -> None:
     async def test(compute: Compute) -> None:
         for train in (True, False):
             with pytest.raises(ProtocolError) as refused:
-                await compute.finish(M, 1, BAD_BOUNDARIES[name], a_batch(), train)
+                await compute.run_last_stages(M, 1, BAD_BOUNDARIES[name], a_batch(), train)
             assert refused.value.code == "bad-tensor"
         assert compute.progress()[0].tokens_total == 0
 
@@ -116,7 +116,7 @@ def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> 
         with pytest.raises(NotMyStage):
             await compute.forward(M, 2, a_boundary(), a_batch(), "train")
         with pytest.raises(NotMyStage):
-            await compute.finish(M, 0, None, a_batch(), "train")
+            await compute.run_last_stages(M, 0, None, a_batch(), "train")
 
     with_compute("0-1", test, stages=4)
 
@@ -158,9 +158,9 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
     async def test(compute: Compute) -> None:
         compute.set_step_policy(1, StepPolicy(64))
         untouched = await compute.copy_weights(1)
-        await compute.finish(M, 1, a_boundary(), a_batch(), "train")
+        await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "train")
         compute.trainer.stage(1).sum.flat[5] = float("inf")
-        await compute.finish(microbatch_id(1), 1, a_boundary(), a_batch(), "train")
+        await compute.run_last_stages(microbatch_id(1), 1, a_boundary(), a_batch(), "train")
         assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(1)).items())
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total, progress.refused_nonfinite) == (
@@ -170,7 +170,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
             1,
         )
         for number in (2, 3):
-            await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
+            await compute.run_last_stages(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
         changed = await compute.copy_weights(1)
         assert any((untouched[name] != value).any() for name, value in changed.items())
         assert all(np.isfinite(value).all() for value in changed.values())
@@ -186,7 +186,7 @@ def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
     async def test(compute: Compute) -> None:
         compute.set_step_policy(1, StepPolicy(32))
         for number in range(3):
-            await compute.finish(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
+            await compute.run_last_stages(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
         await compute.copy_weights(1)
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (3, 0, 96)
@@ -199,7 +199,7 @@ def test_targets_that_are_not_supervised_are_not_counted() -> None:
     async def test(compute: Compute) -> None:
         ids = batches_for(small_manifest(), 1)[0][0].copy()
         ids[0, -5:] = -1
-        done = await compute.finish(M, 1, a_boundary(), encode_tokens(ids), "train")
+        done = await compute.run_last_stages(M, 1, a_boundary(), encode_tokens(ids), "train")
         assert done.tokens == 27
         assert compute.progress()[0].tokens_in_share == 27
 
@@ -231,7 +231,7 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
 def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
     async def test(compute: Compute) -> None:
         never_step(compute)
-        done = await compute.finish(M, 2, a_boundary(), a_batch(), "train")
+        done = await compute.run_last_stages(M, 2, a_boundary(), a_batch(), "train")
         assert done.gradient is not None
         assert done.gradient.shape == small_manifest().boundary_shape()
         assert [p.tokens_in_share for p in compute.progress()] == [0, 32, 32]
@@ -242,11 +242,11 @@ def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
 
 def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
     async def test(compute: Compute) -> None:
-        seen = await compute.finish(M, 1, a_boundary(), a_batch(), "evaluate")
+        seen = await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "evaluate")
         assert seen.gradient is None
         assert compute.progress()[0].tokens_total == 0
         assert not compute.trainer.stage(1).sum.flat.any()
-        trained = await compute.finish(M, 1, a_boundary(), a_batch(), "train")
+        trained = await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "train")
         assert trained.loss_sum == pytest.approx(seen.loss_sum)
 
     assert len(with_compute("1", test).of(MicrobatchCounted)) == 1
@@ -360,7 +360,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 
         compute.set_step_policy(1, StepPolicy(32))
         monkeypatch.setattr(compute.trainer.stage(1).optimizer, "step", broken)
-        done = await compute.finish(M, 1, a_boundary(), a_batch(), "train")
+        done = await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "train")
         assert done.tokens == 32
         await compute.copy_weights(1)
 

@@ -47,7 +47,7 @@ def test_a_gradient_of_1e30_is_refused_and_the_true_one_gives_the_weights_that_i
             for number, (batch, *_) in enumerate(batches_for(manifest, 8)):
                 ids, microbatch = tokens_of(batch), microbatch_id(number)
                 out = await first.forward(microbatch, 0, None, ids, "train")
-                result = await last.finish(microbatch, 1, out, ids, "train")
+                result = await last.run_last_stages(microbatch, 1, out, ids, "train")
                 assert result.gradient is not None
                 if lies:
                     garbage = wire(np.full(result.gradient.shape, 1e30, np.float32))

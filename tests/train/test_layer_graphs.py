@@ -136,7 +136,7 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
         boundary, _ = trainer.forward(microbatch_id(0), 0, batch.inputs, batch, "train")
         trainer.backward(microbatch_id(0), 0, torch.ones_like(boundary))
     else:
-        trainer.finish(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train")
+        trainer.run_last_stages(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train")
     assert len(repeated) == (2 if repeats else 0), "a stage has two layers"
 
 

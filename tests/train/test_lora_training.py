@@ -79,7 +79,9 @@ def test_an_evaluation_drops_nothing_and_draws_nothing(base: Path) -> None:
             flat = compute.trainer.stage(0).writable_weights()
             flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)))
             wired = tokens_of(batch)
-            return [(await compute.finish(microbatch_id(n), 0, None, wired, "evaluate")).loss_sum for n in range(2)]
+            return [
+                (await compute.run_last_stages(microbatch_id(n), 0, None, wired, "evaluate")).loss_sum for n in range(2)
+            ]
 
     state = torch.random.get_rng_state()
     with_dropout, without = asyncio.run(losses(0.5)), asyncio.run(losses(0.0))

@@ -71,7 +71,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
             for i, ids in enumerate(step):
                 first, last = (stage[random.integers(replicas)] for stage in stages)
                 m, wired = microbatch_id(number * 100 + i), tokens_of(ids)
-                done = await last.finish(m, 1, await first.forward(m, 0, None, wired, "train"), wired, "train")
+                done = await last.run_last_stages(m, 1, await first.forward(m, 0, None, wired, "train"), wired, "train")
                 assert done.gradient is not None
                 await first.backward(m, 0, done.gradient)
                 loss, tokens = loss + done.loss_sum, tokens + done.tokens

@@ -83,10 +83,12 @@ async def learn(pipeline: Sequence[Compute], number: int, batch: np.ndarray, kin
     tokens, references = tokens_of(batch), ()
     if kind == "dpo":
         *_, boundary = await run_forwards(pipeline, 2 * number + 1, tokens, "reference")
-        asked = await last.finish(microbatch_id(2 * number + 1), last.span.first, boundary, tokens, "reference")
+        asked = await last.run_last_stages(
+            microbatch_id(2 * number + 1), last.span.first, boundary, tokens, "reference"
+        )
         references = asked.log_probabilities
     *_, boundary = await run_forwards(pipeline, 2 * number, tokens, "train")
-    done = await last.finish(microbatch_id(2 * number), last.span.first, boundary, tokens, "train", references)
+    done = await last.run_last_stages(microbatch_id(2 * number), last.span.first, boundary, tokens, "train", references)
     gradient = done.gradient
     for compute in reversed(inner):
         assert gradient is not None

@@ -119,8 +119,8 @@ def test_evaluations_use_the_average_and_training_the_weights(decay: float) -> N
             losses[what] = float(stage_loss(module(ids[:, :-1], ids[:, :-1]), ids[:, 1:]))
     assert (abs(losses["average"] - losses["weights"]) > 1e-2) == bool(decay)
     batch = TokenBatch.from_wire(ids, has_marks=False)
-    evaluated = trainer.finish(microbatch_id(0), 0, batch.inputs, batch, "evaluate").loss_sum
-    trained = trainer.finish(microbatch_id(0), 0, batch.inputs, batch, "train").loss_sum
+    evaluated = trainer.run_last_stages(microbatch_id(0), 0, batch.inputs, batch, "evaluate").loss_sum
+    trained = trainer.run_last_stages(microbatch_id(0), 0, batch.inputs, batch, "train").loss_sum
     assert evaluated == pytest.approx(losses["average"], rel=1e-6)
     assert trained == pytest.approx(losses["weights"], rel=1e-6)
 

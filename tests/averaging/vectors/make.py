@@ -19,7 +19,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_SMALL_PARTS, PART_ELEMENTS, SLICE_BLOCK
 
-from agora.averaging.exchange import Part, RoundConfig
+from agora.averaging.part_averager import Part, RoundConfig
 from agora.averaging.part_codec import PartCodec
 from agora.averaging.partition import Slices, cut_into_parts
 

@@ -38,33 +38,33 @@ class Part(NamedTuple):
     """The name of one part of a round: one of the pieces into which the averaged vector is cut, each with its owner.
 
     stage: the stage whose replicas hold the round.
-    what: "gradient", or "slice": a fixed set of the stage's weights.
-    number: counts the rounds of this stage and kind; of a gradient, it is the step.
-    part: index within the round.
+    kind: "gradient", or "slice": a fixed set of the stage's weights.
+    round: counts the rounds of this stage and kind; of a gradient, it is the step.
+    position: of the part within the round, from 0.
     """
 
     stage: int
-    what: str
-    number: int
-    part: int
+    kind: str
+    round: int
+    position: int
 
     @property
     def round_key(self) -> tuple[int, str, int]:
-        """What identifies the part's round: (stage, what, number)."""
+        """What identifies the part's round: (stage, kind, round)."""
         return self[:3]
 
 
 class Region(NamedTuple):
     """Names the elements of a stage that a part averages: the key of what is kept from one round to the next.
 
-    stage, what, part: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts cut the whole
-    stage.
+    stage, kind, position: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts cut the
+    whole stage.
     """
 
     stage: int
-    what: str
+    kind: str
     slice_number: int
-    part: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +102,19 @@ class RoundConfig:
 
     def region(self, part: Part) -> Region:
         """Returns the name of the region, the elements of the stage, that the part averages."""
-        return Region(part.stage, part.what, part.number % self.slices if part.what == "slice" else 0, part.part)
+        return Region(part.stage, part.kind, part.round % self.slices if part.kind == "slice" else 0, part.position)
 
     def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
         """Returns the part's first and second owner among the members, which average its values; see choose_owners.
 
         The second is None if only one member may own parts.
         """
-        epoch = ownership_epoch(part.what, part.number, self.slices)
-        return choose_owners(self.run, part.stage, part.what, epoch, part.part, members)
+        epoch = ownership_epoch(part.kind, part.round, self.slices)
+        return choose_owners(self.run, part.stage, part.kind, epoch, part.position, members)
 
     def dither_label(self, part: Part) -> str:
         """Returns the seed string of the part's dither (random rounding), the same at all members of the round."""
-        return f"{self.run}\0{part.stage}\0{part.what}\0{part.number}\0{part.part}"
+        return f"{self.run}\0{part.stage}\0{part.kind}\0{part.round}\0{part.position}"
 
     def encode_part(self, part: Part, values: Tensor, wire: WireName) -> EncodedPart:
         """Encodes `values`, float32 [n], of `part` in the format `wire`; members and owners use the same dither."""
@@ -128,7 +128,7 @@ class RoundConfig:
         return PartCodec(encoded.wire).decode(encoded.tensors, numel, self.dither_label(part))
 
 
-class Exchange:
+class PartAverager:
     """Encodes what one peer sends in rounds, as member and as owner; decodes means, and checks their magnitudes.
 
     In 2 to 4 bits members and owners use error feedback: each adds the residual of its last encoding of a region to the
@@ -155,9 +155,9 @@ class Exchange:
 
         The first INT8_ROUNDS gradients of a run are sent as int8 where later ones take 2 to 4 bits.
         """
-        if part.what == "slice":
+        if part.kind == "slice":
             return self._config.slice_wire
-        is_early = self.gradient_wire in NORMAL_BITS and part.number < INT8_ROUNDS
+        is_early = self.gradient_wire in NORMAL_BITS and part.round < INT8_ROUNDS
         return "int8" if is_early else self.gradient_wire
 
     def drop_stage(self, stage: int) -> None:
