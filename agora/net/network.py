@@ -251,7 +251,8 @@ class Network:
         """Returns whether one more connection may be made; aborts another one for it if there are too many.
 
         First a silent one, of which `max_silent` may be: opened by a peer that is a reader or has not sent HELLO.
-        Without one, one of the largest consumer if that is of another network than `newcomer`; otherwise returns False.
+        Without one, a connection of the largest consumer if that is of another network than `newcomer`; otherwise
+        returns False.
         """
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]

@@ -39,7 +39,8 @@ SHORT: Final = "short of memory"
 class Reaction(enum.Enum):
     """What the daemon does after one reading of its memory.
 
-    SHRINK: returns freed memory and cuts the slots. REFUSE: also refuses new work. LEAVE: also ends, in order.
+    SHRINK: gives freed memory back to the system and reduces the slots. REFUSE: also refuses new work. LEAVE: also
+    leaves the run, and ends.
     """
 
     NOTHING = "nothing"

@@ -138,10 +138,8 @@ class Hop:
         elif isinstance(self._barrier, StepBarrier) and step:
             self._barrier.refuse_early(entry_stage, step)
             await self._barrier.wait_for_step(entry_stage, step, request.deadline)
-        if request.is_training:
-            self._ledger.refuse_overlap(
-                key, last_stage
-            )  # not before the wait, in which another entry may begin its work
+        if request.is_training:  # checked after the wait, in which work of another entry may have begun
+            self._ledger.refuse_overlap(key, last_stage)
         return await self._ledger.run(
             key, last_stage, request.deadline, on_progress, lambda work: self._perform(request, work), request.consumer
         )

@@ -42,7 +42,7 @@ OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
 ANSWERS_PER_SLOT = 32
 """Number of answers without an out-of-memory error after which one slot is restored."""
 MAX_ENDING_S = 5.0
-"""Seconds for which `WorkLedger.finish` waits for cancelled work to end."""
+"""Seconds for which `WorkLedger.drain` waits for cancelled work to end."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

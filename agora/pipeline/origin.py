@@ -235,7 +235,7 @@ class Origin:
             if decision.action == "open":
                 if (drawn := self._source.draw()) is not None:
                     return drawn
-                self._quota = quota  # nothing was opened
+                self._quota = quota  # undoes what _decide counted: the source had nothing to draw
             is_notified = decision.action == "wait" and seen.ready and seen.step is None and seen.before_mean is None
             until = None if is_notified else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)

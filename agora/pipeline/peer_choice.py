@@ -165,7 +165,7 @@ def list_candidates(now: float, callees: Mapping[PeerId, PeerStats], payload_byt
     """
     if not callees:
         return []
-    idle_s = [stats.round_trip_s + payload_bytes / stats.bytes_per_s + stats.service_s for stats in callees.values()]
+    idle_s = [stats.idle_finish_s(payload_bytes) for stats in callees.values()]
     charged_s = [stats.virtual_s for stats in callees.values()]
     floor = _floor(charged_s, idle_s)
     least = max(min(charged_s), floor)

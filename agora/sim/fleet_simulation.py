@@ -96,7 +96,7 @@ class FleetSimulation:
     # --- coming
 
     def add(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a peer that holds nothing yet, and returns it; nothing is scheduled for it."""
+        """Adds a peer that holds no stages yet, and returns it; does not schedule its start."""
         self._last_number += 1
         name = PeerId(f"peer-{self._last_number:06d}")
         peer = SimulatedPeer(name, self._last_number, equipment, SimulatedDevice(self._events), self.stages)

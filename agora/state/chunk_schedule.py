@@ -38,7 +38,7 @@ class ChunkSchedule:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk has arrived."""
+        """Whether every chunk of the transfer has arrived."""
         return len(self.arrived_chunks) == self.count
 
     def take(self, peer: PeerId, now: float, has: Callable[[int], bool] = lambda chunk: True) -> int | None:

@@ -171,7 +171,7 @@ class TensorStore:
         return self.folder / "tensors"
 
     def _part(self, number: int) -> Path:
-        """Returns the path of the .part file that tensor `number` has while it is fetched."""
+        """Returns the path of the .part file in which tensor `number` is stored while it is fetched."""
         return self._tensors / f"{number:05d}.part"
 
     @contextlib.contextmanager

@@ -82,7 +82,7 @@ def bool_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a field: a bool."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not True or False; None if it is."""
+        """Returns in words what `value` is if it is not a bool; None if it is one."""
         return None if isinstance(value, bool) else f"is {describe(value)}; it must be true or false"
 
     return Field("bool", find_problem, default, doc)
