@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from agora_protocol.tensors import WireTensor
 
+from agora.step_kinds import LocalSteps
+
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
@@ -22,12 +24,14 @@ class StepPolicy:
     | question                                 | step `step`                             | any other step      |
     |------------------------------------------|-----------------------------------------|---------------------|
     | own tokens needed                        | own_tokens                              | target_tokens       |
-    | uses the mean gradient of all replicas   | step < exact_steps, unless `alone`      | step < exact_steps  |
+    | uses the mean gradient of all replicas   | if exact and averages, unless `alone`   | if exact, averages  |
     | closes its share when it has the tokens  | closes_share, if it uses the mean       | no                  |
+
+    Whether a step is exact or local is the stage's own knowledge (LocalSteps), which changes on the device thread.
     """
 
     target_tokens: int  # how many all replicas together count for one step
-    exact_steps: int = 0  # the number of first steps, which are taken with the mean gradient of all replicas
+    averages: bool = False  # whether replicas average their gradients; False until a group of replicas says so
     step: int = -1  # the number for which the next three fields hold; -1: they hold for none
     own_tokens: int = 0  # how many this replica must count so that all reach `target_tokens`, with those it has counted
     alone: bool = False  # no other replica holds the stage
@@ -40,19 +44,19 @@ class StepPolicy:
         """
         return self.own_tokens if step == self.step else self.target_tokens
 
-    def uses_mean_gradient(self, step: int) -> bool:
+    def uses_mean_gradient(self, step: int, local: LocalSteps) -> bool:
         """Returns whether step `step` is taken along the mean gradient of all replicas.
 
-        True below `exact_steps`, except at the policy's own step if the replica is `alone`.
+        True if `averages`, unless the step is in `local`, or is the policy's own step and the replica is `alone`.
         """
-        return step < self.exact_steps and not (self.alone and step == self.step)
+        return self.averages and not local.has(step) and not (self.alone and step == self.step)
 
-    def must_close(self, step: int) -> bool:
+    def must_close(self, step: int, local: LocalSteps) -> bool:
         """Returns whether the device thread is to close the share of step `step` once it has `tokens_needed(step)`.
 
         True only if `closes_share`, at the policy's own step, and if that step uses the mean gradient.
         """
-        return self.closes_share and step == self.step and self.uses_mean_gradient(step)
+        return self.closes_share and step == self.step and self.uses_mean_gradient(step, local)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from agora_protocol.manifest import ALL_STEPS
 
+from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
 from agora.stepping import StageStepped, StepPolicy
 from agora.train.step_events import MAX_EVENTS, StepEvents
 
-KNOWN = StepPolicy(target_tokens=1000, exact_steps=10, step=7, own_tokens=400, alone=True)
+KNOWN = StepPolicy(target_tokens=1000, averages=True, step=7, own_tokens=400, alone=True)
 
 
 def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> None:
@@ -20,7 +21,7 @@ def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> Non
 
 
 @pytest.mark.parametrize(
-    ("exact_steps", "alone", "step", "waits"),
+    ("first_local", "alone", "step", "waits"),
     [
         (0, False, 7, False),
         (7, False, 7, False),
@@ -33,21 +34,23 @@ def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> Non
     ],
 )
 def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
-    exact_steps: int, alone: bool, step: int, waits: bool
+    first_local: int, alone: bool, step: int, waits: bool
 ) -> None:
-    assert replace(KNOWN, exact_steps=exact_steps, alone=alone).uses_mean_gradient(step) == waits
+    assert replace(KNOWN, alone=alone).uses_mean_gradient(step, LocalSteps(first_local)) == waits
 
 
 def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_where_the_mean_is_awaited() -> None:
     closing = replace(KNOWN, alone=False, closes_share=True)
-    assert [closing.must_close(step) for step in (6, 7, 8)] == [False, True, False]
-    assert not replace(closing, closes_share=False).must_close(7)
-    assert not replace(closing, exact_steps=7).must_close(7) and not replace(closing, alone=True).must_close(7)
+    assert [closing.must_close(step, NO_LOCAL_STEPS) for step in (6, 7, 8)] == [False, True, False]
+    assert not replace(closing, closes_share=False).must_close(7, NO_LOCAL_STEPS)
+    assert not closing.must_close(7, LocalSteps(7)) and closing.must_close(7, LocalSteps(3, 7))
+    assert not replace(closing, alone=True).must_close(7, NO_LOCAL_STEPS)
+    assert not replace(closing, averages=False).must_close(7, NO_LOCAL_STEPS)
 
 
 def test_a_policy_that_knows_nothing_of_others_asks_for_the_whole_target_and_waits_where_steps_are_exact() -> None:
-    first = StepPolicy(target_tokens=1000, exact_steps=2)
-    assert [(first.tokens_needed(step), first.uses_mean_gradient(step)) for step in (0, 1, 2)] == [
+    first, local = StepPolicy(target_tokens=1000, averages=True), LocalSteps(2)
+    assert [(first.tokens_needed(step), first.uses_mean_gradient(step, local)) for step in (0, 1, 2)] == [
         (1000, True),
         (1000, True),
         (1000, False),

@@ -18,7 +18,6 @@ from torch import Tensor
 from agora.averaging.part_averager import Part
 from agora.averaging.partition import cut_into_parts
 from agora.averaging.recall import recall_failed_parts, recall_repeatedly
-from agora.averaging.reducer import PartReducer
 from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
@@ -29,8 +28,8 @@ FETCH_TRIES: Final = 3
 """Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it."""
 
 
-class ExactStepGroup(RoundGroup, Protocol):
-    """Protocol: the replicas that take exact steps together, as this peer sees them; implemented by ReplicaGroup."""
+class ExactStepGroup(Protocol):
+    """Protocol: what an exact step changes besides the stage's weights; implemented by ReplicaGroup."""
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
         """Records that the stage took a step along a mean gradient of which no part failed.
@@ -57,14 +56,14 @@ class ExactSteps:
         me: PeerId,
         synchronous: bool,
         stages: ReplicatedStages,
-        reducer: PartReducer,
+        rounds: RoundGroup,
         group: ExactStepGroup,
         report: events.Report,
     ) -> None:
         self._me = me
         self._synchronous = synchronous
         self._stages = stages
-        self._reducer = reducer
+        self._rounds = rounds
         self._group = group
         self._report = report
 
@@ -86,7 +85,7 @@ class ExactSteps:
         share = await self._stages.take_gradient_share(stage)
         if share.step != step:
             return
-        result = await self._group.run_round(stage, "gradient", step, share.values, float(share.tokens))
+        result = await self._rounds.run_round(stage, "gradient", step, share.values, float(share.tokens))
         nonzero_fraction = 1.0
         if result.failed_parts and not self._synchronous:
             first_part = Part(stage, "gradient", step, 0)
@@ -95,12 +94,12 @@ class ExactSteps:
             return
         tokens = round(nonzero_fraction * max(share.tokens, result.weight))
         try:
-            await self._stages.step_with_gradient(stage, step, result.mean, tokens)
+            await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.is_change_wanted)
         except ProtocolError:
             if self._synchronous:
                 raise
             # The step counts, but changes nothing.
-            await self._stages.step_with_gradient(stage, step, share.values, tokens=0)
+            await self._stages.step_with_gradient(stage, step, share.values, tokens=0, is_change_wanted=False)
         else:
             if not result.failed_parts:
                 self._group.record_exact_step(stage, result.weight)
@@ -118,20 +117,20 @@ class ExactSteps:
         tokens, are carried over to the next step. If another replica used another mean, the lineages will differ.
         """
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
-        await recall_repeatedly(self._reducer, self._group, first_part, result)
-        if len(self._group.members(first_part.stage)) == 1:
+        await recall_repeatedly(self._rounds, first_part, result)
+        if len(self._rounds.members(first_part.stage)) == 1:
             return 1.0
         cuts = cut_into_parts(len(result.mean))
         zeros = 0
         for index in failed:
             part, cut = first_part._replace(position=index), cuts[index]
             if not result.averaged[index]:
-                zero_mean = self._reducer.averager.encode_zero_mean(part, len(values[cut]))
-                self._reducer.keep_mean(part, zero_mean)
+                zero_mean = self._rounds.reducer.averager.encode_zero_mean(part, len(values[cut]))
+                self._rounds.reducer.keep_mean(part, zero_mean)
                 result.mean[cut] = zero_mean.values
             if not result.mean[cut].any():
                 zeros += 1
-                self._reducer.averager.contributions.carry_over(part, values[cut], float(tokens))
+                self._rounds.reducer.averager.contributions.carry_over(part, values[cut], float(tokens))
         return 1 - zeros / len(cuts)
 
     async def replay(self, stage: int, step: int) -> None:
@@ -140,14 +139,13 @@ class ExactSteps:
         If a part of the mean is not found, replaces the state instead, by fetch_or_catch_up. The tokens in this
         replica's open share stay there, for a later step.
         """
-        zeros = torch.zeros(self._stages.layout(stage).numel)
-        result = RoundResult(zeros, [False for _ in cut_into_parts(len(zeros))])
-        await recall_failed_parts(self._reducer, self._group, Part(stage, "gradient", step, 0), result)
+        result = RoundResult.of_failed_parts(torch.zeros(self._stages.layout(stage).numel))
+        await recall_failed_parts(self._rounds, Part(stage, "gradient", step, 0), result)
         if result.failed_parts:
             await self.fetch_or_catch_up(stage, step + 1, step + 1)
             return
         tokens = max(1, round(result.weight)) if result.mean.any() else 0
-        await self._stages.step_with_gradient(stage, step, result.mean, tokens)
+        await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.is_change_wanted)
         self._group.record_exact_step(stage, result.weight)
 
     async def fetch_or_catch_up(
@@ -159,7 +157,7 @@ class ExactSteps:
         stage's step count to `reached` without a state, see ReplicatedStages.catch_up.
         """
         try:
-            await self._group.fetch_state(stage, sorted(sources or self._group.live_others(stage)), at_least)
+            await self._group.fetch_state(stage, sorted(sources or self._rounds.live_others(stage)), at_least)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
             await asyncio.sleep(FETCH_AGAIN_S)
@@ -174,7 +172,7 @@ class ExactSteps:
         the other members fetch this peer's state.
         """
         tries = 0
-        while others := sorted(self._group.members(stage).keys() - {self._me}):
+        while others := sorted(self._rounds.members(stage).keys() - {self._me}):
             tries += 1
             try:
                 await self._group.fetch_state(stage, others, at_least)

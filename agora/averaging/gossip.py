@@ -14,11 +14,11 @@ from typing import Final, Protocol
 
 from agora_protocol.errors import AgoraError, NotMyStage
 from agora_protocol.ids import PeerId, Span
-from agora_protocol.messages import GossipedSteps, GossipSteps
+from agora_protocol.messages import GossipedSteps, GossipEntry, GossipSteps
 
 from agora.averaging import replica_progress
 from agora.averaging.plausible_steps import FORGIVE_S
-from agora.averaging.replica_progress import GossipEntry, KnownReplicas, ReplicaCounts
+from agora.averaging.replica_progress import KnownReplicas, ReplicaCounts
 from agora.calls import BROKEN, Caller
 from agora.clock import loop_time
 from agora.observe import faults
@@ -139,6 +139,10 @@ class StepGossip:
         A replica that no gossip has reported is among them only if a call to it failed; its counts are 0 then.
         """
         return self._stages[stage].known
+
+    def own_counts(self, stage: int) -> ReplicaCounts:
+        """Returns how far this peer is with a stage."""
+        return self._counts()[stage]
 
     def furthest_step(self, stage: int) -> int:
         """Returns the most steps that another replica of a stage has reported of itself.

@@ -23,6 +23,8 @@ BYTES: Final[dict[WireName, float]] = {
     "float32": 4.0,
 }
 """Bytes of one value in each format; the smallest format first."""
+RETURN_MARGIN: Final = 1.5
+"""An uplink counts as fast enough for exact steps after local ones if it carries this many times the gradients."""
 
 
 class GradientWire(NamedTuple):
@@ -62,5 +64,5 @@ def choose_gradient_wire(
     reason = f"{chosen}: {needed / 1e6:.3g} MB in a step of {step_s:.2g} s; {fraction:.0%} of its uplink of "
     reason += f"{uplink * 8e-6:.3g} Mbit/s carries {budget / 1e6:.3g} MB"
     if needed > budget:
-        reason += ", which is too little: local steps with slices (averaging.exact_steps = 0) need a twentieth"
+        reason += ", which is too little"
     return GradientWire(chosen, reason, chosen != manifest_wire or needed > budget, needed <= budget)

@@ -7,46 +7,37 @@ docs/averaging.md has what the rounds are for, and what follows when one fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from agora_protocol.errors import ProtocolError, Refused
+from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.tensors import WireTensor
-from torch import Tensor
 
+from agora import step_kinds
 from agora.averaging import next_action, replica_progress
 from agora.averaging.background_tasks import start_reported
 from agora.averaging.divergence import replicas_to_fetch_from
 from agora.averaging.exact_steps import ExactSteps
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
-from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
-from agora.averaging.next_action import ActionConfig, OtherReplicas, OwnStage
-from agora.averaging.part_averager import Part, RoundConfig
-from agora.averaging.partition import Members, Slices, cut_into_parts
+from agora.averaging.gradient_wire import RETURN_MARGIN, GradientWire, choose_gradient_wire
+from agora.averaging.next_action import Action, ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.quota import StepMeter, StepTokenPlan
-from agora.averaging.reducer import PartReducer
 from agora.averaging.replica_progress import ReplicaCounts
 from agora.averaging.replicated_stages import ReplicaListing, ReplicatedStages, StateFetcher
-from agora.averaging.rounds import Round, RoundResult
 from agora.averaging.slice_rounds import SliceRounds
+from agora.averaging.stage_rounds import StageRounds
 from agora.averaging.step_bounds import StepBounds
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
+from agora.step_kinds import LocalSteps
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
-MAX_ROUNDS_APART: Final = 2
-"""An owner refuses a part more than this many gradient rounds, or passes over all slices, away from its own round."""
-MAX_REPORT_LAG: Final = 2
-"""Steps by which a replica's last report may lag behind the step of a slice round in which it takes part."""
-ROUND_STEPS: Final = 2.0
-"""A round of an asynchronous run may take max(MIN_ROUND_S, ROUND_STEPS * the average duration of a step)."""
-MIN_ROUND_S: Final = 4.0
 LEADING_STEP_INTERVAL_S: Final = 5.0
 """Seconds between two measurements, in a synchronous run, of how far the other stages are."""
 
@@ -55,12 +46,13 @@ LEADING_STEP_INTERVAL_S: Final = 5.0
 class _GroupStage:
     """What the group keeps for one stage. task: the latest step, fetch or catch-up. reason: of the latest decision.
 
-    behind_at: if the stage is behind the run's leading stage, its step and the loop time when that was noticed.
+    local: which of its steps were local when that was last looked at. behind_at: if the stage is behind the run's
+    leading stage, its step and the loop time when that was noticed.
     """
 
-    slices: Slices
     slice_rounds: SliceRounds
     meter: StepMeter
+    local: LocalSteps
     behind_at: tuple[int, float] | None = None
     task: asyncio.Task[None] | None = None
     reason: str = ""
@@ -84,6 +76,7 @@ class ReplicaGroup:
         report_offence: ReportOffence,
     ) -> None:
         """Gives each stage its first StepPolicy. report_offence: is called for replicas that break the protocol."""
+        self._manifest = signed.manifest
         self._averaging = averaging = signed.manifest.averaging
         self._config = config = ActionConfig.from_manifest(signed.manifest)
         self._me = me
@@ -95,23 +88,24 @@ class ReplicaGroup:
         self._report = report
         self._report_offence = report_offence
         self._leaving = False
-        self.reducer = PartReducer(RoundConfig.from_manifest(signed, me), caller, self)
-        self._exact = ExactSteps(me, config.synchronous, stages, self.reducer, self, report)
         interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
         self.gossip = gossip = StepGossip(
             me, stages.span, caller, listing, self._counts, self._decide_and_start, interval_s=interval_s
         )
         self._bounds = StepBounds(stages, self._recent_step_s, gossip.furthest_step, config, report_offence)
         gossip.bounds = self._bounds
-        self.gradient_wire = GradientWire(self.reducer.averager.gradient_wire, "")
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
-        self._stage_states: dict[int, _GroupStage] = {}
         microbatch_tokens, target = signed.manifest.quota_tokens, config.target_tokens
-        for stage in stages.span.stages:
-            slices = Slices(stages.layout(stage).numel, averaging.fraction, signed.manifest.seed)
-            rounds = SliceRounds(stage, slices, averaging.every, stages, self.reducer, self, report)
-            self._stage_states[stage] = _GroupStage(slices, rounds, StepMeter(microbatch_tokens, StepTokenPlan(target)))
-            stages.set_step_policy(stage, StepPolicy(config.target_tokens, config.exact_steps))
+        meters = {stage: StepMeter(microbatch_tokens, StepTokenPlan(target)) for stage in stages.span.stages}
+        self.rounds = rounds = StageRounds(signed, me, stages, gossip, listing, meters, caller, report)
+        self.reducer = rounds.reducer
+        self.gradient_wire = GradientWire(self.reducer.averager.gradient_wire, "")
+        self._exact = ExactSteps(me, config.synchronous, stages, rounds, self, report)
+        self._stage_states: dict[int, _GroupStage] = {}
+        for stage, meter in meters.items():
+            slice_rounds = SliceRounds(stage, rounds.slices[stage], averaging.every, stages, rounds, report)
+            self._stage_states[stage] = _GroupStage(slice_rounds, meter, stages.local_steps(stage))
+            stages.set_step_policy(stage, StepPolicy(config.target_tokens, averages=True))
 
     async def run(self) -> None:
         """Gossips, steps and averages until cancelled; then cancels all running work, awaits it, closes the reducer."""
@@ -169,77 +163,18 @@ class ReplicaGroup:
         """Returns the sentence with next_action's latest reason for what the stage does; "" before the first."""
         return self._stage_states[stage].reason
 
-    # --- what the reducer asks, see ReducerView
+    def agreement(self, stage: int) -> str:
+        """Returns in words how the stage agrees with its replicas now: by gradients or by slices, and why."""
+        local = self._stages.local_steps(stage)
+        if not local.has(self._stages.step_of(stage)):
+            return f"mean gradients, sent as {self.gradient_wire.reason or self.gradient_wire.name}"
+        slices = self.rounds.slices[stage].count * self._averaging.every
+        text = f"local steps since step {local.first}, all weights every {slices} as {self._averaging.slice_wire}"
+        if not step_kinds.may_change(self._manifest):
+            return f"{text}: the manifest says so"
+        return f"{text}: {self.rounds.change_wanted(stage, is_local=True)[1]}"
 
-    def members(self, stage: int) -> Members:
-        """Returns the members of the stage's next round, with this peer, by id, and their bandwidths, see `Members`.
-
-        Newcomers own no part. In asynchronous runs lagging replicas are not members at exact steps: they replay them.
-        """
-        listed, known = self._listing.replicas_in_view(stage), self.gossip.known_progress(stage)
-        step = self._stages.step_of(stage)
-        others = replica_progress.round_members(known, self.gossip.others_in_view(stage), loop_time())
-        if self._config.is_exact(step) and not self._config.synchronous:
-            others -= replica_progress.lagging_replicas(known, others, step)
-        new = replica_progress.newcomers(known, others, step)
-        if self._start_steps[stage] > step - replica_progress.NEWCOMER_STEPS >= 0:
-            new.add(self._me)
-        return {peer: None if peer in new else listed.get(peer, 0.0) for peer in {*others, self._me}}
-
-    def round_s(self, stage: int) -> float:
-        """Returns the seconds that a round may take: the manifest's `averaging.round_s`.
-
-        In an asynchronous run at most max(MIN_ROUND_S, ROUND_STEPS * a recent step's seconds), once these are known.
-        """
-        step_s, manifest_s = self._recent_step_s(stage), self._averaging.round_s
-        if self._config.synchronous or step_s is None:
-            return manifest_s
-        return min(manifest_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
-
-    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
-        """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
-
-        In asynchronous runs also others that have not reported yet (after step 0), or whose last report was more than 1
-        step (for slices MAX_REPORT_LAG + 1) behind the part's step. A slice's step is part.round * averaging.every.
-        """
-        known = self.gossip.known_progress(part.stage)
-        not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
-        if not self._config.synchronous:
-            step = part.round if part.kind == "gradient" else part.round * self._averaging.every - MAX_REPORT_LAG
-            not_awaited |= replica_progress.lagging_or_unheard_replicas(known, set(peers) - {self._me}, step)
-        return not_awaited
-
-    def check_part(self, part: Part) -> int:
-        """Checks that `part` can be averaged here now, and returns its number of elements.
-
-        Raises ProtocolError if no stage here averages such a part, Refused if its round is too far from this peer's.
-        """
-        state, is_gradient = self._stage_states.get(part.stage), part.kind == "gradient"
-        averaged_step = part.round if is_gradient else part.round * self._averaging.every - 1
-        if state is None or self._config.is_exact(averaged_step) != is_gradient:
-            raise ProtocolError("bad-message", f"stage {part.stage} averages no {part.kind} {part.round} here")
-        step = self._stages.step_of(part.stage)
-        own_number = step if is_gradient else step // self._averaging.every
-        if abs(part.round - own_number) > (MAX_ROUNDS_APART if is_gradient else MAX_ROUNDS_APART * state.slices.count):
-            raise Refused(f"round {part.round} is too far from this peer's round {own_number}")
-        numel = self._stages.layout(part.stage).numel if is_gradient else state.slices.numel_of(part.round)
-        cuts = cut_into_parts(numel)
-        if part.position >= len(cuts):
-            raise ProtocolError("bad-message", f"round {part.round} has {len(cuts)} parts, not {part.position + 1}")
-        return len(range(numel)[cuts[part.position]])
-
-    # --- what exact steps and slice rounds ask, see RoundGroup and ExactStepGroup
-
-    def live_others(self, stage: int) -> set[PeerId]:
-        """Returns the ids of the stage's other replicas that are both listed and live."""
-        known, listed = self.gossip.known_progress(stage), self.gossip.others_in_view(stage)
-        return set(replica_progress.live_replicas(known, listed, loop_time()))
-
-    async def run_round(self, stage: int, kind: str, number: int, values: Tensor, weight: float) -> RoundResult:
-        """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
-        deadline = loop_time() + self.round_s(stage)
-        members = self.members(stage)
-        return await Round(self.reducer, self._report, stage, kind, number, weight, members, deadline).run(values)
+    # --- what exact steps ask, see ExactStepGroup
 
     def record_exact_step(self, stage: int, tokens: float) -> None:
         """Corrects the stage's StepTokenPlan (tokens of the next steps) after an exact step over `tokens` tokens."""
@@ -297,7 +232,8 @@ class ReplicaGroup:
         if self._counts()[stage].open_step > step:
             state.meter.on_share_closed(loop_time())
         self._choose_gradient_wire(stage)
-        if not self._config.is_exact(step - 1):
+        self._notice_change(stage, step)
+        if state.local.has(step - 1):
             state.meter.record_local_step(tokens)
             state.slice_rounds.record_local_step(tokens)
         self.gossip.tick()
@@ -305,7 +241,7 @@ class ReplicaGroup:
     def _origins_wait(self, stage: int) -> bool:
         """Returns StepMeter.should_origins_wait; False if synchronous, at local steps, and while the quota is 0."""
         meter = self._stage_states[stage].meter
-        if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
+        if self._config.synchronous or self._is_local_now(stage):
             return False
         return meter.quota_now > 0 and meter.should_origins_wait(loop_time())
 
@@ -313,17 +249,41 @@ class ReplicaGroup:
         """Returns the moving average of the durations of the stage's steps in seconds, None before the first."""
         return self._stage_states[stage].meter.step_s.value
 
+    def _is_local_now(self, stage: int) -> bool:
+        """Returns whether the stage's next step is local."""
+        return self._stages.local_steps(stage).has(self._stages.step_of(stage))
+
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients again, reports a change; not if synchronous or at local steps."""
-        if self._config.synchronous or not self._config.is_exact(self._stages.step_of(stage)):
+        """Chooses the format of gradients again, and reports a change; not if synchronous.
+
+        During local steps no gradient is sent; the choice says whether the uplink would carry them, with a margin.
+        """
+        if self._config.synchronous:
             return
-        numel, members = sum(self._stages.layout(own).numel for own in self._stage_states), len(self.members(stage))
+        numel = sum(self._stages.layout(own).numel for own in self._stage_states)
+        members, is_local = len(self.rounds.members(stage)), self._is_local_now(stage)
         uplink, step_s = self._listing.uplink_bytes_per_s(), self._recent_step_s(stage)
         section, averager = self._averaging, self.reducer.averager
-        chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
-        if chosen.name != averager.gradient_wire:
+        fraction = section.share_of_uplink / (RETURN_MARGIN if is_local else 1.0)
+        chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, fraction)
+        if chosen.name != averager.gradient_wire and not is_local:
             self._report(events.GradientWireChosen(chosen.name, chosen.reason))
         self.gradient_wire, averager.gradient_wire = chosen, chosen.name
+
+    def _notice_change(self, stage: int, step: int) -> None:
+        """Reports a change of the stage's local steps, and drops what belongs to steps of the kind that has ended.
+
+        step: steps taken so far. Called after each step.
+        """
+        state, local = self._stage_states[stage], self._stages.local_steps(stage)
+        if local != state.local:
+            _, reason = self.rounds.change_wanted(stage, is_local=state.local.has(step))
+            self._report(events.StepKindChanged(stage, local.first, local.end, reason))
+        if local.has(step) != local.has(step - 1):
+            self.reducer.averager.drop_stage(stage)
+        if state.local.has(step - 1) and not local.has(step):
+            start_reported(state.slice_rounds.stop(), self._report, "end of slice rounds")
+        state.local = local
 
     def _decide_and_start(self, stage: int) -> None:
         """Updates the stage's meter, StepPolicy and reason; starts what next_action chooses; reports why it fetches."""
@@ -333,12 +293,17 @@ class ReplicaGroup:
         state.meter.measure(now, own.tokens_counted)
         quota = state.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
         waits = self._origins_wait(stage)
-        policy = next_action.step_policy(own.open_step, replicas, live, quota, self._config, by_device=not waits)
+        local = self._stages.local_steps(stage)
+        is_local = local.has(own.open_step)
+        policy = next_action.step_policy(
+            own.open_step, replicas, live, quota, self._config, is_local=is_local, by_device=not waits
+        )
         self._stages.set_step_policy(stage, policy)
         behind_at, is_running = state.behind_at, state.task is not None and not state.task.done()
-        takes_slices = not self._config.is_exact(own.step - 1)
+        takes_slices = local.has(own.step - 1) and local.has(own.step)
         own_stage = OwnStage(
             own,
+            local,
             quota,
             step_s=state.meter.expected_s,
             is_leaving=self._leaving,
@@ -349,23 +314,31 @@ class ReplicaGroup:
             in_progress=self._in_progress if waits else 0,
         )
         action, state.reason = next_action.next_action(now, own_stage, others, self._config)
+        self._start(stage, action, own.step)
+
+    def _start(self, stage: int, action: Action, step: int) -> None:
+        """Starts the work of an action of the stage, which has taken `step` steps; reports why it fetches, if it does.
+
+        After a slice round decides again at once: more may be due beside it.
+        """
+        state = self._stage_states[stage]
         match action.kind:
             case "slice round":
-                state.slice_rounds.begin(action.number, own.step)
+                state.slice_rounds.begin(action.number, step)
                 self._decide_and_start(stage)
             case "catch up":
                 state.task = start_reported(self._stages.catch_up(stage, action.number), self._report)
             case "step":
-                state.task = start_reported(self._stages.catch_up(stage, own.step + 1), self._report)
+                state.task = start_reported(self._stages.catch_up(stage, step + 1), self._report)
             case "replay":
                 state.task = start_reported(self._exact.replay(stage, action.number), self._report)
             case "step together":
                 state.task = start_reported(self._exact.step_together(stage, action.number), self._report)
             case "fetch":
                 if action.sources:
-                    self._report(events.StageDiverged(stage, own.step, ", ".join(action.sources)))
+                    self._report(events.StageDiverged(stage, step, ", ".join(action.sources)))
                 else:
-                    self._report(events.StageFellBehind(stage, own.step, action.number))
+                    self._report(events.StageFellBehind(stage, step, action.number))
                 fetch = self._exact.fetch_or_catch_up(stage, action.at_least, action.number, action.sources)
                 state.task = start_reported(fetch, self._report)
 
@@ -387,10 +360,10 @@ class ReplicaGroup:
 
     def _counts(self) -> Mapping[int, ReplicaCounts]:
         """Returns this peer's own progress in each stage of its span, by stage."""
-        starts = self._start_steps
+        starts, is_slow = self._start_steps, int(not self.gradient_wire.fits)
         return {
             p.stage: ReplicaCounts(
-                p.step, p.open_step, p.tokens_in_share, p.tokens_counted, p.agreed, p.lineage, starts[p.stage]
+                p.step, p.open_step, p.tokens_in_share, p.tokens_counted, p.agreed, p.lineage, starts[p.stage], is_slow
             )
             for p in self._stages.progress()
         }

@@ -15,6 +15,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.averaging import replica_progress
 from agora.averaging.replica_progress import unreachable_replicas
+from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
 from agora.stepping import StepPolicy
 
 MAX_STEPS_BEHIND: Final = 20
@@ -59,7 +60,6 @@ class ActionConfig:
 
     target_tokens: int  # tokens of a step, counted by all replicas together
     synchronous: bool
-    exact_steps: int  # number of first steps, taken along the mean gradient of all replicas; later ones are local steps
     max_steps_behind: int  # a replica that is more steps behind the others fetches their state
 
     @classmethod
@@ -67,11 +67,7 @@ class ActionConfig:
         """Returns the manifest's step configuration; max_steps_behind: 1 if synchronous, else MAX_STEPS_BEHIND."""
         synchronous = manifest.schedule.kind == "synchronous"
         max_steps_behind = 1 if synchronous else MAX_STEPS_BEHIND
-        return cls(manifest.optimizer.target_tokens, synchronous, manifest.exact_steps, max_steps_behind)
-
-    def is_exact(self, step: int) -> bool:
-        """Returns whether step number `step` is taken along the mean gradient of all replicas: step < exact_steps."""
-        return step < self.exact_steps
+        return cls(manifest.optimizer.target_tokens, synchronous, max_steps_behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,8 @@ class OwnStage:
     """This replica of a stage: how far it is, and what it is doing."""
 
     counts: replica_progress.ReplicaCounts
+    local: LocalSteps = NO_LOCAL_STEPS
+    """Which of the stage's steps are local; all others are exact, along the mean gradient of all replicas."""
     quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     is_leaving: bool = False  # whether this peer is leaving the run
@@ -128,11 +126,12 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     if decision := _action_if_behind(now, own, reached, others.leading_step, config):
         return decision
     closed = own.counts.open_step > step
-    must_follow = reached > step and config.is_exact(step)
+    is_local = own.local.has(step)
+    must_follow = reached > step and not is_local
     incomplete = "" if closed or must_follow else _why_incomplete(now, own, live, config)
     if incomplete:
         return Action("wait"), incomplete
-    if not closed and (not config.is_exact(step) or not replicas):
+    if not closed and (is_local or not replicas):
         if tokens == 0:
             return Action("wait"), "nothing was counted here; the others take the step"
         return Action("step"), "all tokens are counted"
@@ -155,9 +154,10 @@ def _action_if_behind(
         return Action("fetch", reached, at_least), f"{behind} steps behind the others"
     if own.counts.open_step > step:
         return None
-    if behind > 0 and not config.synchronous and config.is_exact(step):
+    is_local = own.local.has(step)
+    if behind > 0 and not config.synchronous and not is_local:
         return Action("replay", step), f"the others have taken step {reached}"
-    if behind > MAX_LOCAL_LAG and not config.is_exact(step):
+    if behind > MAX_LOCAL_LAG and is_local:
         return Action("catch up", reached), f"the others have taken step {reached}"
     if own.behind_since is not None and now - own.behind_since >= RESUME_AFTER_S:
         return Action("catch up", leading_step), f"another stage of the run is at step {leading_step}"
@@ -197,6 +197,7 @@ def step_policy(
     quota: int,
     config: ActionConfig,
     *,
+    is_local: bool,
     by_device: bool = True,
 ) -> StepPolicy:
     """Returns the device thread's policy for the open step, number `step`: when it takes the step or closes its share.
@@ -208,16 +209,16 @@ def step_policy(
     | exact | quota | if by_device, and the quota is known |
 
     replicas, live: as counting_replicas returns them. quota: tokens at which this replica's share is closed, 0 when
-    unknown. by_device: False where origins wait for means: there the microbatches in progress still belong to the
-    share, so that next_action closes it, and not the device thread.
+    unknown. is_local: whether the open step is local. by_device: False where origins wait for means: there the
+    microbatches in progress still belong to the share, so that next_action closes it, and not the device thread.
     """
     target = config.target_tokens
     alone = not replicas
     if config.synchronous or alone:
-        return StepPolicy(target, config.exact_steps, step, replica_progress.tokens_to_go(live, step, target), alone)
-    if not config.is_exact(step):
-        return StepPolicy(target, config.exact_steps, step, quota or target)
-    return StepPolicy(target, config.exact_steps, step, quota, closes_share=quota > 0 and by_device)
+        return StepPolicy(target, True, step, replica_progress.tokens_to_go(live, step, target), alone)
+    if is_local:
+        return StepPolicy(target, True, step, quota or target)
+    return StepPolicy(target, True, step, quota, closes_share=quota > 0 and by_device)
 
 
 def counting_replicas(now: float, others: OtherReplicas) -> tuple[set[PeerId], replica_progress.KnownReplicas]:

@@ -19,13 +19,14 @@ from agora_protocol.errors import PeerFailed
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged
+from agora_protocol.parts import slice_count
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.averaging.aggregate import Aggregation, PartMean, aggregate, magnitude
 from agora.averaging.contributions import Contribution, ContributionBuilder
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
-from agora.averaging.partition import Members, choose_owners, ownership_epoch, slice_count
+from agora.averaging.partition import Members, choose_owners, ownership_epoch
 from agora.averaging.plausibility import MagnitudeBound
 
 MAX_WEIGHT_ROUNDS: Final = 64

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.parts import part_elements
+from agora_protocol.parts import part_elements, slice_count
 from numpy.typing import NDArray
 
 ROUNDS_PER_OWNER: Final = 16
@@ -59,11 +59,6 @@ class Slices:
     def numel_of(self, number: int) -> int:
         """Returns the number of elements that slice round `number` averages."""
         return SLICE_BLOCK * len(range(number % self.count, self._blocks, self.count))
-
-
-def slice_count(fraction: float) -> int:
-    """Returns how many slices a stage has if each holds `fraction` of its weights: ceil(1 / fraction)."""
-    return math.ceil(round(1.0 / fraction, 9))
 
 
 def cut_into_parts(numel: int) -> list[slice]:

@@ -25,7 +25,7 @@ MAX_RECALLS: Final = 8
 """Maximum number of times that failed parts are asked for: others may get the mean later."""
 
 
-async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
+async def recall_repeatedly(rounds: RoundGroup, first_part: Part, result: RoundResult) -> None:
     """Asks the other members for the means of a round's failed parts, up to MAX_RECALLS times; see recall_failed_parts.
 
     Stops when no part is failed, or no other member is left. Sleeps RECALL_PAUSE * round_s before each further time.
@@ -33,13 +33,13 @@ async def recall_repeatedly(reducer: PartReducer, group: RoundGroup, first_part:
     """
     for attempt in range(MAX_RECALLS):
         if attempt:
-            await asyncio.sleep(RECALL_PAUSE * group.round_s(first_part.stage))
-        await recall_failed_parts(reducer, group, first_part, result)
-        if not result.failed_parts or len(group.members(first_part.stage)) == 1:
+            await asyncio.sleep(RECALL_PAUSE * rounds.round_s(first_part.stage))
+        await recall_failed_parts(rounds, first_part, result)
+        if not result.failed_parts or len(rounds.members(first_part.stage)) == 1:
             return
 
 
-async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_part: Part, result: RoundResult) -> None:
+async def recall_failed_parts(rounds: RoundGroup, first_part: Part, result: RoundResult) -> None:
     """Asks live replicas for the means of a round's failed parts, and puts plausible ones into `result`, in place.
 
     Asks for several parts at the same time. Marks each part that got a mean as averaged, and sets the result's weight
@@ -48,9 +48,9 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
     first_part: part 0 of the round. result: its failed parts hold this replica's own values, and keep them if no mean
     is found.
     """
-    sources = sorted(group.live_others(first_part.stage))
+    sources = sorted(rounds.live_others(first_part.stage))
     cuts = cut_into_parts(len(result.mean))
-    deadline = loop_time() + group.round_s(first_part.stage)
+    deadline = loop_time() + rounds.round_s(first_part.stage)
     free_calls = asyncio.Semaphore(MAX_OPEN_PARTS)
 
     async def recall(index: int) -> None:
@@ -63,11 +63,12 @@ async def recall_failed_parts(reducer: PartReducer, group: RoundGroup, first_par
         async with free_calls:
             for attempt in range(len(sources)):
                 source = sources[(index + attempt) % len(sources)]
-                mean = await reducer.recall_from(source, part, len(own), deadline)
-                if mean is not None and _is_plausible(reducer, part, own, mean):
+                mean = await rounds.reducer.recall_from(source, part, len(own), deadline)
+                if mean is not None and _is_plausible(rounds.reducer, part, own, mean):
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True
+                    result.wants_change[index] = mean.message.wants_change
                     if mean.message.in_mean:
-                        result.weight = min(mean.message.weight, reducer.config.max_weight)
+                        result.weight = min(mean.message.weight, rounds.reducer.config.max_weight)
                     return
 
     await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))

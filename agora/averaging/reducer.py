@@ -33,7 +33,7 @@ from agora.averaging.aggregate import PartMean
 from agora.averaging.part_averager import Part, PartAverager, RoundConfig
 from agora.averaging.part_codec import EncodedPart
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Members
-from agora.averaging.round_record import KeptPartMean, RoundRecord, drop_oldest_means
+from agora.averaging.round_record import KeptPartMean, RoundRecord, averaged_from, drop_oldest_means
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import faults
@@ -66,6 +66,9 @@ class ReducerView(Protocol):
 
     def check_part(self, part: Part) -> int:
         """Returns the number of elements of `part`; raises Refused or ProtocolError if it is not averaged now."""
+
+    def wants_change(self, part: Part) -> bool:
+        """Returns whether the part's stage should change from exact steps to local ones, or back, see step_kinds."""
 
 
 @dataclass(slots=True)
@@ -193,10 +196,7 @@ class PartReducer:
         """Returns the answer to Recall: the part's kept mean, or a message without tensors if none is kept here."""
         part = Part(message.stage, message.what, message.round, message.part)
         kept = self._find_kept_mean(part)
-        if kept is None:
-            return Recalled(0, 0, 0.0, "float32"), []
-        counts = kept.message
-        return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire), list(kept.tensors)
+        return (Recalled(0, 0, 0.0, "float32"), []) if kept is None else (kept.recalled(), list(kept.tensors))
 
     def keep_mean(self, part: Part, mean: PartMean) -> None:
         """Keeps a part's mean for late contributions and recalls, if it is encoded and none of the part is kept yet.
@@ -337,6 +337,8 @@ class PartReducer:
         weights = list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
         mean = self.averager.average(part, list(gathering.values.values()), weights, center)
+        if mean is not None:
+            mean = replace(mean, message=replace(mean.message, wants_change=self._view.wants_change(part)))
         self._close_gathering(part, gathering, mean)
 
     def _close_gathering(self, part: Part, gathering: _Gathering, mean: PartMean | None) -> None:
@@ -391,8 +393,6 @@ class PartReducer:
             reply = await self.caller.call(peer, request, (), deadline=deadline)
             if not isinstance(reply.message, Recalled) or not reply.tensors:
                 return None
-            counts = reply.message
-            message = Averaged(counts.in_mean, counts.contributors, counts.weight, counted=True, wire=counts.wire)
-            return self.averager.decode_mean(part, reply.tensors, numel, message)
+            return self.averager.decode_mean(part, reply.tensors, numel, averaged_from(reply.message))
         except AgoraError:
             return None

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
+from agora_protocol.messages import GossipEntry
 
 from agora.averaging.quota import TokenRate
 
@@ -55,6 +56,7 @@ class ReplicaCounts(NamedTuple):
     agreed: int = 0  # steps it had taken at the last mean, of gradients or of a slice, that it has applied
     lineage: int = 0  # a digest of all means up to `agreed`, 0 when unknown
     start_step: int = 0  # steps of the state that it started with
+    is_slow: int = 0  # 1 if its uplink is too slow for gradients in the fewest bits, otherwise 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,6 @@ class ReplicaProgress:
 
 KnownReplicas = Mapping[PeerId, ReplicaProgress]
 """What is known of the other replicas of one stage, by id."""
-GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int]
-"""A replica's id, the seven numbers of its ReplicaCounts, and the age of that report in milliseconds."""
 
 
 def merge_gossip(

@@ -13,6 +13,7 @@ from agora_protocol.ids import PeerId, Span
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agora.step_kinds import LocalSteps
 from agora.stepping import StepPolicy
 
 
@@ -35,13 +36,17 @@ class ReplicatedStages(Protocol):
     def step_of(self, stage: int) -> int:
         """Returns how many optimizer steps the stage has taken."""
 
+    def local_steps(self, stage: int) -> LocalSteps:
+        """Returns which steps of the stage are local; a change of it is part of what the stage has learnt."""
+
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         """Replaces the policy by which the device thread closes the stage's shares and takes its steps by itself."""
 
-    async def difference_to_anchor(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, Tensor]:
+    async def difference_to_anchor(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, Tensor] | None:
         """Returns anchor - weights in the numbered `blocks`, float32 [n], and a copy of these weights, float32 [n].
 
-        The anchor is the state on which all replicas last agreed; see train.outer_step.
+        The anchor is the state on which all replicas last agreed; see train.outer_step. None if the stage takes exact
+        steps now, for which there is no anchor.
         """
 
     async def step_anchor(
@@ -51,12 +56,13 @@ class ReplicatedStages(Protocol):
         blocks: NDArray[Any],
         snapshot: Tensor,
         averaged: tuple[Tensor, tuple[bool, ...]] | None,
+        is_change_wanted: bool,
     ) -> None:
         """Moves anchor and weights in `blocks` by a round's mean difference; does nothing if already done for `step`.
 
         step: the step after which the round was due. averaged: the mean difference, and for each part whether it was
         averaged. None means that there is no other replica: then the weights become the anchor. snapshot: the weights
-        that the round began with.
+        that the round began with. is_change_wanted: whether all means of the round want an end of the local steps.
         """
 
     async def catch_up(self, stage: int, step: int) -> None:
@@ -73,11 +79,14 @@ class ReplicatedStages(Protocol):
         First closes the share if it is still open; later gradients then go to the share of the step after it.
         """
 
-    async def step_with_gradient(self, stage: int, step: int, mean_gradient: Tensor, tokens: int) -> None:
+    async def step_with_gradient(
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, is_change_wanted: bool
+    ) -> None:
         """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
 
         Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
-        are. Takes no step and raises LocalError if another step is next, ProtocolError for an unusable gradient.
+        are. is_change_wanted: whether all means of the step want local steps soon, see step_kinds. Takes no step and
+        raises LocalError if another step is next, ProtocolError for an unusable gradient.
         """
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import Averaged
+from agora_protocol.messages import Averaged, Recalled
 from agora_protocol.tensors import WireTensor
 
 MIN_KEPT_ROUNDS: Final = 4
@@ -27,6 +27,17 @@ class KeptPartMean(NamedTuple):
     message: Averaged
     tensors: Sequence[WireTensor]
     numel: int
+
+    def recalled(self) -> Recalled:
+        """Returns the message that answers Recall with this mean."""
+        counts = self.message
+        return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire, counts.wants_change)
+
+
+def averaged_from(recalled: Recalled) -> Averaged:
+    """Returns the owner's message about a mean that a member has sent as `recalled`: the reverse of recalled()."""
+    numbers = recalled.in_mean, recalled.contributors, recalled.weight
+    return Averaged(*numbers, counted=True, wire=recalled.wire, wants_change=recalled.wants_change)
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ class RoundResult:
 
     mean: float32 [n]; in a failed part, this replica's own values.
     averaged: for each part, whether it was averaged.
+    wants_change: for each part, whether its mean wants the stage to change its kind of steps, see step_kinds.
     contributors: average over all parts of the number of members that contributed in time, 0 for a failed part.
     lost: average over all parts of this peer's tokens that were too late for this round and the one before.
     weight: average over the averaged parts of the tokens behind their means, each at most RoundConfig.max_weight.
@@ -49,6 +50,7 @@ class RoundResult:
 
     mean: Tensor
     averaged: list[bool]
+    wants_change: list[bool]
     contributors: float = 0.0
     lost: float = 0.0
     weight: float = 0.0
@@ -58,9 +60,24 @@ class RoundResult:
         """The number of parts that were not averaged."""
         return self.averaged.count(False)
 
+    @property
+    def is_change_wanted(self) -> bool:
+        """Whether the means of all parts want the stage to change its kind of steps; False without parts."""
+        return bool(self.wants_change) and all(self.wants_change)
+
+    @classmethod
+    def of_failed_parts(cls, own: Tensor) -> RoundResult:
+        """Returns the result of a round over `own`, float32 [n], in which every part has failed."""
+        failed = [False for _ in cut_into_parts(len(own))]
+        return cls(own, failed, list(failed))
+
 
 class RoundGroup(Protocol):
-    """Protocol: the replicas of a stage, as this peer sees them; implemented by ReplicaGroup."""
+    """Protocol: the replicas of a stage, as this peer sees them; implemented by StageRounds."""
+
+    @property
+    def reducer(self) -> PartReducer:
+        """Averages the parts that this peer owns; keeps means for other replicas."""
 
     def live_others(self, stage: int) -> Collection[PeerId]:
         """Returns the ids of the stage's other replicas that are live."""
@@ -116,7 +133,9 @@ class Round:
         parts = [values[cut] for cut in cut_into_parts(len(values))]
         answers = await asyncio.gather(*(self._average_part(*part) for part in enumerate(parts)))
         means = [own if answer is None else answer.mean.values for answer, own in zip(answers, parts, strict=True)]
-        result = RoundResult(torch.cat([*means, values[:0]]), [answer is not None for answer in answers])
+        wants_change = [answer is not None and answer.mean.message.wants_change for answer in answers]
+        averaged = [answer is not None for answer in answers]
+        result = RoundResult(torch.cat([*means, values[:0]]), averaged, wants_change)
         _set_statistics(result, [answer for answer in answers if answer is not None], self.reducer.config.max_weight)
         self.report(
             events.RoundDone(

@@ -21,7 +21,6 @@ from agora.averaging.background_tasks import start_reported
 from agora.averaging.part_averager import Part
 from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices, cut_into_parts
 from agora.averaging.recall import recall_failed_parts, recall_repeatedly
-from agora.averaging.reducer import PartReducer
 from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
@@ -39,8 +38,7 @@ class SliceRounds:
         slices: Slices,
         every: int,
         stages: ReplicatedStages,
-        reducer: PartReducer,
-        group: RoundGroup,
+        rounds: RoundGroup,
         report: events.Report,
     ) -> None:
         """every: optimizer steps from one round to the next."""
@@ -48,8 +46,7 @@ class SliceRounds:
         self._slices = slices
         self._every = every
         self._stages = stages
-        self._reducer = reducer
-        self._group = group
+        self._rounds = rounds
         self._report = report
         self._step_tokens: deque[int] = deque(maxlen=slices.count * every)
         self._last_begun = -1
@@ -99,21 +96,26 @@ class SliceRounds:
         """Averages the difference to the anchor in round `number`, and moves anchor and weights by the mean.
 
         First waits for the end of the `previous` round, so that means are applied in order. Without another member
-        nothing is averaged: the weights become the anchor. rounds_late: how many later rounds are due already.
+        nothing is averaged: the weights become the anchor. Does nothing if the local steps are over by now.
+        rounds_late: how many later rounds are due already.
         """
         blocks = self._slices.blocks(number)
-        difference, snapshot = await self._stages.difference_to_anchor(self._stage, blocks)
-        averaged = None
-        if len(self._group.members(self._stage)) > 1:
-            averaged = await self._average(number, difference, rounds_late)
+        found = await self._stages.difference_to_anchor(self._stage, blocks)
+        if found is None:
+            return
+        difference, snapshot = found
+        result = None
+        if len(self._rounds.members(self._stage)) > 1:
+            result = await self._average(number, difference, rounds_late)
         if previous is not None:
             await asyncio.wait([previous])
-        await self._stages.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged)
+        averaged = None if result is None else (result.mean, tuple(result.averaged))
+        is_change_wanted = result is not None and result.is_change_wanted
+        step = number * self._every
+        await self._stages.step_anchor(self._stage, step, blocks, snapshot, averaged, is_change_wanted)
 
-    async def _average(self, number: int, difference: Tensor, rounds_late: int) -> tuple[Tensor, tuple[bool, ...]]:
-        """Averages `difference` with those of the other members in slice round `number`.
-
-        Returns the mean difference, float32 [n] with 0 in failed parts, and for each part whether it was averaged.
+    async def _average(self, number: int, difference: Tensor, rounds_late: int) -> RoundResult:
+        """Averages `difference` with those of the other members in slice round `number`; failed parts have the mean 0.
 
         | rounds_late | the means come from |
         |---|---|
@@ -128,22 +130,24 @@ class SliceRounds:
         """
         first_part = Part(self._stage, "slice", number, 0)
         cuts = cut_into_parts(len(difference))
-        result = RoundResult(difference.clone(), [False for _ in cuts])
-        is_superseded = rounds_late >= self._slices.count and not self._reducer.has_waiting_contributions(first_part)
+        result = RoundResult.of_failed_parts(difference.clone())
+        is_superseded = rounds_late >= self._slices.count and not self._rounds.reducer.has_waiting_contributions(
+            first_part
+        )
         if rounds_late >= min(RECALL_FIRST, self._slices.count):
-            await recall_failed_parts(self._reducer, self._group, first_part, result)
+            await recall_failed_parts(self._rounds, first_part, result)
         if result.failed_parts and number > self._last_contributed and not is_superseded:
             weight = float(sum(self._step_tokens))
             recalled = result
-            result = await self._group.run_round(self._stage, "slice", number, difference, weight)
+            result = await self._rounds.run_round(self._stage, "slice", number, difference, weight)
             for index, cut in enumerate(cuts):
                 if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
                     result.mean[cut] = recalled.mean[cut]
-                    result.averaged[index] = True
+                    result.averaged[index], result.wants_change[index] = True, recalled.wants_change[index]
         is_slice_due = self._stages.step_of(self._stage) // self._every - number >= self._slices.count
         if result.failed_parts and not is_slice_due:
-            await recall_repeatedly(self._reducer, self._group, first_part, result)
+            await recall_repeatedly(self._rounds, first_part, result)
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:
                 result.mean[cut] = 0.0
-        return result.mean, tuple(result.averaged)
+        return result

@@ -14,6 +14,7 @@ from agora_protocol.ids import PeerId, Span
 from agora.averaging.next_action import ActionConfig
 from agora.averaging.plausible_steps import JOIN_S, LEAD, LOCAL_LEAD, OwnPace
 from agora.clock import loop_time, slept_s
+from agora.step_kinds import LocalSteps
 from agora.swarm.conduct import Offence, ReportOffence
 
 
@@ -26,6 +27,9 @@ class StagesWithSteps(Protocol):
 
     def step_of(self, stage: int) -> int:
         """Returns how many optimizer steps a stage has taken."""
+
+    def local_steps(self, stage: int) -> LocalSteps:
+        """Returns which steps of a stage are local."""
 
 
 class StepBounds:
@@ -65,7 +69,7 @@ class StepBounds:
         step = self._stages.step_of(stage)
         pace = self._paces[stage].with_step(step, now, self._step_s(stage), self._furthest_step(stage))
         self._paces[stage] = pace
-        lead = LEAD if self._config.is_exact(step) else LOCAL_LEAD
+        lead = LOCAL_LEAD if self._stages.local_steps(stage).has(step) else LEAD
         return pace.highest_plausible_step(now, self._config.target_tokens, lead)
 
     def is_plausible(self, stage: int, step: int) -> bool:

@@ -7,8 +7,10 @@ terminal, torch.
 |---|---|---|
 | synchronous | - | gradients in float32, whatever the uploads carry |
 | gradients of all steps | no | each machine sends the largest format that its upload carries in a step |
-| gradients of all steps | yes | steps last longer; the advice is local steps |
-| gradients of the first steps | as above | as above; later steps are local, with slices of the weights |
+| gradients of all steps | yes, and they do much of a stage's work (step_kinds) | the stage takes local steps |
+| gradients of all steps | yes, but they do little of it | their gradients come late, and are lost in part |
+| the same, and `averaging.local_steps` is never | yes | steps last longer; the advice is local steps |
+| gradients of the first steps | as in the row above | as above; later steps are local, with slices |
 | local steps | - | slices of the weights; the advice is gradients if every upload carries the manifest's format |
 """
 
@@ -18,9 +20,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from agora_protocol.ids import Span
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
+from agora import step_kinds
 from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
 from agora.plan.assignment import Plan
 from agora.plan.cost import RunCost
@@ -95,4 +98,24 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
         return f"{sentence}."
     slowest = min(too_slow, key=lambda place: plan.assignments[place].machine.upload)
     name, reason = plan.assignments[slowest].machine.name, wires[slowest].reason
-    return f"{sentence}; {len(too_slow)} upload too slowly, so that steps last longer; {name} {reason}."
+    sentence += f"; {len(too_slow)} upload too slowly, {_consequence(manifest, plan, too_slow)}"
+    return f"{sentence}; {name} {reason}."
+
+
+def _consequence(manifest: Manifest, plan: Plan, too_slow: list[int]) -> str:
+    """Returns what follows from uploads that carry no gradients. too_slow: their machines' places in the plan."""
+    if not step_kinds.may_change(manifest):
+        return "so that steps last longer: local steps (averaging.exact_steps = 0) need a twentieth"
+    slow = {PeerId(str(place)) for place in too_slow}
+    local = []
+    for stage in range(manifest.stage_count):
+        shares = {
+            PeerId(str(place)): assignment.share
+            for place, assignment in enumerate(plan.assignments)
+            if assignment.span is not None and stage in assignment.span
+        }
+        if len(shares) > 1 and step_kinds.wants_change(False, shares, slow)[0]:
+            local.append(str(stage))
+    if not local:
+        return "so that their gradients come late and are lost in part"
+    return f"so that stage{'s' if len(local) > 1 else ''} {', '.join(local)} will take local steps"

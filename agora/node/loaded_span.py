@@ -182,6 +182,7 @@ class LoadedSpan:
             stages=self.compute.progress(),
             waits_for={stage: self.replicas.reason(stage) for stage in self.span.stages},
             gradient_wire=self.replicas.gradient_wire,
+            agreement={stage: self.replicas.agreement(stage) for stage in self.span.stages},
             behind={stage: self._steps_behind(stage) for stage in self.span.stages},
             busy_fraction=self.compute.busy_fraction(),
             in_progress=self.in_progress,

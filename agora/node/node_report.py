@@ -45,6 +45,7 @@ class SpanReport:
     waits_for: Mapping[int, str]  # what each stage does or waits for, in words
     behind: Mapping[int, int]  # how many steps each stage is behind the live replica with the most
     gradient_wire: GradientWire  # how gradients are sent, and why
+    agreement: Mapping[int, str]  # how each stage agrees with its replicas, in words
     busy_fraction: float  # fraction of its time that the device thread works
     in_progress: int  # microbatches in progress or opened here
     queue: int  # microbatches at the device
@@ -138,7 +139,8 @@ def notes_of(report: NodeReport) -> list[str]:
     """Returns remarks on this daemon, [] for none.
 
     They are: why it is paused, its emulated link, that its clock is wrong; and, while a span is loaded, stages that are
-    MIN_BEHIND or more steps behind their replicas, a limited format of gradients, and what keeps its device idle.
+    MIN_BEHIND or more steps behind their replicas, local steps, a limited format of gradients, and what keeps its
+    device idle.
     """
     link_note = f"link {report.link}" if report.link else ""
     notes = [note for note in (report.pause_reason, link_note, report.clock_remark) if note]
@@ -148,7 +150,10 @@ def notes_of(report: NodeReport) -> list[str]:
     for stage, steps in span.behind.items():
         if steps >= MIN_BEHIND:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
-    if span.gradient_wire.is_limited:
+    local_stages = {stage.stage for stage in span.stages if stage.local.has(stage.step)}
+    for stage in sorted(local_stages):
+        notes.append(f"stage {stage} takes {span.agreement.get(stage, 'local steps')}")
+    if span.gradient_wire.is_limited and len(local_stages) < len(span.stages):
         notes.append(f"gradients are sent as {span.gradient_wire.reason}")
     if span.shortage and span.busy_fraction < IDLE_BELOW:
         notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
@@ -211,6 +216,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
         "waits_for": {str(stage): reason for stage, reason in span.waits_for.items()},
         "gradient_wire": span.gradient_wire.reason,
+        "agreement": {str(stage): text for stage, text in span.agreement.items()},
         "behind": {str(stage): steps for stage, steps in span.behind.items()},
         "notes": notes_of(report),
         "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),

@@ -25,12 +25,14 @@ from typing import ClassVar, Final
 
 import numpy as np
 from agora_protocol.errors import DiskError, LocalError
+from agora_protocol.manifest import ALL_STEPS
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from agora.state.files import FileDigest, fresh_path, put_in_place, write_file, write_tensors
 from agora.state.layout import Layout, StageState
+from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
 
 WEIGHTS: Final = "weights.safetensors"
 MOMENTS: Final = "moments.safetensors"
@@ -49,7 +51,7 @@ class CheckpointError(LocalError):
 class _CheckpointIndex(BaseModel):
     """The content of checkpoint.json. Unknown keys in the file are ignored: earlier versions wrote more keys.
 
-    files: file name -> size and SHA-256. The other fields are as in StageState.
+    files: file name -> size and SHA-256. local_first, local_end: as in LocalSteps. The others are as in StageState.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
@@ -61,6 +63,8 @@ class _CheckpointIndex(BaseModel):
     tokens_total: int = Field(ge=0)
     agreed: int = Field(ge=0)
     lineage: int = Field(ge=0, lt=2**32)
+    local_first: int = Field(default=ALL_STEPS, ge=0)
+    local_end: int = Field(default=ALL_STEPS, ge=0)
     files: dict[str, FileDigest]
 
 
@@ -78,6 +82,7 @@ class Checkpoint:
     tokens_total: int
     agreed: int
     lineage: int
+    local: LocalSteps = NO_LOCAL_STEPS
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
@@ -103,7 +108,8 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
         with contextlib.suppress(OSError):  # the next write tries again
             os.rename(old, trash)  # rename before removing, so that no reader ever finds half of one
             shutil.rmtree(trash, ignore_errors=True)
-    return Checkpoint(path, state.stage, state.step, state.updates, state.tokens_total, state.agreed, state.lineage)
+    numbers = state.step, state.updates, state.tokens_total, state.agreed, state.lineage
+    return Checkpoint(path, state.stage, *numbers, state.local)
 
 
 def newest_checkpoint(
@@ -142,14 +148,17 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
                 f"{file} is damaged: expected SHA-256 {expected.sha256} of {expected.size} bytes, "
                 f"found {actual.sha256} of {actual.size}."
             )
-    return Checkpoint(path, index.stage, index.step, index.updates, index.tokens_total, index.agreed, index.lineage)
+    numbers = index.step, index.updates, index.tokens_total, index.agreed, index.lineage
+    return Checkpoint(path, index.stage, *numbers, LocalSteps(index.local_first, index.local_end))
 
 
-def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
-    """Reads the checkpoint's weights and optimizer moments, and returns the stage's state; does not check hashes.
+def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
+    """Reads the checkpoint's weights and moments, and returns the stage's state; does not check hashes.
 
-    Raises CheckpointError when the files cannot be read or do not fit `layout`.
+    exact_layout: of the stage during exact steps. Raises CheckpointError when the files cannot be read or do not fit
+    the stage.
     """
+    layout = exact_layout.at_step(checkpoint.step, checkpoint.local)
     moments: dict[str, dict[str, NDArray[np.float32]]] = {moment.name: {} for moment in layout.moments}
     for name, tensor in _read_tensors(checkpoint.path / MOMENTS).items():
         moment_name, _, tensor_name = name.partition(".")
@@ -167,6 +176,7 @@ def read_checkpoint(checkpoint: Checkpoint, layout: Layout) -> StageState:
             {moment.name: layout.of_moment(moment).flatten(moments[moment.name]) for moment in layout.moments},
             checkpoint.agreed,
             checkpoint.lineage,
+            checkpoint.local,
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit stage {checkpoint.stage}: {error}.") from error
@@ -203,6 +213,8 @@ def _write_files(parent: Path, run: str, state: StageState) -> Path:
         tokens_total=state.tokens_total,
         agreed=state.agreed,
         lineage=state.lineage,
+        local_first=state.local.first,
+        local_end=state.local.end,
         files={
             WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.views(state.weights), metadata),
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),

@@ -16,6 +16,7 @@ from agora_protocol.messages import Chunk, StateIndex
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chunk
+from agora.step_kinds import LocalSteps
 
 
 class CorruptStateError(ProtocolError):
@@ -25,27 +26,29 @@ class CorruptStateError(ProtocolError):
     """
 
 
-MixingKey = tuple[int, int, int]
-"""(agreed step, lineage, step or 0): chunks of snapshots with equal keys may be mixed in one state."""
+MixingKey = tuple[int, int, int, int, int]
+"""(agreed step, lineage, step or 0, local steps): chunks of snapshots with equal keys may be mixed in one state."""
 
 
 def mixing_key(index: StateIndex) -> MixingKey:
-    """Returns a snapshot's (agreed, lineage, 0), or (agreed, 0, step) if the lineage is unknown (0).
+    """Returns a snapshot's mixing key; its third number is the step if the lineage is unknown (0), otherwise 0.
 
     Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
     """
-    return index.agreed, index.lineage, 0 if index.lineage else index.step
+    step = 0 if index.lineage else index.step
+    return index.agreed, index.lineage, step, index.local_first, index.local_end
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A snapshot that a source can give. index: the snapshot's name, steps, lineage and size.
 
-    hashes: the SHA-256 of each chunk, 32 bytes each, in order.
+    hashes: the SHA-256 of each chunk, 32 bytes each, in order. layout: of the snapshot's state.
     """
 
     index: StateIndex
     hashes: bytes
+    layout: Layout
 
     def hash_of(self, chunk: int) -> bytes:
         """Returns the SHA-256 that the source has announced for chunk number `chunk`, 32 bytes."""
@@ -56,6 +59,11 @@ class Offer:
         """The snapshot's mixing key, see the function `mixing_key`."""
         return mixing_key(self.index)
 
+    @property
+    def local(self) -> LocalSteps:
+        """Which steps of the stage are local."""
+        return LocalSteps(self.index.local_first, self.index.local_end)
+
 
 def milliseconds_until(moment: float) -> int:
     """Returns the whole milliseconds from now until `moment` (loop time), at least 1 and at most MAX_DEADLINE_MS.
@@ -65,18 +73,19 @@ def milliseconds_until(moment: float) -> int:
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
 
 
-def check_offer(reply: Reply, layout: Layout) -> Offer:
-    """Returns the offer in an answer to GetState. layout: that of the stage, with the optimizer's moments.
+def check_offer(reply: Reply, exact_layout: Layout) -> Offer:
+    """Returns the offer in an answer to GetState. exact_layout: that of the stage during exact steps.
 
     Raises Refused if the source has no snapshot, CorruptStateError for another message and for an offer whose size or
-    number of hashes does not fit `layout`, whose name is not the hash of the hashes, or whose moments have more updates
-    than steps were taken. Whether the steps themselves are plausible is not checked.
+    number of hashes does not fit the stage, whose name is not the hash of the hashes, or whose moments have more
+    updates than steps were taken. Whether the steps themselves are plausible is not checked.
     """
     index = reply.message
     if not isinstance(index, StateIndex):
         raise CorruptStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
     if index.size == 0:
         raise Refused("has no snapshot of this stage to give")
+    layout = exact_layout.at_step(index.step, LocalSteps(index.local_first, index.local_end))
     if index.size != layout.nbytes:
         raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
     if index.updates > index.step:
@@ -87,7 +96,7 @@ def check_offer(reply: Reply, layout: Layout) -> Offer:
     hashes = bytes(tensor.data)
     if hashlib.sha256(hashes).digest() != index.snapshot:
         raise CorruptStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
-    return Offer(index, hashes)
+    return Offer(index, hashes, layout)
 
 
 def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:

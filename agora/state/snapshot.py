@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from agora_protocol.errors import Busy, ProtocolError, Refused
+from agora_protocol.manifest import ALL_STEPS
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 from agora_protocol.tensors import WireTensor
 
@@ -75,11 +76,11 @@ class SnapshotServer:
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
         if snapshot is None:
-            return Reply(StateIndex(b"", 0, 0, 0, 0, 0))
+            return Reply(StateIndex(b"", 0, 0, 0, 0, ALL_STEPS, ALL_STEPS, 0))
         snapshot.last_used = loop_time()
         state = snapshot.state
         hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
-        counts = state.step, state.updates, state.agreed, state.lineage
+        counts = state.step, state.updates, state.agreed, state.lineage, state.local.first, state.local.end
         return Reply(StateIndex(snapshot.digest, *counts, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetChunk, GetState, StateIndex
@@ -24,6 +23,7 @@ from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.chunk_source import CHUNK_S, FAILURES, PAUSE_S, SLOW_S, SOURCES, TICK_S, ChunkSource, cancel_and_await
 from agora.state.layout import Layout, StageState
 from agora.state.offers import CorruptStateError, Offer, check_chunk, check_offer, milliseconds_until, mixing_key
+from agora.state.partial_state import ArrivedChunk, PartialState
 from agora.state.sample_check import ChunkSample, find_corrupt_sources
 from agora.swarm.conduct import Offence, ReportOffence
 
@@ -70,21 +70,16 @@ class StateFetch:
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """layout: of the stage, with its moments. report_offence: called for sources that send corrupt data.
+        """layout: of the stage during exact steps. report_offence: called for sources that send corrupt data.
 
         highest_plausible_step: offers above the step that it returns are not used.
         """
-        self.schedule = ChunkSchedule(layout.chunk_count)
         self._caller = caller
         self._stage = stage
-        self._layout = layout
+        self._exact_layout = layout
+        self._partial = PartialState(layout)
         self._report_offence = report_offence
         self._highest_plausible_step = highest_plausible_step
-        self._weights = np.empty(layout.numel, np.float32)
-        self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
-        self._chunk_snapshots: dict[int, StateIndex] = {}  # the snapshot of each chunk that has arrived
-        self._chunk_peers: dict[int, PeerId] = {}  # the source of each chunk that has arrived
-        self._chunk_hashes: dict[int, bytes] = {}
         self._sources: list[_Source] = []
         self._deadline = 0.0
         self._lowest_step = 0  # the lowest step to accept
@@ -92,18 +87,22 @@ class StateFetch:
         self._chosen: StateIndex | None = None  # only chunks of snapshots with its mixing key are asked for
         self._last_arrival = 0.0
 
+    @property
+    def schedule(self) -> ChunkSchedule:
+        """Which chunks have arrived, are being fetched, or are missing."""
+        return self._partial.schedule
+
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
         """Fetches the missing chunks from several of `sources` concurrently, earlier ones first; returns the state.
 
-        No chunk is of a step below `at_least`, and all have the same mixing key. The state has the lowest step and
-        updates of the chunks' snapshots, tokens_total 0 (unknown), and the arrays of this object, not copies. Raises
+        No chunk is of a step below `at_least`, and all have the same mixing key; see PartialState.whole_state. Raises
         Unavailable, with each source's last error, when no source is left or `deadline` (loop time) has passed.
         """
         self._sources = [_Source(peer) for peer in dict.fromkeys(sources)]
         self._deadline = deadline
         self._lowest_step = at_least
         self._first_offer_at = self._chosen = None
-        self._drop_chunks_unless(lambda index: index.step >= at_least)
+        self._partial.drop_unless(lambda index: index.step >= at_least)
         try:
             while not self.schedule.is_complete:
                 while not self.schedule.is_complete:
@@ -112,10 +111,7 @@ class StateFetch:
         finally:
             await cancel_and_await([task for source in self._sources for task, _ in source.calls.values()])
             self._remove_ended_calls()
-        indexes = self._chunk_snapshots.values()
-        step, updates = min(index.step for index in indexes), min(index.updates for index in indexes)
-        ((agreed, lineage, _),) = {mixing_key(index) for index in indexes}
-        return StageState(self._stage, step, updates, 0, self._layout, self._weights, self._moments, agreed, lineage)
+        return self._partial.whole_state(self._stage)
 
     async def _advance(self) -> None:
         """One turn: chooses a mixing key, starts due calls, waits up to TICK_S until one ends, removes ended ones.
@@ -165,11 +161,13 @@ class StateFetch:
         others_pending = any(None in source.calls for source in self._sources)
         if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
             return
-        arrived = {mixing_key(index) for index in self._chunk_snapshots.values()}
+        arrived = {mixing_key(chunk.index) for chunk in self._partial.arrived.values()}
         chosen = max(offers, key=lambda offer: (offer.mixing_key in arrived, offer.index.agreed, offer.index.step))
         self._chosen = chosen.index
         self._last_arrival = now
-        self._drop_chunks_unless(lambda index: mixing_key(index) == chosen.mixing_key)
+        if chosen.layout.nbytes != self._partial.layout.nbytes:
+            self._partial = PartialState(chosen.layout)
+        self._partial.drop_unless(lambda index: mixing_key(index) == chosen.mixing_key)
         chosen_steps = chosen.index.agreed, chosen.index.step
         for source in self._sources:
             if source.offer and not self._has_chosen_key(source.offer):
@@ -202,17 +200,9 @@ class StateFetch:
 
         False for None, and while no key is chosen.
         """
-        return offer is not None and self._chosen is not None and offer.mixing_key == mixing_key(self._chosen)
-
-    def _drop_chunks_unless(self, fits: Callable[[StateIndex], bool]) -> None:
-        """Drops the arrived chunks whose snapshot does not satisfy `fits`; they are missing again."""
-        self._drop_chunks([chunk for chunk, index in self._chunk_snapshots.items() if not fits(index)])
-
-    def _drop_chunks(self, chunks: Sequence[int]) -> None:
-        """Drops the arrived chunks with these numbers; they are missing again."""
-        for chunk in chunks:
-            self.schedule.discard(chunk)
-            del self._chunk_snapshots[chunk], self._chunk_peers[chunk], self._chunk_hashes[chunk]
+        if offer is None or self._chosen is None or offer.layout.nbytes != self._partial.layout.nbytes:
+            return False
+        return offer.mixing_key == mixing_key(self._chosen)
 
     # --- starting calls
 
@@ -265,7 +255,8 @@ class StateFetch:
         at_least = self._chosen.step if self._chosen else self._lowest_step
         request = GetState(self._stage, at_least, milliseconds_until(call_deadline))
         try:
-            offer = check_offer(await self._caller.call(source.peer, request, deadline=call_deadline), self._layout)
+            reply = await self._caller.call(source.peer, request, deadline=call_deadline)
+            offer = check_offer(reply, self._exact_layout)
         except AgoraError as error:
             self._handle_failure(source, error, None)
             return
@@ -289,7 +280,7 @@ class StateFetch:
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
         try:
             reply = await self._caller.call(source.peer, request, deadline=call_deadline)
-            values = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), self._layout, chunk)
+            values = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), offer.layout, chunk)
         except AgoraError as error:
             self._handle_failure(source, error, offer)
             return
@@ -297,12 +288,7 @@ class StateFetch:
         if not self._has_chosen_key(offer):
             return  # another mixing key has been chosen meanwhile
         self._last_arrival = loop_time()
-        self._chunk_snapshots[chunk] = offer.index
-        self._chunk_peers[chunk] = source.peer
-        self._chunk_hashes[chunk] = offer.hash_of(chunk)
-        arrays = [self._weights, *self._moments.values()]
-        for array, place, part in zip(arrays, self._layout.chunk_places(chunk), values, strict=True):
-            array[place] = part
+        self._partial.store(chunk, ArrivedChunk(offer.index, source.peer, offer.hash_of(chunk)), values)
         peers_to_cancel = self.schedule.record_arrival(chunk, source.peer, loop_time())
         for other in [other for other in self._sources if other.peer in peers_to_cancel]:
             other.calls[chunk][0].cancel()
@@ -315,9 +301,7 @@ class StateFetch:
         Gives up the sources that find_corrupt_sources returns, and drops their chunks; reports "corrupt" ones as an
         offence.
         """
-        chunks_of: dict[PeerId, list[int]] = {}
-        for chunk, peer in self._chunk_peers.items():
-            chunks_of.setdefault(peer, []).append(chunk)
+        chunks_of = self._partial.chunks_by_peer()
         usable = [source for source in self._sources if not source.given_up]
         usable.sort(key=lambda source: source.offer is None)  # those whose offer is known first
         verdicts = await find_corrupt_sources(
@@ -330,7 +314,7 @@ class StateFetch:
             for source in self._sources:
                 if source.peer == peer:
                     self._give_up(source, reason)
-            self._drop_chunks(chunks_of[peer])
+            self._partial.drop(chunks_of[peer])
 
     async def _read_sample(self, peer: PeerId, chunk: int) -> ChunkSample | None:
         """Returns a source's weights of a chunk that has arrived; None if the source cannot give these weights.
@@ -339,21 +323,21 @@ class StateFetch:
         returned; otherwise the source is asked for the chunk. A source without an offer is asked for one first. Errors
         go to _handle_failure.
         """
-        place = self._layout.chunk_places(chunk)[0]
-        if self._chunk_peers.get(chunk) == peer:
-            return ChunkSample(self._weights[place], self._chunk_snapshots[chunk].step)
+        arrived = self._partial.arrived[chunk]
+        if arrived.peer == peer:
+            return ChunkSample(self._partial.weights_of(chunk), arrived.index.step)
         source = next(source for source in self._sources if source.peer == peer)
         call_deadline = min(self._deadline, loop_time() + CHUNK_S)
         try:
             if source.offer is None:
                 await self._fetch_offer(source)
-            if (offer := source.offer) is None:
+            if (offer := source.offer) is None or offer.layout.nbytes != self._partial.layout.nbytes:
                 return None
-            if offer.hash_of(chunk) == self._chunk_hashes[chunk]:
-                return ChunkSample(self._weights[place], offer.index.step)
+            if offer.hash_of(chunk) == arrived.digest:
+                return ChunkSample(self._partial.weights_of(chunk), offer.index.step)
             request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
             reply = await self._caller.call(peer, request, deadline=call_deadline)
-            weights, *_ = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), self._layout, chunk)
+            weights, *_ = await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), offer.layout, chunk)
             return ChunkSample(weights, offer.index.step)
         except AgoraError as error:
             self._handle_failure(source, error, source.offer)

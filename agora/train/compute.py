@@ -6,14 +6,13 @@ Knows: the device queue, the codec, the shapes in the manifest. Must not know: r
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 import numpy as np
-import torch
-from agora_protocol.errors import DeviceError, NotMyStage, OutOfMemory, ProtocolError
+from agora_protocol.errors import NotMyStage, ProtocolError
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
@@ -22,8 +21,9 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_all_finite
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
+from agora.step_kinds import LocalSteps
 from agora.stepping import SpanResult, StepEvent, StepPolicy
-from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, work_clock_of
+from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, device_errors, work_clock_of
 from agora.train.gradient_norms import GradientNormBound
 from agora.train.gradient_sum import GradientShare
 from agora.train.memory import keep_freed_memory
@@ -36,20 +36,6 @@ from agora.train.weight_versions import LIMIT_FACTOR, StashedForward
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-@contextmanager
-def _device_errors() -> Iterator[None]:
-    """Context manager: raises torch's out-of-memory errors as OutOfMemory, other RuntimeErrors as DeviceError."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory("the device is out of memory; hold fewer stages or microbatches") from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):
-            raise OutOfMemory("this machine is out of memory; hold fewer stages or microbatches") from error
-        first_line = (str(error).splitlines() or [repr(error)])[0][:200]
-        raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
 
 
 def _priority_of(purpose: str) -> Priority:
@@ -111,7 +97,7 @@ class Compute:
             fault=device.fault,
             on_error=lambda error: report(TaskFailed("device", repr(error))),
         )
-        build_stages = _device_errors()(
+        build_stages = device_errors()(
             lambda: SpanTrainer(
                 manifest,
                 span,
@@ -150,7 +136,7 @@ class Compute:
         (use `run_last_stages`), ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
         """
 
-        @_device_errors()
+        @device_errors()
         def job() -> tuple[WireTensor, StashedForward | None]:
             """On the device thread: decodes the tensors, runs the stages, and returns their encoded output.
 
@@ -260,6 +246,10 @@ class Compute:
         """Returns how many optimizer steps `stage` has taken. Raises NotMyStage for a stage outside the span."""
         return self.trainer.stage(stage).progress.step
 
+    def local_steps(self, stage: int) -> LocalSteps:
+        """Returns which steps of `stage` are local. Raises NotMyStage for a stage outside the span."""
+        return self.trainer.stage(stage).progress.local
+
     def step_events(self) -> AsyncIterator[StepEvent]:
         """Yields an event for every step and closed share of the span's stages, in order; never ends.
 
@@ -299,21 +289,28 @@ class Compute:
         )
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
-    async def difference_to_anchor(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    async def difference_to_anchor(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
         """Returns (anchor - weights, weights), both copied from the numbered `blocks` of the stage's flat weights.
 
-        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. Raises LocalError in a run without local steps.
+        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes exact steps.
         """
         return await self._run_and_step(self.trainer.stage(stage).difference_to_anchor, blocks)
 
     async def step_anchor(
-        self, stage: int, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None
+        self,
+        stage: int,
+        step: int,
+        blocks: Blocks,
+        snapshot: Tensor,
+        averaged: AveragedSlice | None,
+        is_change_wanted: bool = False,
     ) -> None:
         """Moves the stage's anchor and weights in `blocks` by the result of the averaging round of step `step`.
 
         Does nothing if a result of this or a later step was applied before. Arguments: see StageReplica.step_anchor.
         """
-        await self._run_and_step(self.trainer.stage(stage).step_anchor, step, blocks, snapshot, averaged)
+        function = self.trainer.stage(stage).step_anchor
+        await self._run_and_step(function, step, blocks, snapshot, averaged, is_change_wanted)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """Raises a stage's step count to `step`, that of its other replicas, if it is behind and has no closed share.
@@ -329,14 +326,17 @@ class Compute:
         """
         return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
-    async def step_with_gradient(self, stage: int, step: int, mean_gradient: Tensor, tokens: int) -> None:
+    async def step_with_gradient(
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, is_change_wanted: bool = False
+    ) -> None:
         """Takes step `step`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
 
-        Drops this replica's closed share of this step. With 0 tokens the step is only counted. Raises LocalError when
-        another step is the next one, ProtocolError for a gradient that cannot be used; the step can then be taken along
-        another gradient.
+        Drops this replica's closed share of this step. With 0 tokens the step is only counted. is_change_wanted: see
+        TrainedStage. Raises LocalError when another step is the next one, ProtocolError for a gradient that cannot be
+        used; the step can then be taken along another gradient.
         """
-        await self._run_and_step(self.trainer.stage(stage).step_with_gradient, step, mean_gradient, tokens)
+        function = self.trainer.stage(stage).step_with_gradient
+        await self._run_and_step(function, step, mean_gradient, tokens, is_change_wanted)
 
     async def export_state(self, stage: int) -> StageState:
         """Returns a copy, on the CPU, of the stage's weights and moments after its last step, without gradients."""
@@ -352,12 +352,12 @@ class Compute:
     async def _run_and_step(
         self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
     ) -> T:
-        """Runs `function(*args)` as one job on the device thread, inside _device_errors, and returns its result.
+        """Runs `function(*args)` as one job on the device thread, inside device_errors, and returns its result.
 
         After a result, and before the next job, the thread takes the steps, and closes the shares, that are due in any
         stage.
         """
-        guarded = _device_errors()(function)
+        guarded = device_errors()(function)
         return await self._queue.run(priority, guarded, *args, afterwards=self.trainer.take_due_steps)
 
     # --- on the device thread

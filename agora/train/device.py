@@ -13,12 +13,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
 import torch
-from agora_protocol.errors import Busy, DeviceError
+from agora_protocol.errors import Busy, DeviceError, OutOfMemory
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -269,6 +269,20 @@ class DeviceQueue:
             self._condition.notify_all()
         for job in jobs:
             job.future.set_exception(DeviceError(reason))
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """Context manager: raises torch's out-of-memory errors as OutOfMemory, other RuntimeErrors as DeviceError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory("the device is out of memory; hold fewer stages or microbatches") from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise OutOfMemory("this machine is out of memory; hold fewer stages or microbatches") from error
+        first_line = (str(error).splitlines() or [repr(error)])[0][:200]
+        raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
 
 
 def work_clock_of(device: torch.device) -> Callable[[], float]:

@@ -30,3 +30,8 @@ def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int |
     child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_LINEAGE
     kept = {past: lineage for past, lineage in lineages.items() if step - KEPT_STEPS < past < step}
     return {**kept, step: child if parent else 0}
+
+
+def lineage_of_weights(weights: memoryview) -> int:
+    """Returns a lineage that follows from a replica's own weights alone: after local steps no two replicas share it."""
+    return zlib.crc32(weights) or INITIAL_LINEAGE

@@ -1,4 +1,4 @@
-"""The outer optimizer of runs with local steps: an anchor that is equal at all replicas, moved slice by slice.
+"""The outer optimizer of local steps: an anchor that is equal at all replicas, moved slice by slice.
 
 Knows: flat weights, which blocks a slice has. Must not know: rounds, replicas, how a mean difference is computed.
 
@@ -16,8 +16,6 @@ Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512), without its overl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Final
 
 import torch
 from agora_protocol.errors import ProtocolError
@@ -26,17 +24,7 @@ from agora_protocol.manifest import AveragingSection
 from agora_protocol.parts import part_elements
 from torch import Tensor
 
-from agora.state.layout import Layout, MomentSpec
-
-ANCHOR: Final = "anchor"
-VELOCITY: Final = "velocity"
-"""The names of the two moments of the outer optimizer."""
-
-
-def with_outer_moments(layout: Layout) -> Layout:
-    """Returns the layout with two more moments, anchor and velocity, with a value for every element of the weights."""
-    everything = [slice(0, layout.numel)]
-    return replace(layout, moments=(*layout.moments, MomentSpec(ANCHOR, everything), MomentSpec(VELOCITY, everything)))
+from agora.state.layout import ANCHOR, VELOCITY, Layout
 
 
 class OuterOptimizer:
@@ -53,11 +41,6 @@ class OuterOptimizer:
             ANCHOR: weights.to("cpu", copy=True),
             VELOCITY: torch.zeros(len(weights)),
         }
-
-    def restart(self, weights: Tensor) -> None:
-        """Sets the anchor to `weights` [numel], which all replicas have, and the velocity to 0."""
-        self.moments[ANCHOR].copy_(weights)
-        self.moments[VELOCITY].zero_()
 
     def difference(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
         """Returns anchor - snapshot in the blocks with the numbers `blocks`, float32 [blocks * SLICE_BLOCK].

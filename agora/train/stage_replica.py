@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 import torch
-from agora_protocol.errors import LocalError, ProtocolError
+from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,45 +31,48 @@ class StageReplica(TrainedStage):
     shapes and values raise ProtocolError ("bad-tensor").
     """
 
-    def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
         """Returns (anchor - weights, weights), both copied from the numbered `blocks` of the stage's flat weights.
 
-        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. Raises LocalError in a run without local steps.
+        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes exact steps.
         """
+        if self.outer is None:
+            return None
         rows = self.weights.current.flat.view(-1, SLICE_BLOCK)
         snapshot = rows.index_select(0, self._block_numbers(blocks)).flatten().cpu()
-        return self._required_outer.difference(torch.from_numpy(blocks), snapshot), snapshot
+        return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
-    def step_anchor(self, step: int, blocks: Blocks, snapshot: Tensor, averaged: AveragedSlice | None) -> None:
+    def step_anchor(
+        self,
+        step: int,
+        blocks: Blocks,
+        snapshot: Tensor,
+        averaged: AveragedSlice | None,
+        is_change_wanted: bool = False,
+    ) -> None:
         """Applies the mean of step `step`'s round over `blocks` to anchor and weights, and records it in the lineage.
 
-        Does nothing if a mean of this or a later step was applied before. snapshot: the weights that the round began
-        with. averaged: the round's result; parts without a mean stay as they are. None if there is no other replica:
-        then the snapshot becomes the anchor, and the weights stay. Raises ProtocolError for a mean that does not fit or
-        gives weights that are not finite, LocalError in a run without local steps.
+        Does nothing if a mean of this or a later step was applied before, and during exact steps. snapshot: the weights
+        that the round began with. averaged: the round's result; parts without a mean stay as they are. None if there is
+        no other replica: then the snapshot becomes the anchor, and the weights stay. is_change_wanted: whether all
+        means of the round want the local steps to end, which the lineage includes. Raises ProtocolError for a mean that
+        does not fit or gives weights that are not finite.
         """
-        if step <= self.progress.agreed:
+        if step <= self.progress.agreed or self.outer is None:
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
-            self._required_outer.set_anchor(rows, snapshot)
+            self.outer.set_anchor(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             mean, has_mean = averaged
-            change = self._required_outer.step(rows, snapshot, mean, has_mean).to(self.sum.flat.device)
+            change = self.outer.step(rows, snapshot, mean, has_mean).to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
             flat = self.writable_weights()
             flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
             self.layout.clear_padding(flat)
-            checksum = zlib.crc32(bytes(has_mean), zlib.crc32(mean.contiguous().numpy().data))
-        self.record_agreed(step, checksum)
-
-    @property
-    def _required_outer(self) -> OuterOptimizer:
-        """The stage's outer optimizer. Raises LocalError in a run without local steps, which has none."""
-        if self.outer is None:
-            raise LocalError(f"stage {self.number} has no anchor: all steps of the run are exact")
-        return self.outer
+            checksum = zlib.crc32(bytes([*has_mean, is_change_wanted]), zlib.crc32(mean.contiguous().numpy().data))
+        self.record_slice(step, checksum, is_change_wanted)
 
     def export_state(self) -> StageState:
         """Returns a copy, on the CPU, of the stage's weights, moments, step, tokens and lineage after the last step.
@@ -84,11 +87,12 @@ class StageReplica(TrainedStage):
             self.step,
             optimizer.updates,
             self.tokens_stepped,
-            self.layout,
+            self.layout.at_step(self.step, self.local),
             weights,
             moments,
             self.progress.agreed,
             self.progress.lineage,
+            self.local,
         )
 
     def load_state(self, state: StageState) -> None:
@@ -97,7 +101,7 @@ class StageReplica(TrainedStage):
         Reports StepsSkipped if that loses tokens. Raises ProtocolError, and changes nothing, for an array that is
         missing, does not fit or is not finite, and for a mean square with a negative value.
         """
-        layout = self.layout
+        layout = self.layout.at_step(state.step, state.local)
         weights = self._copy_checked("weights", state.weights, layout)
         moments = {}
         for moment in layout.moments:
@@ -107,9 +111,12 @@ class StageReplica(TrainedStage):
             moments[moment.name] = values
         self.writable_weights().copy_(weights)
         self.optimizer.load(state.updates, moments)
-        for name, values in (self.outer.moments if self.outer else {}).items():
-            values.copy_(moments[name])
-        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage)
+        self.outer = None
+        if state.local.has(state.step):
+            self.outer = OuterOptimizer(self.averaging, self.layout, weights)
+            for name, values in self.outer.moments.items():
+                values.copy_(moments[name])
+        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage, state.local)
 
     def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
         """Returns a state's array as a new tensor on the CPU, with its padding set to zero.

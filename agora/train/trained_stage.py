@@ -13,18 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from agora_protocol.errors import LocalError, ProtocolError
-from agora_protocol.manifest import ALL_STEPS, Manifest
+from agora_protocol.manifest import Manifest
 from agora_protocol.records import StageAccount
 from torch import Tensor
 
 from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import Layout, lay_out
+from agora.step_kinds import ChangeRule, LocalSteps, local_steps_of
 from agora.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
 from agora.train.gradient_sum import ClosedShare, GradientShare, GradientSum, SumTotals
-from agora.train.lineage import INITIAL_LINEAGE, with_step
+from agora.train.lineage import INITIAL_LINEAGE, lineage_of_weights, with_step
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
-from agora.train.outer_step import OuterOptimizer, with_outer_moments
+from agora.train.outer_step import OuterOptimizer
 from agora.train.state_place import StatePlace
 from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion
@@ -49,6 +50,7 @@ class StageProgress:
     """Number of microbatches by how many steps old their gradient was; the last bin has all older ones."""
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
     account: StageAccount  # what became of the tokens counted here
+    local: LocalSteps  # which of the stage's steps are local
     lineages: Mapping[int, int]  # of the last agreed steps, by step; see train.lineage
 
     @property
@@ -70,8 +72,7 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
     family = family_of(manifest.model)
     layers = manifest.layers_of(stage)
     layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
-    layout = with_moments(manifest.optimizer, layout)
-    return layout if manifest.exact_steps == ALL_STEPS else with_outer_moments(layout)
+    return with_moments(manifest.optimizer, layout)
 
 
 class TrainedStage:
@@ -101,15 +102,15 @@ class TrainedStage:
         weights, flat = self.weights, self.weights.current.flat
         self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, weights.layout, flat, place)
         self.layout = self.optimizer.layout
+        self.averaging = manifest.averaging
+        self._change_rule = ChangeRule.from_manifest(manifest)
+        self.local = local_steps_of(manifest)
         self.outer: OuterOptimizer | None = None
-        self._exact_steps = manifest.exact_steps
-        if self._exact_steps < ALL_STEPS:
-            self.layout = with_outer_moments(self.layout)
+        """During local steps, the anchor and what moves it; None during exact ones."""
+        if self.local.has(0):
             self.outer = OuterOptimizer(manifest.averaging, self.layout, flat)
-        average = self.optimizer.average
-        self._average: WeightVersion | None = None
-        if average is not None and not place.in_host:
-            self._average = WeightVersion(average, weights.layout, module)
+        average = None if place.in_host else self.optimizer.average
+        self._average = None if average is None else WeightVersion(average, weights.layout, module)
         self.sum = GradientSum(weights.layout, place.device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
@@ -142,6 +143,7 @@ class TrainedStage:
             staleness=tuple(self._staleness),
             refused_nonfinite=self._refused,
             account=self._accounts.account(waiting),
+            local=self.local,
             lineages=self._lineages,
         )
 
@@ -213,9 +215,9 @@ class TrainedStage:
         open_step = self._open_step
         if tokens == 0 or tokens < self.policy.tokens_needed(open_step):
             return
-        if not self._closed_shares and not self.policy.uses_mean_gradient(open_step):
+        if not self._closed_shares and not self.policy.uses_mean_gradient(open_step, self.local):
             self._step_with_sum()
-        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.must_close(open_step):
+        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.must_close(open_step, self.local):
             self._close_share()
 
     def catch_up(self, step: int) -> None:
@@ -228,16 +230,19 @@ class TrainedStage:
         """
         if step <= self.step or self._closed_shares:
             return
-        uses_sum = step == self.step + 1 or self.step >= self._exact_steps
+        uses_sum = step == self.step + 1 or self.local.has(self.step)
         if uses_sum and self.sum.totals.tokens > 0:
             self._step_with_sum()
         skipped = step - self.step
         if skipped > 0:
             dropped = self.sum.clear().tokens
+            had_anchor = self.outer is not None
             self.step = step - 1
             if skipped > 1 or dropped:
                 self._report(StepsSkipped(self.number, step, skipped, dropped))
             self._count_step(SumTotals(), None)
+            if self.outer is not None and not had_anchor:
+                self._leave_lineage()  # its anchor is not that of the others
 
     def take_gradient_share(self) -> GradientShare:
         """Returns this replica's share of the next step; first closes the share if it is open, whatever tokens it has.
@@ -265,11 +270,12 @@ class TrainedStage:
         self._update_progress()
         self._on_step(ShareClosed(self.number, step, totals.tokens))
 
-    def step_with_gradient(self, step: int, mean_gradient: Tensor, tokens: int) -> None:
+    def step_with_gradient(self, step: int, mean_gradient: Tensor, tokens: int, is_change_wanted: bool = False) -> None:
         """Takes step `step` along the mean gradient [numel] over all replicas' `tokens`, and reports StepTaken.
 
         Drops this replica's closed share of the step; an open share stays, for the step after. With 0 tokens the step
-        is only counted. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype
+        is only counted. is_change_wanted: whether all means of the step want local steps soon, which the step's lineage
+        includes. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype
         and for a norm that is not finite; the step can then be taken along another gradient.
         """
         if mean_gradient.shape != self.sum.flat.shape or mean_gradient.dtype != self.sum.flat.dtype:
@@ -280,27 +286,39 @@ class TrainedStage:
         result = None
         checksum = 0
         if tokens > 0:
-            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data)
+            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, int(is_change_wanted))
             gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
             result = self.optimizer.step(self.writable_weights(), gradient, step)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
+        self.local = self._change_rule.after_exact_step(self.local, step, is_change_wanted)
         self._count_step(totals, result, tokens or None, checksum)
 
-    def record_agreed(self, step: int, checksum: int) -> None:
-        """Adds the lineage of step `step`: the mean of its slice, whose CRC is `checksum`, was applied."""
+    def record_slice(self, step: int, checksum: int, is_change_wanted: bool) -> None:
+        """Adds the lineage of step `step`: the mean of its slice, whose CRC is `checksum`, was applied.
+
+        is_change_wanted: whether all means of its round want the local steps to end.
+        """
         self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
+        self.local = self._change_rule.after_slice_round(self.local, step, is_change_wanted)
         self._update_progress()
 
-    def restart_at(self, step: int, tokens: int, agreed: int, lineage: int) -> None:
+    def _leave_lineage(self) -> None:
+        """Gives the present step a lineage that no other replica has, and drops those of all earlier steps."""
+        self._lineages = {self.step: lineage_of_weights(self.weights.current.flat.cpu().numpy().data)}
+        self._update_progress()
+
+    def restart_at(self, step: int, tokens: int, agreed: int, lineage: int, local: LocalSteps) -> None:
         """Sets step, tokens and lineage to those of a loaded state; drops gradient sum, closed shares, recent accounts.
 
-        tokens: in the state's steps. lineage: of step `agreed`; the lineages of all other steps are dropped. The caller
-        has replaced weights and moments before. Reports StepsSkipped if tokens are lost.
+        tokens: in the state's steps. lineage: of step `agreed`; the lineages of all other steps are dropped. local: the
+        state's local steps. The caller has replaced weights and moments before. Reports StepsSkipped if tokens are
+        lost.
         """
         self._lineages = {agreed: lineage}
+        self.local = local
         lost = self.sum.clear().tokens + sum(share.totals.tokens for share in self._closed_shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))
@@ -330,7 +348,9 @@ class TrainedStage:
     ) -> None:
         """Adds 1 to `step` and the step to the accounts, reports StepTaken and calls `on_step`.
 
-        An exact step gets a lineage; the last exact step also restarts the outer optimizer, with the weights as anchor.
+        An exact step gets a lineage. Before the first local step an outer optimizer is made, with the weights as
+        anchor. After the last one it is dropped, and the lineage becomes one that no other replica has: so all replicas
+        but one fetch that one's state, and are equal again (averaging.divergence).
 
         totals: this replica's totals in the step.
         result: None if the weights did not change here; then the accounts leave the step out.
@@ -339,11 +359,14 @@ class TrainedStage:
         """
         now = time.monotonic()
         staleness = totals.staleness(self.step)
+        if not self.local.has(self.step):
+            self._lineages = with_step(self._lineages, self.step + 1, checksum)
         self.step += 1
-        if self.step <= self._exact_steps:
-            self._lineages = with_step(self._lineages, self.step, checksum)
-            if self.outer and self.step == self._exact_steps:
-                self.outer.restart(self.weights.current.flat)
+        if self.local.has(self.step) and self.outer is None:
+            self.outer = OuterOptimizer(self.averaging, self.layout, self.weights.current.flat)
+        elif self.outer is not None and not self.local.has(self.step):
+            self.outer = None
+            self._leave_lineage()
         self.tokens_stepped += totals.tokens
         if result is not None:
             self._accounts.record_step(totals.tokens, step_tokens, staleness)

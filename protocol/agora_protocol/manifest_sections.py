@@ -116,6 +116,11 @@ class AveragingSection(Section):
         le=ALL_STEPS,
         description="first optimizer steps along the mean gradient of all replicas; later ones are local, with slices",
     )
+    local_steps: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: a stage whose uplinks carry no gradients takes local steps until they do, although all "
+        "steps are exact; never",
+    )
     fraction: float = Field(default=0.05, gt=0, le=1, description="share of a stage's weights that one slice has")
     every: int = Field(default=1, ge=1, le=10**6, description="local optimizer steps from one slice to the next")
     outer_rate: float = Field(default=0.7, gt=0, le=2, description="learning rate of the anchor of local steps")

@@ -189,14 +189,18 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
     status: bytes = bytes_field(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
 
 
+GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int, int]
+"""How far a replica is, in the order that `replicas` of GossipSteps describes."""
+
+
 def _replica_steps(doc: str) -> Any:
     """Declares a list field of replicas, documented by `doc`.
 
-    Each is [replica, step, open_step, tokens, tokens_counted, agreed, lineage, start_step, age_ms].
+    Each is [replica, step, open_step, tokens, tokens_counted, agreed, lineage, start_step, is_slow, age_ms].
     """
     counts = (int_field(0, MAX_UINT) for _ in range(5))
-    lineage, start_step, age_ms = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, MAX_DEADLINE_MS)
-    entry = tuple_field(peer_id_field(), *counts, lineage, start_step, age_ms)
+    lineage, start_step, is_slow = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, 1)
+    entry = tuple_field(peer_id_field(), *counts, lineage, start_step, is_slow, int_field(0, MAX_DEADLINE_MS))
     return list_field(entry, MAX_GOSSIPED_REPLICAS, doc=doc)
 
 
@@ -208,10 +212,11 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
-    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int, int], ...] = _replica_steps(
+    replicas: tuple[GossipEntry, ...] = _replica_steps(
         "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
         "counted since it started, step up to which it has agreed with the others, lineage of that step, steps of the "
-        "state with which it started, milliseconds since it reported]; the sender comes first"
+        "state with which it started, 1 if its uplink is too slow for gradients and otherwise 0, milliseconds since it "
+        "reported]; the sender comes first"
     )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -219,7 +224,7 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
 class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
     """Answers GossipSteps with what the answering replica knows."""
 
-    replicas: tuple[tuple[PeerId, int, int, int, int, int, int, int, int], ...] = _replica_steps("as in GossipSteps")
+    replicas: tuple[GossipEntry, ...] = _replica_steps("as in GossipSteps")
 
 
 class GossipEpochs(Message, kind=26, frames=(FrameType.REQUEST,)):
@@ -269,6 +274,10 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
     weight: float = float_field(0, 1e21, doc="the sum of the weights in the mean")
     counted: bool = bool_field(doc="whether the sender's values are in the mean: false when they came too late")
     wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the owner chooses")
+    wants_change: bool = bool_field(
+        default=False,
+        doc="whether the owner wants the stage to change from exact steps to local ones, or back (section 12)",
+    )
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
@@ -293,6 +302,7 @@ class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
     contributors: int = int_field(0, MAX_UINT, doc="as in Averaged")
     weight: float = float_field(0, 1e21, doc="as in Averaged")
     wire: str = choice_field(*WIRE_NAMES, doc="as in Averaged")
+    wants_change: bool = bool_field(default=False, doc="as in Averaged")
 
 
 class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):
@@ -313,6 +323,8 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
     agreed: int = int_field(0, MAX_UINT, doc="the last step whose mean over all replicas is in the snapshot")
     lineage: int = int_field(0, 2**32 - 1, doc="the lineage of step `agreed` (section 13), 0 when it is unknown")
+    local_first: int = int_field(0, MAX_UINT, doc="number of the stage's first local step; 10^9 when there is none")
+    local_end: int = int_field(0, MAX_UINT, doc="number of the first exact step after local ones; 10^9 when it is open")
     size: int = int_field(0, MAX_UINT, doc="bytes of the snapshot; 0 when there is none to give")
 
 

@@ -1,11 +1,18 @@
-"""How a gradient or a slice is cut into parts: one owner averages one part in one call.
+"""How a stage's weights are cut into slices, and a gradient or a slice into parts: one owner averages one part.
 
 Knows: numbers of elements. Must not know: owners, number formats.
 """
 
 from __future__ import annotations
 
+import math
+
 from agora_protocol.limits import MAX_PART_ELEMENTS, MAX_SMALL_PARTS, PART_ELEMENTS
+
+
+def slice_count(fraction: float) -> int:
+    """Returns how many slices a stage has if each holds `fraction` of its weights: ceil(1 / fraction)."""
+    return math.ceil(round(1.0 / fraction, 9))
 
 
 def part_elements(numel: int) -> int:

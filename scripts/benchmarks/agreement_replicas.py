@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from agora_protocol.codec_names import WireName
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
-from agora_protocol.manifest import ALL_STEPS, Manifest
+from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.averaging.part_averager import Part, PartAverager, RoundConfig
@@ -80,7 +80,7 @@ class Replica:
         if not len(tokens):
             return
         if self._together:
-            self.stage.policy = StepPolicy(self.tokens, ALL_STEPS, step, self.tokens, closes_share=True)
+            self.stage.policy = StepPolicy(self.tokens, True, step, self.tokens, closes_share=True)
         batch = _batch_of(tokens)
         self.trainer.run_last_stages(_microbatch(step), 0, batch.inputs, batch, "train")
         self.trainer.take_due_steps()
@@ -230,13 +230,20 @@ class Anchored:
     def _take_off(self, step: int) -> Flight:
         number = step // self._setting.every
         blocks = self._slices.blocks(number)
-        found = [replica.stage.difference_to_anchor(blocks) for replica in self._replicas]
+        found = [self._difference_of(replica, blocks) for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
         means, sent = exchange([difference for difference, _ in found], weights, self._members, number, "slice")
         self.bytes_each += sent
         self.rounds += 1
         snapshots = [snapshot for _, snapshot in found]
         return Flight(step + self._setting.delay, step, blocks, snapshots, means[0])
+
+    @staticmethod
+    def _difference_of(replica: Replica, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Returns a replica's difference to the anchor in `blocks`, and its weights there."""
+        found = replica.stage.difference_to_anchor(blocks)
+        assert found is not None, "the manifest of a setting with slices has local steps"
+        return found
 
     def _land(self, step: int) -> None:
         while self._flights and self._flights[0].lands <= step:

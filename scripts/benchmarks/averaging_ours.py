@@ -90,6 +90,10 @@ class Member:
             raise ProtocolError("bad-message", "no such part")
         return self._sizes[part.position]
 
+    def wants_change(self, part: Part) -> bool:
+        """Returns False: no replica takes any step."""
+        return False
+
     async def _answer(self, call: IncomingCall) -> Reply:
         assert self._reducer is not None
         message: Message

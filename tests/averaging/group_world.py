@@ -24,9 +24,10 @@ from agora.calls import Reply
 from agora.observe.events import Event
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.layout import lay_out
+from agora.step_kinds import ChangeRule, LocalSteps, local_steps_of
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence
-from agora.train.lineage import INITIAL_LINEAGE, with_step
+from agora.train.lineage import INITIAL_LINEAGE, lineage_of_weights, with_step
 from agora.train.outer_step import OuterOptimizer
 from tests.averaging.world import identities
 from tests.train.support import small_manifest
@@ -53,7 +54,9 @@ class FakeStage:
     def __init__(self, number: int, rate: float, manifest: Manifest) -> None:
         self.gradient = number * torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))
         self.rate = rate
-        self.exact_steps = manifest.exact_steps
+        self.manifest = manifest
+        self.local = local_steps_of(manifest)
+        self.change_rule = ChangeRule.from_manifest(manifest)
         self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
@@ -72,7 +75,7 @@ class FakeStage:
         open_step = self.step + (self.share is not None)
         counts = {"tokens_in_share": self.tokens, "tokens_counted": self.counted}
         counts |= {"lineages": self.lineages, "agreed": self.agreed, "lineage": self.lineages[self.agreed]}
-        return [SimpleNamespace(stage=0, step=self.step, open_step=open_step, **counts)]
+        return [SimpleNamespace(stage=0, step=self.step, open_step=open_step, local=self.local, **counts)]
 
     @property
     def agreed(self) -> int:
@@ -80,6 +83,9 @@ class FakeStage:
 
     def step_of(self, stage: int) -> int:
         return self.step
+
+    def local_steps(self, stage: int) -> LocalSteps:
+        return self.local
 
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         self.policy = policy
@@ -97,9 +103,9 @@ class FakeStage:
         """As train.TrainedStage.step_if_due."""
         if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
             return
-        if not self.policy.uses_mean_gradient(self.step):
+        if not self.policy.uses_mean_gradient(self.step, self.local):
             self._step_alone()
-        elif self.policy.must_close(self.step):
+        elif self.policy.must_close(self.step, self.local):
             self._close()
 
     def _step_alone(self) -> None:
@@ -117,22 +123,29 @@ class FakeStage:
 
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
+        was_local = self.local.has(self.step)
         self.step, self.share = self.step + 1, None
-        if self.step <= self.exact_steps:
+        if not was_local:
             self.lineages = with_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
-            self.outer.restart(self.weights)
+            self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
+        elif not self.local.has(self.step):
+            self.lineages = {self.step: lineage_of_weights(self.weights.numpy().data)}
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
         assert self.group is not None
         asyncio.get_running_loop().call_soon(self.group.on_stepped, 0, self.step, own)
 
-    async def difference_to_anchor(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    async def difference_to_anchor(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.local.has(self.step):
+            return None
         snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
         return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
-    async def step_anchor(self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any) -> None:
-        if step <= self.agreed:
+    async def step_anchor(
+        self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, is_change_wanted: bool
+    ) -> None:
+        if step <= self.agreed or not self.local.has(self.step):
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
@@ -142,16 +155,17 @@ class FakeStage:
             moved = self.outer.step(rows, snapshot, *averaged)
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
-            checksum = zlib.crc32(bytes(averaged[1]), zlib.crc32(averaged[0].numpy().data))
+            checksum = zlib.crc32(bytes([*averaged[1], is_change_wanted]), zlib.crc32(averaged[0].numpy().data))
         self.lineages = with_step(self.lineages, step, checksum, last=self.agreed)
+        self.local = self.change_rule.after_slice_round(self.local, step, is_change_wanted)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.TrainedStage."""
         if step > self.step and self.share is None:
-            if self.tokens and (step == self.step + 1 or self.step >= self.exact_steps):
+            if self.tokens and (step == self.step + 1 or self.local.has(self.step)):
                 self._step_alone()
             if step > self.step:
-                if step <= self.exact_steps:
+                if not self.local.has(step - 1):
                     self.lineages = with_step({step - 1: self.lineages[self.agreed]}, step, 0)
                 self.step, self.tokens = step, 0
                 self._tell(0)
@@ -163,8 +177,11 @@ class FakeStage:
         assert self.share is not None
         return self.share
 
-    async def step_with_gradient(self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int) -> None:
+    async def step_with_gradient(
+        self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, is_change_wanted: bool
+    ) -> None:
         assert self.step == step
+        self.local = self.change_rule.after_exact_step(self.local, step, is_change_wanted)
         self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 
@@ -226,6 +243,7 @@ class GroupPeer:
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
                 self.stage.lineages = {other.agreed: other.lineages[other.agreed]}
+                self.stage.local = other.local
                 for name, values in self.stage.outer.moments.items():
                     values.copy_(other.outer.moments[name])
                 return

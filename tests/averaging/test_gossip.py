@@ -28,6 +28,7 @@ from agora.averaging.replica_progress import (
 from agora.calls import Reply
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.sim.virtual_time import run
+from agora.step_kinds import LocalSteps
 from tests.averaging.world import identities
 
 STAGE = 3
@@ -95,8 +96,8 @@ class Replica:
         return tokens_to_go(live, self.step, self.world.target)
 
     def decide(self, stage: int) -> None:
-        config = ActionConfig(self.world.target, False, 0, max_steps_behind=10**30)
-        action, _ = next_action(now(), OwnStage(self.counts), self.others, config)
+        config = ActionConfig(self.world.target, False, max_steps_behind=10**30)
+        action, _ = next_action(now(), OwnStage(self.counts, LocalSteps(0)), self.others, config)
         self.actions.append(action)
         if self.tasks:
             self.carry_out(action)
@@ -175,7 +176,7 @@ def in_world(rates: list[float], work: Callable[[World], Coroutine[Any, Any, Non
 
 def entry(peer: PeerId, step: int, tokens: int, age_ms: int = 0) -> tuple[PeerId, *tuple[int, ...]]:
     """A gossiped entry of a replica that has counted nothing before."""
-    return peer, step, step, tokens, tokens, 0, 0, 0, age_ms
+    return peer, step, step, tokens, tokens, 0, 0, 0, 0, age_ms
 
 
 def told(step: int, tokens: int, *others: tuple[PeerId, *tuple[int, ...]], by: PeerId) -> GossipSteps:

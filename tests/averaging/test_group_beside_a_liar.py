@@ -49,7 +49,7 @@ class Liar:
         """Answers with a part of equal numbers."""
         if isinstance(request, GossipSteps):
             return SimpleNamespace(
-                message=GossipedSteps(((OTHER, self.step, self.step, self.tokens, self.tokens, 0, 0, 0, 0),)),
+                message=GossipedSteps(((OTHER, self.step, self.step, self.tokens, self.tokens, 0, 0, 0, 0, 0),)),
                 tensors=[],
             )
         if isinstance(request, Recall):
@@ -174,8 +174,8 @@ def test_slices_are_averaged_of_local_steps_only_and_gradients_of_exact_ones(exa
         async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
             for what, number in (("slice", first - 1), ("gradient", exact_steps)):
                 with pytest.raises(ProtocolError, match=f"averages no {what} {number} here"):
-                    group.check_part(Part(0, what, number, 0))
-            assert group.check_part(Part(0, "slice", first, 0)) > 0
+                    group.rounds.check_part(Part(0, what, number, 0))
+            assert group.rounds.check_part(Part(0, "slice", first, 0)) > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -187,7 +187,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
 
         offences = OffenceLog(recorded.append)
         async with beside(Liar(), offences.report_offence, averaging=averaging) as (_, group, _, _):
-            size = group.check_part(Part(0, "slice", 1, 0))
+            size = group.rounds.check_part(Part(0, "slice", 1, 0))
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
                 message = Contribute(0, "slice", round_, 0, weight, False, "float32", 1000)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from agora.averaging import next_action as rules
 from agora.averaging.next_action import (
     CLOSE_AFTER_FRACTION,
     MAX_CLOSE_AFTER_S,
@@ -14,8 +16,6 @@ from agora.averaging.next_action import (
     ActionConfig,
     OtherReplicas,
     OwnStage,
-    next_action,
-    step_policy,
 )
 from agora.averaging.replica_progress import (
     SILENT_S,
@@ -25,15 +25,34 @@ from agora.averaging.replica_progress import (
     merge_gossip,
     record_failure,
 )
+from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
 from agora.stepping import StepPolicy
 from tests.averaging.world import identities
 
 ME, A, B, C = identities(4)
 NOW = 100.0
-EXACT = ActionConfig(target_tokens=1000, synchronous=False, exact_steps=10**9, max_steps_behind=20)
-FREE = replace(EXACT, exact_steps=0)
-SYNCHRONOUS = replace(EXACT, synchronous=True, max_steps_behind=1)
-CONFIGS = pytest.mark.parametrize("config", [EXACT, FREE, SYNCHRONOUS], ids=["exact", "free", "synchronous"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's settings for steps, and which of a stage's steps are local."""
+
+    config: ActionConfig
+    local: LocalSteps = NO_LOCAL_STEPS
+
+
+EXACT = Run(ActionConfig(target_tokens=1000, synchronous=False, max_steps_behind=20))
+LOCAL = replace(EXACT, local=LocalSteps(0))
+SYNCHRONOUS = Run(ActionConfig(target_tokens=1000, synchronous=True, max_steps_behind=1))
+RUNS = pytest.mark.parametrize("run", [EXACT, LOCAL, SYNCHRONOUS], ids=["exact", "local", "synchronous"])
+
+
+def next_action(now: float, own: OwnStage, others: OtherReplicas, run: Run) -> tuple[Action, str]:
+    return rules.next_action(now, replace(own, local=run.local), others, run.config)
+
+
+def step_policy(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepPolicy:
+    return rules.step_policy(step, replicas, live, quota, run.config, is_local=run.local.has(step), **by_device)
 
 
 def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
@@ -56,40 +75,40 @@ def others(
     return OtherReplicas(known, tuple(known) if listed is None else listed)  # type: ignore[arg-type]
 
 
-@CONFIGS
-def test_a_leaving_peer_does_nothing(config: ActionConfig) -> None:
+@RUNS
+def test_a_leaving_peer_does_nothing(run: Run) -> None:
     own = OwnStage(at(5, 1000), is_leaving=True, slice_due=1)
-    assert next_action(NOW, own, others((A, 9, 0)), config) == (Action("wait"), "this peer is leaving")
+    assert next_action(NOW, own, others((A, 9, 0)), run) == (Action("wait"), "this peer is leaving")
 
 
-@CONFIGS
+@RUNS
 def test_a_slice_round_that_is_due_begins_unless_the_stage_is_busy_or_not_what_the_others_are(
-    config: ActionConfig,
+    run: Run,
 ) -> None:
     own = OwnStage(at(5, 0), slice_due=1)
     for heard in (others((A, 5, 0)), others()):
-        assert next_action(NOW, own, heard, config) == (Action("slice round", 1), "slice round 1 is due")
-    assert next_action(NOW, replace(own, is_busy=True), others((A, 5, 0)), config)[0] == Action("wait")
+        assert next_action(NOW, own, heard, run) == (Action("slice round", 1), "slice round 1 is due")
+    assert next_action(NOW, replace(own, is_busy=True), others((A, 5, 0)), run)[0] == Action("wait")
     diverged = replace(own, diverged_from=(A,))
-    assert next_action(NOW, diverged, others((A, 5, 0)), config)[0] == Action("fetch", 5, 5, (A,))
+    assert next_action(NOW, diverged, others((A, 5, 0)), run)[0] == Action("fetch", 5, 5, (A,))
 
 
-@CONFIGS
-def test_a_busy_stage_waits(config: ActionConfig) -> None:
-    assert next_action(NOW, OwnStage(at(5, 1000), is_busy=True), others((A, 99, 0)), config)[0] == Action("wait")
+@RUNS
+def test_a_busy_stage_waits(run: Run) -> None:
+    assert next_action(NOW, OwnStage(at(5, 1000), is_busy=True), others((A, 99, 0)), run)[0] == Action("wait")
 
 
 def test_a_stage_too_far_behind_fetches_a_state() -> None:
-    action, reason = next_action(NOW, OwnStage(at(5, 10)), others((A, 26, 0)), FREE)
+    action, reason = next_action(NOW, OwnStage(at(5, 10)), others((A, 26, 0)), LOCAL)
     assert action == Action("fetch", 26, at_least=6) and reason == "21 steps behind the others"
     assert next_action(NOW, OwnStage(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("fetch", 7, at_least=7)
 
 
 def test_a_stage_that_is_behind_follows() -> None:
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 14, 0)), FREE)[0] == Action("catch up", 14)
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), FREE)[0] == Action("catch up", 25)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 14, 0)), LOCAL)[0] == Action("catch up", 14)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), LOCAL)[0] == Action("catch up", 25)
     one = others((A, 6, 0))
-    assert next_action(NOW, OwnStage(at(5, 10), quota=400, step_s=4.0), one, FREE)[0] == Action("wait"), "it counts on"
+    assert next_action(NOW, OwnStage(at(5, 10), quota=400, step_s=4.0), one, LOCAL)[0] == Action("wait"), "it counts on"
 
 
 @pytest.mark.parametrize("tokens", [0, 10, 1000])
@@ -150,8 +169,8 @@ def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, heard, EXACT)[0] == Action("wait")
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, heard, EXACT)[0] == Action("step together", 5)
     stepped = OtherReplicas(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0)], A, ME, NOW), (A,))
-    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, FREE)[0] == Action("wait")
-    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, FREE)[0] == Action("step"), (
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, LOCAL)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, LOCAL)[0] == Action("step"), (
         "along its own gradient"
     )
     slow = replace(own, step_s=1000.0)
@@ -159,61 +178,62 @@ def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
     assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
 
 
-@CONFIGS
-def test_a_share_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_reached(config: ActionConfig) -> None:
+@RUNS
+def test_a_share_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_reached(run: Run) -> None:
     own = OwnStage(at(5, 0, share=6))
     one = others((A, 5, 10))
-    assert next_action(NOW, own, one, config)[0] == Action("step together", 5)
-    if config is not FREE:
+    assert next_action(NOW, own, one, run)[0] == Action("step together", 5)
+    if run is not LOCAL:
         failed = replace(one, known=record_failure(one.known, A, NOW))
-        assert next_action(NOW, own, failed, config)[0] == Action("wait")
-    assert next_action(NOW, own, others(), config)[0] == Action("step together", 5), "a mean of its own share"
+        assert next_action(NOW, own, failed, run)[0] == Action("wait")
+    assert next_action(NOW, own, others(), run)[0] == Action("step together", 5), "a mean of its own share"
 
 
 def test_the_device_closes_a_share_only_where_its_quota_is_known() -> None:
     heard = others((A, 5, 300))
-    assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, 10**9, 5, 400, closes_share=True)
+    assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, True, 5, 400, closes_share=True)
     assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_share
-    assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, 10**9, 5, 700)
-    assert step_policy(5, {A}, heard.known, 400, FREE) == StepPolicy(1000, 0, 5, 400), "a local step"
-    assert step_policy(5, {A}, heard.known, 0, FREE) == StepPolicy(1000, 0, 5, 1000)
-    assert step_policy(5, set(), {}, 400, EXACT) == StepPolicy(1000, 10**9, 5, 1000, alone=True)
+    assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, True, 5, 700)
+    assert step_policy(5, {A}, heard.known, 400, LOCAL) == StepPolicy(1000, True, 5, 400), "a local step"
+    assert step_policy(5, {A}, heard.known, 0, LOCAL) == StepPolicy(1000, True, 5, 1000)
+    assert step_policy(5, set(), {}, 400, EXACT) == StepPolicy(1000, True, 5, 1000, alone=True)
 
 
 def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> None:
-    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), FREE)[0] == Action("step")
-    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), FREE)[0] == Action("wait"), "the others take it"
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), LOCAL)[0] == Action("step")
+    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), LOCAL)[0] == Action("wait"), "the others take it"
 
 
-@pytest.mark.parametrize("config", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
-def test_a_complete_exact_step_is_taken_together(config: ActionConfig) -> None:
-    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), config)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), config)[0] == Action("step together", 5)
-    last = replace(EXACT, exact_steps=6)
+@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+def test_a_complete_exact_step_is_taken_together(run: Run) -> None:
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), run)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), run)[0] == Action("step together", 5)
+    last = replace(EXACT, local=LocalSteps(6, 8))
     assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), last)[0] == Action("step together", 5)
     assert next_action(NOW, OwnStage(at(6, 300)), others((A, 6, 700)), last)[0] == Action("step")
+    assert next_action(NOW, OwnStage(at(8, 300)), others((A, 8, 700)), last)[0] == Action("step together", 8)
 
 
-@CONFIGS
-def test_a_replica_without_others_steps_alone(config: ActionConfig) -> None:
+@RUNS
+def test_a_replica_without_others_steps_alone(run: Run) -> None:
     for alone in (others(), others((A, 5, 700), reported_at=NOW - SILENT_S - 0.1, listed=())):
-        assert next_action(NOW, OwnStage(at(5, 1000)), alone, config)[0] == Action("step")
+        assert next_action(NOW, OwnStage(at(5, 1000)), alone, run)[0] == Action("step")
 
 
-@pytest.mark.parametrize("config", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
-def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(config: ActionConfig) -> None:
+@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(run: Run) -> None:
     heard = others((A, 5, 700), (B, 5, 100))
     failed = replace(heard, known=record_failure(record_failure(heard.known, A, NOW), B, NOW))
     own = OwnStage(at(5, 1000))
-    action, reason = next_action(NOW + SILENT_S, own, failed, config)
+    action, reason = next_action(NOW + SILENT_S, own, failed, run)
     assert action == Action("wait") and reason.endswith("did not answer, and may still be alive") and A in reason
-    assert next_action(NOW + SILENT_S + 0.1, own, failed, config)[0] == Action("step"), "they are gone"
+    assert next_action(NOW + SILENT_S + 0.1, own, failed, run)[0] == Action("step"), "they are gone"
     one = replace(heard, known=record_failure(heard.known, A, NOW))
-    assert next_action(NOW + SILENT_S, own, one, config)[0] == Action("step together", 5), "the other can be reached"
+    assert next_action(NOW + SILENT_S, own, one, run)[0] == Action("step together", 5), "the other can be reached"
 
 
-@pytest.mark.parametrize("config", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
-def test_an_exact_step_counts_a_replica_that_the_view_does_not_list_yet(config: ActionConfig) -> None:
+@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+def test_an_exact_step_counts_a_replica_that_the_view_does_not_list_yet(run: Run) -> None:
     late = others((A, 5, 700), listed=())
-    assert next_action(NOW, OwnStage(at(5, 300)), late, config)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(at(5, 200), quota=400), late, config)[0] == Action("wait")
+    assert next_action(NOW, OwnStage(at(5, 300)), late, run)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, 200), quota=400), late, run)[0] == Action("wait")

@@ -63,7 +63,7 @@ async def train(others: int, *, liar: bool) -> tuple[list[int], list[list[float]
         step = 10**9
         while True:
             for peer in honest:
-                entry = (last.peer, step, step, 4, 10**12, step, 5, 0, 0)
+                entry = (last.peer, step, step, 4, 10**12, step, 5, 0, 0, 0)
                 peer.group.gossip.answer(last.peer, GossipSteps(0, (entry,)))
             await asyncio.sleep(0.1)
 

@@ -50,7 +50,7 @@ def entry(
 ) -> tuple:
     """A gossiped entry of a replica that has counted nothing before, and whose share is that of its next step."""
     open_step = step if open_step is None else open_step
-    return peer, step, open_step, tokens, tokens if counted is None else counted, 0, 0, 0, age_ms
+    return peer, step, open_step, tokens, tokens if counted is None else counted, 0, 0, 0, 0, age_ms
 
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
@@ -144,7 +144,7 @@ def test_a_replica_to_which_connections_break_for_a_second_is_gone_until_it_is_h
 
 def test_a_replica_is_a_newcomer_for_its_first_three_steps_and_before_it_has_reported() -> None:
     table = known((A, 40, 0, 0), (B, 40, 0, 0))
-    joined = (*entry(B, 41, 0, 0)[:-2], 38, 0)
+    joined = (*entry(B, 41, 0, 0)[:-3], 38, 0, 0)
     table = merge_gossip(table, [joined], B, ME, 0.0)
     assert newcomers(table, [A, B, C], 40) == {B, C}
     assert newcomers(table, [A, B, C], 41) == {C}
@@ -235,7 +235,7 @@ def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:
     many = identities(40)
     assert len(set(choose_targets(many, many[0], rng))) == GOSSIP_FANOUT
     assert compose_gossip(known((A, 5, 1, 0)), ME, ReplicaCounts(5, 5, 2, 9), [A], 0.0) == (
-        (ME, 5, 5, 2, 9, 0, 0, 0, 0),
+        (ME, 5, 5, 2, 9, 0, 0, 0, 0, 0),
         entry(A, 5, 1, 0),
     )
 

@@ -496,7 +496,9 @@ def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_a
         first = Part(0, "gradient", 5, 0)
         keep_means(keeper, first, said)
 
-        class Group:
+        class OtherRounds:
+            reducer = asker.reducer
+
             def live_others(self, stage: int) -> list[PeerId]:
                 return [keeper.peer]
 
@@ -504,8 +506,8 @@ def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_a
                 return world.round_s
 
         cuts = cut_into_parts(SIZE)
-        result = RoundResult(torch.zeros(SIZE), [False for _ in cuts])
-        await recall_failed_parts(asker.reducer, Group(), first, result)  # type: ignore[arg-type]
+        result = RoundResult.of_failed_parts(torch.zeros(SIZE))
+        await recall_failed_parts(OtherRounds(), first, result)  # type: ignore[arg-type]
         assert not result.failed_parts and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
         assert result.weight == counts_as == min(said, asker.reducer.config.max_weight)
         await world.close()

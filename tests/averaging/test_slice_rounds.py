@@ -22,7 +22,7 @@ from agora.averaging.rounds import RoundResult
 from agora.averaging.slice_rounds import RECALL_FIRST, SliceRounds
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped, TaskFailed
 from agora.sim.virtual_time import run
-from agora.train.outer_step import ANCHOR, VELOCITY
+from agora.state.layout import ANCHOR, VELOCITY
 from tests.averaging.group_world import NUMEL, GroupPeer, GroupWorld
 
 TARGET = 4096
@@ -238,7 +238,9 @@ class Stages:
     async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(NUMEL // 4), torch.zeros(NUMEL // 4)
 
-    async def step_anchor(self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any) -> None:
+    async def step_anchor(
+        self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any, is_change_wanted: bool
+    ) -> None:
         if step in self.refused:
             raise self.error
         self.applied.append((step, averaged))
@@ -247,8 +249,9 @@ class Stages:
 class SlowRounds:
     """Rounds of two replicas; each takes as many seconds as `seconds` says of its number."""
 
-    def __init__(self, seconds: dict[int, float]) -> None:
+    def __init__(self, seconds: dict[int, float], reducer: EmptyReducer | None = None) -> None:
         self.seconds = seconds
+        self.reducer = reducer or EmptyReducer()
         self.weights: dict[int, float] = {}
 
     def members(self, stage: int) -> dict[str, float]:
@@ -264,7 +267,7 @@ class SlowRounds:
         assert what == "slice"
         self.weights[number] = weight
         await asyncio.sleep(self.seconds.get(number, 0.0))
-        return RoundResult(values * number, [True])
+        return RoundResult(values * number, [True], [False])
 
 
 class EmptyReducer:
@@ -279,7 +282,7 @@ class EmptyReducer:
 
 def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[SliceRounds, Stages, SlowRounds]:
     stages, group = Stages(), SlowRounds(seconds)
-    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, EmptyReducer(), group, lambda event: None)  # type: ignore[arg-type]
+    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, group, lambda event: None)  # type: ignore[arg-type]
     return rounds, stages, group
 
 
@@ -328,7 +331,7 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
 
             async def run_round(self, stage: int, what: str, number: int, values: Any, weight: float) -> RoundResult:
                 sent.append(values.clone())
-                return RoundResult(values * 2, [False, True])
+                return RoundResult(values * 2, [False, True], [False, False])
 
         class LargeStages(Stages):
             async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,7 +339,7 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
 
         stages = LargeStages()
         slices = Slices(4 * size, 0.25, 0)
-        rounds = SliceRounds(0, slices, 1, stages, PartKept(), Group({}), lambda event: None)  # type: ignore[arg-type]
+        rounds = SliceRounds(0, slices, 1, stages, Group({}, PartKept()), lambda event: None)  # type: ignore[arg-type]
         rounds.begin(1, 1 + RECALL_FIRST)
         await asyncio.sleep(1.0)
         assert torch.equal(sent[0], torch.ones(size)), "its own values, not the mean that it was given"
@@ -365,8 +368,8 @@ def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_en
 
 def test_a_round_whose_slice_is_due_again_is_taken_part_in_if_others_wait_in_it() -> None:
     async def main() -> None:
-        stages, group, slices = Stages(), SlowRounds({}), Slices(NUMEL, 0.25, 0)
-        rounds = SliceRounds(0, slices, 1, stages, EmptyReducer({7}), group, lambda event: None)  # type: ignore[arg-type]
+        stages, group, slices = Stages(), SlowRounds({}, EmptyReducer({7})), Slices(NUMEL, 0.25, 0)
+        rounds = SliceRounds(0, slices, 1, stages, group, lambda event: None)  # type: ignore[arg-type]
         stages.step = 20
         for number in range(5, 9):
             rounds.begin(number, 20)
@@ -386,11 +389,11 @@ def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
         class Failing(SlowRounds):
             async def run_round(self, stage: int, what: str, number: int, values: Any, weight: float) -> RoundResult:
                 await super().run_round(stage, what, number, values, weight)
-                return RoundResult(values, [False])
+                return RoundResult(values, [False], [False])
 
         for step, seconds in ((4, RECALL_PAUSE * (MAX_RECALLS - 1) * 20.0), (5, 0.0)):
             stages, group, slices = Stages(), Failing({}), Slices(NUMEL, 0.25, 0)
-            rounds = SliceRounds(0, slices, 1, stages, EmptyReducer(), group, lambda event: None)  # type: ignore[arg-type]
+            rounds = SliceRounds(0, slices, 1, stages, group, lambda event: None)  # type: ignore[arg-type]
             stages.step = step
             rounds.begin(1, 1)
             began = asyncio.get_running_loop().time()
@@ -404,7 +407,7 @@ def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
 def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     async def main() -> None:
         stages, group = Stages(), SlowRounds({1: 3.0})
-        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, EmptyReducer(), group, lambda event: None)  # type: ignore[arg-type]
+        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, group, lambda event: None)  # type: ignore[arg-type]
         rounds.begin(1, 1)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
@@ -419,7 +422,7 @@ def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on(error:
         stages, group, told = Stages(), SlowRounds({}), []
         stages.refused.add(1)
         stages.error = error
-        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, EmptyReducer(), group, told.append)  # type: ignore[arg-type]
+        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, group, told.append)  # type: ignore[arg-type]
         rounds.begin(1, 2)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)

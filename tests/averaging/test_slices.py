@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from agora_protocol.limits import MAX_PART_ELEMENTS, PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.parts import slice_count
 
 from agora.averaging.partition import (
     ROUNDS_PER_OWNER,
@@ -16,7 +17,6 @@ from agora.averaging.partition import (
     cut_into_parts,
     ownership_epoch,
     owning_bandwidths,
-    slice_count,
 )
 from tests.averaging.world import RUN, identities
 

@@ -110,6 +110,9 @@ class Member:
             raise ProtocolError("bad-message", "no such part")
         return len(range(self.world.size)[cuts[part.position]])
 
+    def wants_change(self, part: Part) -> bool:
+        return False
+
     async def _fault(self, point: str) -> None:
         self.at[point] = self.at.get(point, 0) + 1
         if self.dies_at is not None and self.dies_at[0] == point and self.at[point] >= self.dies_at[1]:

@@ -24,6 +24,7 @@ from agora.node.node_report import (
 from agora.node.watchdog import Notifier, Watchdog
 from agora.observe import events
 from agora.observe.reporter import Counters
+from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge
@@ -33,12 +34,13 @@ ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
     (
-        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), {}),
-        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount(), {}),
+        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), NO_LOCAL_STEPS, {}),
+        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount(), NO_LOCAL_STEPS, {}),
     ),
     {0: "96 tokens are missing", 1: ""},
     {0: 0, 1: 1},
     gradient_wire=GradientWire("normal4", "normal4: nothing waits for its uplink"),
+    agreement={0: "mean gradients, sent as normal4", 1: "local steps since step 3"},
     busy_fraction=0.51239,
     in_progress=2,
     queue=1,
@@ -129,6 +131,15 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
     assert notes_of(report(span=dataclasses.replace(span, behind={}, busy_fraction=0.95))) == []
     short = dataclasses.replace(SPAN, behind={}, gradient_wire=GradientWire("normal2", "normal2: too slow", True))
     assert notes_of(report(span=short)) == ["gradients are sent as normal2: too slow"]
+    first, second = SPAN.stages
+    second = dataclasses.replace(second, local=LocalSteps(3))
+    partly_local = dataclasses.replace(short, stages=(first, second))
+    assert notes_of(report(span=partly_local)) == [
+        "stage 1 takes local steps since step 3",
+        "gradients are sent as normal2: too slow",
+    ]
+    local = dataclasses.replace(short, span=Span(1, 1), stages=(second,))
+    assert notes_of(report(span=local)) == ["stage 1 takes local steps since step 3"], "no gradients are sent"
 
 
 def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:

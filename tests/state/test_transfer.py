@@ -17,8 +17,9 @@ from agora_protocol.messages import StateIndex
 from agora.calls import Reply
 from agora.sim.virtual_time import run
 from agora.state import sample_check, transfer
-from agora.state.layout import StageState
+from agora.state.layout import ANCHOR, StageState
 from agora.state.transfer import StateFetch
+from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
 from tests.state.world import WINDOW, World, chunks, flipped, layout_of, state
 
 NUMEL = chunks(11.5)
@@ -302,6 +303,41 @@ def test_where_the_lineage_is_unknown_only_snapshots_of_one_step_are_mixed() -> 
         assert (got.step, got.agreed, got.lineage) == (42, 40, 0)
         assert not behind.given
         assert all(world.replicas[PeerId(name)].given for name in "ab")
+
+    run(work())
+
+
+@pytest.mark.parametrize("step", [38, 50])
+def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> None:
+    """The fetch learns from the offers that there are such arrays; sources without them are not mixed in."""
+
+    async def work() -> None:
+        world = World()
+        local = LocalSteps(40, 60)
+        for name in "ab":
+            world.add(name, state(NUMEL, agreed=step, lineage=7, step=step, local=local))
+        stale = world.add("stale", state(NUMEL, value=9.0, agreed=30, lineage=5, step=30))
+        got, _ = await fetched(world, fetcher(world))
+        expected = world.replicas[PeerId("a")].state
+        assert expected is not None and got.arrays.keys() == expected.arrays.keys()
+        assert (ANCHOR in got.arrays) == (step == 50)
+        for name, values in expected.arrays.items():
+            np.testing.assert_array_equal(got.arrays[name], values)
+        assert got.local == local and got.layout == expected.layout and not stale.given
+
+    run(work())
+
+
+def test_when_sources_of_local_steps_die_a_state_of_exact_steps_is_fetched_instead() -> None:
+    async def work() -> None:
+        world = World()
+        local = LocalSteps(40)
+        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41, local=local), die_after=6)
+        other = world.add("other", state(NUMEL, agreed=39, lineage=5, step=39))
+        got, _ = await fetched(world, fetcher(world))
+        assert newest.given.total() == 6
+        assert_equal(got, other.state)
+        assert got.arrays.keys() == {"weights", "mean", "square"} and got.local == NO_LOCAL_STEPS
 
     run(work())
 

@@ -18,8 +18,9 @@ from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
-from agora.state.layout import Layout, MomentSpec, StageState, TensorSlot
+from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.snapshot import SnapshotServer
+from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
 from agora.swarm.conduct import Offence
 
 WINDOW = 3
@@ -41,12 +42,16 @@ def state(
     stage: int = 0,
     agreed: int = 0,
     lineage: int = 0,
+    local: LocalSteps = NO_LOCAL_STEPS,
 ) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
     ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
     weights = ramp + value
     moments = {"mean": -weights, "square": np.square(weights)}
-    return StageState(stage, step, updates, 1000, layout_of(numel), weights, moments, agreed, lineage)
+    if local.has(step):
+        moments |= {ANCHOR: weights + 1, VELOCITY: weights + 2}
+    layout = layout_of(numel).at_step(step, local)
+    return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, lineage, local)
 
 
 def chunks(count: float) -> int:

@@ -6,8 +6,9 @@ import torch
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.manifest_sections import AveragingSection
 
-from agora.state.layout import lay_out
-from agora.train.outer_step import ANCHOR, VELOCITY, OuterOptimizer, with_outer_moments
+from agora.state.layout import ANCHOR, VELOCITY, lay_out
+from agora.step_kinds import LocalSteps
+from agora.train.outer_step import OuterOptimizer
 
 SECTION = AveragingSection(outer_rate=0.7, outer_momentum=0.6)
 BLOCKS = PART_ELEMENTS // SLICE_BLOCK + 3
@@ -84,8 +85,10 @@ def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
     assert outer.moments[ANCHOR][: SLICE_BLOCK - 5].all() and not outer.moments[ANCHOR][SLICE_BLOCK - 5 :].any()
 
 
-def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state() -> None:
-    assert [(moment.name, moment.numel) for moment in with_outer_moments(LAYOUT).moments] == [
+def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state_during_local_steps() -> None:
+    for exact in (4, 6):
+        assert LAYOUT.at_step(exact, LocalSteps(5, 6)) == LAYOUT
+    assert [(moment.name, moment.numel) for moment in LAYOUT.at_step(5, LocalSteps(5)).moments] == [
         (ANCHOR, NUMEL),
         (VELOCITY, NUMEL),
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import ALL_STEPS, Manifest
+from agora_protocol.manifest import Manifest
 
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
@@ -65,7 +65,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
     async with pipeline_of(manifest, ["0"] * replicas + ["1"] * replicas, report=Events()) as computes:
         stages = computes[:replicas], computes[replicas:]
         for compute in computes:
-            compute.set_step_policy(compute.span.first, StepPolicy(1, exact_steps=ALL_STEPS))
+            compute.set_step_policy(compute.span.first, StepPolicy(1, averages=True))
         for number, step in enumerate(batches):
             loss, tokens = 0.0, 0
             for i, ids in enumerate(step):
@@ -190,7 +190,7 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
 
 def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts_for_the_next_step() -> None:
     async def test(compute: Compute) -> None:
-        compute.set_step_policy(0, StepPolicy(1 << 20, exact_steps=9, step=0, own_tokens=64, closes_share=True))
+        compute.set_step_policy(0, StepPolicy(1 << 20, True, step=0, own_tokens=64, closes_share=True))
         for number in range(3):
             await one_microbatch(compute, number)
         (progress,) = compute.progress()
@@ -227,7 +227,7 @@ def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
 
 def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken() -> None:
     async def test(compute: Compute) -> None:
-        compute.set_step_policy(0, StepPolicy(32, exact_steps=1))
+        compute.set_step_policy(0, StepPolicy(32, True, step=1, own_tokens=32, alone=True))
         await one_microbatch(compute, 0)
         await one_microbatch(compute, 1)
         share = await compute.take_gradient_share(0)
@@ -236,7 +236,7 @@ def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken(
         assert compute.step_of(0) == 0
         await compute.step_with_gradient(0, 0, share.values, 64)
         steps = await read_steps(compute, 2)
-        assert steps == [(0, 1, 64), (0, 2, 32)], "the second step is not exact, and its tokens were there"
+        assert steps == [(0, 1, 64), (0, 2, 32)], "there is nobody else at the second step, and its tokens were there"
 
     with_stage_0(test)
 

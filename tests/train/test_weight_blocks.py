@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from agora_protocol.errors import LocalError, ProtocolError
+from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import AveragingSection
 from torch import Tensor
 
-from agora.train.outer_step import ANCHOR, VELOCITY
+from agora.state.layout import ANCHOR, VELOCITY
+from agora.step_kinds import LocalSteps
 from agora.train.trained_stage import stage_layout
 from tests.train.test_weight_versions import Bench, same
 
@@ -98,7 +99,9 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
     bench.step_with(0)
     bench.take_in(1, bench.noise(), bench.slice())
     state = bench.stage.export_state()
-    assert {ANCHOR, VELOCITY} <= state.moments.keys() and state.layout == stage_layout(bench.manifest, 0)
+    assert {ANCHOR, VELOCITY} <= state.moments.keys() and state.layout == stage_layout(bench.manifest, 0).at_step(
+        1, LocalSteps(0)
+    )
     other.stage.load_state(state)
     for name, values in bench.stage.moments.items():
         assert torch.equal(other.stage.moments[name], values)
@@ -108,8 +111,10 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
 def test_a_run_of_exact_steps_keeps_no_anchor() -> None:
     stage = Bench("keep").trainer.stage(0)
     assert stage.moments.keys() == {"mean", "square", "average"}
-    with pytest.raises(LocalError, match="no anchor"):
-        stage.difference_to_anchor(np.array([0]))
+    assert stage.difference_to_anchor(np.array([0])) is None
+    weights = stage.export_state().weights
+    stage.step_anchor(1, np.array([0]), torch.zeros(SLICE_BLOCK), (torch.ones(SLICE_BLOCK), (True,)))
+    assert np.array_equal(stage.export_state().weights, weights) and stage.progress.agreed == 0
 
 
 def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw() -> None:

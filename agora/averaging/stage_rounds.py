@@ -1,0 +1,169 @@
+"""The rounds of this peer's stages: who is a member, which parts are averaged now, how long a round may take.
+
+Knows: the replicas' progress (gossip), the view, the stages. Must not know: when a step or a round is due
+(ReplicaGroup), how parts are averaged (PartReducer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from agora_protocol.errors import ProtocolError, Refused
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest import SignedManifest
+from torch import Tensor
+
+from agora import step_kinds
+from agora.averaging import replica_progress
+from agora.averaging.gossip import StepGossip
+from agora.averaging.part_averager import Part, RoundConfig
+from agora.averaging.partition import Members, Slices, cut_into_parts
+from agora.averaging.quota import StepMeter
+from agora.averaging.reducer import PartReducer
+from agora.averaging.replicated_stages import ReplicaListing, ReplicatedStages
+from agora.averaging.rounds import Round, RoundResult
+from agora.calls import Caller
+from agora.clock import loop_time
+from agora.observe import events
+
+MAX_ROUNDS_APART: Final = 2
+"""An owner refuses a part more than this many gradient rounds, or passes over all slices, away from its own round."""
+MAX_REPORT_LAG: Final = 2
+"""Steps by which a replica's last report may lag behind the step of a slice round in which it takes part."""
+ROUND_STEPS: Final = 2.0
+"""A round of an asynchronous run may take max(MIN_ROUND_S, ROUND_STEPS * the average duration of a step)."""
+MIN_ROUND_S: Final = 4.0
+
+
+class StageRounds:
+    """The replicas of this peer's stages, as its rounds see them; holds the PartReducer that averages its own parts.
+
+    Implements ReducerView and RoundGroup.
+    """
+
+    def __init__(
+        self,
+        signed: SignedManifest,
+        me: PeerId,
+        stages: ReplicatedStages,
+        gossip: StepGossip,
+        listing: ReplicaListing,
+        meters: Mapping[int, StepMeter],
+        caller: Caller,
+        report: events.Report,
+    ) -> None:
+        """meters: by stage, the measured durations of its steps and this replica's rate."""
+        manifest = signed.manifest
+        self.reducer = PartReducer(RoundConfig.from_manifest(signed, me), caller, self)
+        self.slices = {
+            stage: Slices(stages.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
+            for stage in stages.span.stages
+        }
+        self._me = me
+        self._synchronous = manifest.schedule.kind == "synchronous"
+        self._may_change = step_kinds.may_change(manifest)
+        self._every = manifest.averaging.every
+        self._manifest_round_s = manifest.averaging.round_s
+        self._stages = stages
+        self._gossip = gossip
+        self._listing = listing
+        self._meters = meters
+        self._report = report
+        self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
+
+    # --- members
+
+    def live_others(self, stage: int) -> set[PeerId]:
+        """Returns the ids of the stage's other replicas that are both listed and live."""
+        known, listed = self._gossip.known_progress(stage), self._gossip.others_in_view(stage)
+        return set(replica_progress.live_replicas(known, listed, loop_time()))
+
+    def members(self, stage: int) -> Members:
+        """Returns the members of the stage's next round, with this peer, by id, and their bandwidths, see `Members`.
+
+        Newcomers own no part. In asynchronous runs lagging replicas are not members at exact steps: they replay them.
+        """
+        listed, known = self._listing.replicas_in_view(stage), self._gossip.known_progress(stage)
+        step = self._stages.step_of(stage)
+        others = replica_progress.round_members(known, self._gossip.others_in_view(stage), loop_time())
+        if not self._stages.local_steps(stage).has(step) and not self._synchronous:
+            others -= replica_progress.lagging_replicas(known, others, step)
+        new = replica_progress.newcomers(known, others, step)
+        if self._start_steps[stage] > step - replica_progress.NEWCOMER_STEPS >= 0:
+            new.add(self._me)
+        return {peer: None if peer in new else listed.get(peer, 0.0) for peer in {*others, self._me}}
+
+    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+        """Returns those of `peers` whose contributions to `part` need not be waited for: the unreachable ones.
+
+        In asynchronous runs also others that have not reported yet (after step 0), or whose last report was more than 1
+        step (for slices MAX_REPORT_LAG + 1) behind the part's step. A slice's step is part.round * averaging.every.
+        """
+        known = self._gossip.known_progress(part.stage)
+        not_awaited = replica_progress.unreachable_replicas(known, peers, loop_time())
+        if not self._synchronous:
+            step = part.round if part.kind == "gradient" else part.round * self._every - MAX_REPORT_LAG
+            not_awaited |= replica_progress.lagging_or_unheard_replicas(known, set(peers) - {self._me}, step)
+        return not_awaited
+
+    # --- rounds
+
+    def round_s(self, stage: int) -> float:
+        """Returns the seconds that a round may take: the manifest's `averaging.round_s`.
+
+        In an asynchronous run at most max(MIN_ROUND_S, ROUND_STEPS * a recent step's seconds), once these are known.
+        """
+        step_s = self._meters[stage].step_s.value
+        if self._synchronous or step_s is None:
+            return self._manifest_round_s
+        return min(self._manifest_round_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
+
+    def check_part(self, part: Part) -> int:
+        """Checks that `part` can be averaged here now, and returns its number of elements.
+
+        Raises ProtocolError if no stage here has such a part, Refused if its round is too far from this peer's. For a
+        gradient of a local step, and a slice after an exact one, raises Refused if the stage may change between them.
+        """
+        if part.stage not in self.slices:
+            raise ProtocolError("bad-message", f"stage {part.stage} is not averaged here")
+        is_gradient, slices = part.kind == "gradient", self.slices[part.stage]
+        numel = self._stages.layout(part.stage).numel if is_gradient else slices.numel_of(part.round)
+        cuts = cut_into_parts(numel)
+        if part.position >= len(cuts):
+            raise ProtocolError("bad-message", f"round {part.round} has {len(cuts)} parts, not {part.position + 1}")
+        averaged_step = part.round if is_gradient else part.round * self._every - 1
+        if self._stages.local_steps(part.stage).has(averaged_step) == is_gradient:
+            problem = f"stage {part.stage} averages no {part.kind} {part.round} here"
+            raise Refused(problem) if self._may_change else ProtocolError("bad-message", problem)
+        step = self._stages.step_of(part.stage)
+        own_number = step if is_gradient else step // self._every
+        if abs(part.round - own_number) > (MAX_ROUNDS_APART if is_gradient else MAX_ROUNDS_APART * slices.count):
+            raise Refused(f"round {part.round} is too far from this peer's round {own_number}")
+        return len(range(numel)[cuts[part.position]])
+
+    async def run_round(self, stage: int, kind: str, number: int, values: Tensor, weight: float) -> RoundResult:
+        """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
+        deadline = loop_time() + self.round_s(stage)
+        members = self.members(stage)
+        return await Round(self.reducer, self._report, stage, kind, number, weight, members, deadline).run(values)
+
+    # --- exact or local steps
+
+    def wants_change(self, part: Part) -> bool:
+        """Returns whether the part's stage should change from exact steps to local ones, or back, see step_kinds."""
+        return self._may_change and self.change_wanted(part.stage, is_local=part.kind == "slice")[0]
+
+    def change_wanted(self, stage: int, *, is_local: bool) -> tuple[bool, str]:
+        """Returns step_kinds.wants_change for a stage, by what its live replicas have reported, with its reason.
+
+        is_local: whether the stage takes local steps now.
+        """
+        known, listed = self._gossip.known_progress(stage), self._gossip.others_in_view(stage)
+        live = replica_progress.live_replicas(known, listed, loop_time())
+        rates = {peer: progress.direct.rate.per_second for peer, progress in live.items()}
+        slow = {peer for peer, progress in live.items() if progress.counts.is_slow}
+        rates[self._me] = self._meters[stage].rate.per_second
+        if self._gossip.own_counts(stage).is_slow:
+            slow.add(self._me)
+        return step_kinds.wants_change(is_local, rates, slow)

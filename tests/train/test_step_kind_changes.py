@@ -1,0 +1,134 @@
+"""A real stage that changes from exact to local steps and back: its anchor, its lineage, the state that it gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from agora_protocol.limits import SLICE_BLOCK
+
+from agora.state.layout import ANCHOR, VELOCITY
+from agora.step_kinds import MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, LocalSteps
+from agora.train.stage_replica import StageReplica
+from tests.train.test_weight_versions import Bench
+
+SLICES = 4
+FIRST = NOTICE_STEPS
+"""The first local step where the mean of step 0 wants a change."""
+
+
+def stage_of() -> StageReplica:
+    return Bench("keep", averaging={"fraction": 1 / SLICES}).trainer.stage(0)
+
+
+def take_exact_step(stage: StageReplica, wants_change: bool = False) -> None:
+    """Along a mean that every stage gets alike."""
+    generator = torch.Generator().manual_seed(stage.step)
+    gradient = torch.randn(stage.layout.numel, generator=generator)
+    stage.step_with_gradient(stage.step, gradient, 64, wants_change)
+
+
+def take_local_step(stage: StageReplica, seed: int) -> None:
+    """Along a gradient of its own."""
+    stage.sum.flat.copy_(torch.randn(stage.layout.numel, generator=torch.Generator().manual_seed(seed)))
+    stage.layout.clear_padding(stage.sum.flat)
+    stage.sum.totals.tokens = 64
+    stage.catch_up(stage.step + 1)
+
+
+def change_to_local(stage: StageReplica) -> None:
+    take_exact_step(stage, wants_change=True)
+    while stage.step < FIRST:
+        take_exact_step(stage)
+
+
+def average_slice(stage: StageReplica, wants_change: bool = False) -> None:
+    """Applies a mean difference of 0 in a block."""
+    blocks = np.array([0])
+    found = stage.difference_to_anchor(blocks)
+    assert found is not None
+    _, snapshot = found
+    stage.step_anchor(stage.step, blocks, snapshot, (torch.zeros(SLICE_BLOCK), (True,)), wants_change)
+
+
+def test_the_anchor_is_what_the_last_exact_step_leaves_and_exists_only_during_local_steps() -> None:
+    stage = stage_of()
+    take_exact_step(stage, wants_change=True)
+    assert stage.progress.local == LocalSteps(FIRST) and ANCHOR not in stage.moments
+    while stage.step < FIRST:
+        assert stage.outer is None
+        take_exact_step(stage)
+    weights = stage.weights.current.flat.clone()
+    assert torch.equal(stage.moments[ANCHOR], weights) and not stage.moments[VELOCITY].any()
+    take_local_step(stage, seed=1)
+    assert torch.equal(stage.moments[ANCHOR], weights) and not torch.equal(stage.weights.current.flat, weights)
+
+
+def test_whether_a_mean_wants_a_change_enters_the_lineage() -> None:
+    stages = stage_of(), stage_of()
+    for stage, wants_change in zip(stages, (True, False), strict=True):
+        take_exact_step(stage, wants_change)
+    assert np.array_equal(*(stage.export_state().weights for stage in stages))
+    assert stages[0].progress.lineage != stages[1].progress.lineage
+
+
+def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none() -> None:
+    giver, taker = stage_of(), stage_of()
+    exact = giver.export_state()
+    change_to_local(giver)
+    take_local_step(giver, seed=1)
+    average_slice(giver)
+    state = giver.export_state()
+    assert state.local == LocalSteps(FIRST) and {ANCHOR, VELOCITY} <= state.moments.keys()
+    taker.load_state(state)
+    assert taker.progress.local == state.local and taker.progress.lineage == giver.progress.lineage
+    for name, values in giver.moments.items():
+        assert torch.equal(taker.moments[name], values)
+    for stage in (giver, taker):
+        take_local_step(stage, seed=2)
+    assert torch.equal(giver.weights.current.flat, taker.weights.current.flat)
+    taker.load_state(exact)
+    assert taker.outer is None and ANCHOR not in taker.export_state().moments
+
+
+def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() -> None:
+    stages = stage_of(), stage_of()
+    for seed, stage in enumerate(stages):
+        change_to_local(stage)
+        state = stage.export_state()
+        stage.load_state(replace(state, local=LocalSteps(FIRST, FIRST + 2)))
+        for step in range(2):
+            take_local_step(stage, seed=10 * seed + step)
+        assert stage.step == FIRST + 2 and stage.outer is None
+        assert stage.progress.lineages.keys() == {stage.step}
+    first, second = stages
+    assert first.progress.lineage != second.progress.lineage
+    second.load_state(first.export_state())
+    for stage in stages:
+        take_exact_step(stage)
+    assert np.array_equal(*(stage.export_state().weights for stage in stages))
+    assert first.progress.lineage == second.progress.lineage
+
+
+def test_the_round_that_ends_local_steps_is_at_least_as_late_as_the_rule_says() -> None:
+    stage = stage_of()
+    change_to_local(stage)
+    average_slice(stage, wants_change=True)
+    assert stage.progress.local == LocalSteps(FIRST), "too early"
+    while stage.step < FIRST + MIN_STEPS_BETWEEN:
+        take_local_step(stage, seed=stage.step)
+    average_slice(stage, wants_change=True)
+    assert stage.progress.local == LocalSteps(FIRST, stage.step + NOTICE_PASSES * SLICES)
+
+
+def test_a_stage_that_skips_into_local_steps_does_not_take_itself_for_a_replica_of_the_others() -> None:
+    """Its anchor would be its own weights."""
+    stage, other = stage_of(), stage_of()
+    for each in (stage, other):
+        take_exact_step(each, wants_change=True)
+    stage.catch_up(FIRST + 2)
+    while other.step < FIRST:
+        take_exact_step(other)
+    assert stage.progress.lineages.keys() == {FIRST + 2}
+    assert stage.progress.lineage not in other.progress.lineages.values() and stage.progress.lineage
