@@ -1,137 +1,175 @@
-"""Which optimizer steps of a stage are exact and which are local, and when the replicas change, by their uplinks. Pure.
+"""Which optimizer steps of a stage are exact and which local, in how many slices, and when that changes. Pure.
 
-Knows: which uplinks are too slow for gradients, rates of replicas, step numbers. Must not know: how an uplink is
-measured (averaging.gradient_wire says what is too slow), calls, weights.
+Knows: what the uplinks of replicas carry, rates, step numbers. Must not know: how an uplink is measured
+(averaging.gradient_wire says what it carries), calls, weights.
 
-Every owner of a part answers whether it wants a change; if all owners of a round do, all replicas that apply its means
-change at the same later step. So no replica has to ask, and no single owner of several can force a change.
+In an exact step all replicas step along the mean of their gradients. In a local step each steps along its own, and one
+of n slices of the weights is averaged afterwards: all weights in n steps. Fewer slices learn more, and send more.
 
-| the stage takes | the owner wants a change if slow replicas have, of the rates of all | which steps change |
+Every owner of a part answers how many slices it wants; if all owners of a round want something else than now, all
+replicas that apply its means change at the same later step. So no replica has to ask, and no single owner of several
+can force a change.
+
+| the stage takes | an owner wants, if most uplinks carry b bytes for each value and step | from which step on |
 |---|---|---|
-| exact steps | MIN_SLOW_SHARE or more | those from NOTICE_STEPS after the round's step on become local |
-| local steps | less than MAX_SLOW_SHARE_TO_RETURN | those from NOTICE_PASSES passes over all slices on become exact |
+| exact steps | local steps, if b < NEEDED; in NEEDED / b slices, at least MIN_SLICES | NOTICE_STEPS after the round's |
+| local steps | exact ones, if b >= RETURN_FACTOR * NEEDED | NOTICE_PASSES passes over all slices later |
+| local steps | NEEDED / b slices, if that is CHANGE_FACTOR times as many or as few as now | the same |
 
-A replica is slow if its uplink carries no gradients in the fewest bits. At least MIN_STEPS_BETWEEN steps lie between
-two changes.
+NEEDED: the bytes of a value in the fewest bits. Most uplinks: those of replicas with all but MAX_SLOW_SHARE of the
+tokens that all replicas count per second.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from agora_protocol.ids import PeerId
 from agora_protocol.manifest import ALL_STEPS, Manifest
 from agora_protocol.parts import slice_count
 
-MIN_SLOW_SHARE: Final = 0.25
-"""Share of the rates from which slow uplinks are reason enough for local steps, with which all replicas learn less."""
-MAX_SLOW_SHARE_TO_RETURN: Final = 0.125
-"""Share of the rates below which slow uplinks are no reason to go on with local steps."""
+EXACT: Final = 0
+"""As a number of slices: steps are exact, and no slices are averaged."""
+NEEDED_BYTES: Final = 2 / 8 + 1 / 64
+"""Bytes of a value in the fewest bits: normal2."""
+MIN_SLICES: Final = 2
+"""Minimum number of slices of local steps: in one slice they would send as much as exact steps, and learn less."""
+MAX_SLOW_SHARE: Final = 0.25
+"""Replicas with less than this share of all tokens per second may have slower uplinks than the way to agree needs."""
+RETURN_FACTOR: Final = 1.5
+"""Uplinks are fast enough to return to exact steps if they carry this many times the bytes of gradients."""
+CHANGE_FACTOR: Final = 1.5
+"""The number of slices changes if it should be this many times as large, or as small."""
 NOTICE_STEPS: Final = 3
 """Steps from an exact step to the first local one that its round may decide: two later shares may be closed already."""
 NOTICE_PASSES: Final = 2
-"""Passes over all slices from a slice round to the exact step that it may decide: replicas may be a pass apart."""
+"""Passes over all slices from a slice round to the change that it may decide: replicas may be a pass apart."""
 MIN_STEPS_BETWEEN: Final = 100
-"""Minimum number of steps between two changes: to return, replicas fetch a whole state."""
+"""Minimum number of steps from one change to the next, if one is to exact steps: replicas fetch a whole state then."""
 
 
-class LocalSteps(NamedTuple):
-    """Which optimizer steps of a stage are local: those numbered first to end - 1, counted from 0.
+class StepPlan(NamedTuple):
+    """How a stage takes its steps: before step number `change_at` (counted from 0) in one way, from it on in another.
 
-    In a local step every replica steps along its own gradient, and a slice of the weights is averaged afterwards. All
-    other steps are exact: along the mean gradient of all replicas. Equal at all replicas of a stage, and part of its
-    state. end: ALL_STEPS while it is not known when the local steps end.
+    slices, later_slices: the number of slices of local steps, or EXACT. Equal at all replicas, and part of their state.
     """
 
-    first: int = ALL_STEPS
-    end: int = ALL_STEPS
+    slices: int = EXACT
+    change_at: int = ALL_STEPS
+    later_slices: int = EXACT
 
-    def has(self, step: int) -> bool:
+    def slices_at(self, step: int) -> int:
+        """Returns the number of slices if step number `step` is local, EXACT if it is exact."""
+        return self.slices if step < self.change_at else self.later_slices
+
+    def is_local(self, step: int) -> bool:
         """Returns whether step number `step` is local."""
-        return self.first <= step < self.end
+        return self.slices_at(step) != EXACT
 
 
-NO_LOCAL_STEPS: Final = LocalSteps()
+ALL_EXACT: Final = StepPlan()
 
 
-def local_steps_of(manifest: Manifest) -> LocalSteps:
-    """Returns the local steps with which a run begins: all after the manifest's exact ones; none if synchronous."""
-    return LocalSteps(first=manifest.exact_steps)
+def first_step_plan(manifest: Manifest) -> StepPlan:
+    """Returns the plan with which a run begins: local steps after the manifest's exact ones; none if synchronous."""
+    if manifest.exact_steps == ALL_STEPS:
+        return ALL_EXACT
+    return StepPlan(EXACT, manifest.exact_steps, slice_count(manifest.averaging.fraction))
 
 
-def may_change(manifest: Manifest) -> bool:
-    """Returns whether the run's stages may change between exact and local steps while it goes on.
+class ReplicaUplink(NamedTuple):
+    """A replica's tokens per second, None if unknown, and the bytes that its uplink carries for each value and step.
 
-    False for synchronous runs, where the manifest says when local steps begin, and where it says that there are none.
+    carried: infinite if nothing ever waits for the uplink.
     """
-    section = manifest.averaging
-    is_free = section.exact_steps == ALL_STEPS and section.local_steps == "auto"
-    return is_free and manifest.schedule.kind == "asynchronous"
+
+    rate: float | None
+    carried: float = math.inf
 
 
-def slow_share(rates: Mapping[PeerId, float | None], slow: Collection[PeerId]) -> float:
-    """Returns the share of the sum of all rates that the `slow` replicas have; 0 if all rates are 0.
+def carried_by_most(uplinks: Sequence[ReplicaUplink]) -> float:
+    """Returns the bytes for each value and step that most uplinks carry; infinite without uplinks.
 
-    rates: tokens per second of the stage's replicas; None, unknown, counts as the median of the known ones.
+    That is the least value such that replicas whose uplinks carry less have less than MAX_SLOW_SHARE of all rates. An
+    unknown rate counts as the median of the known ones.
     """
-    known = [rate for rate in rates.values() if rate is not None]
+    known = [uplink.rate for uplink in uplinks if uplink.rate is not None]
     median = statistics.median(known) if known else 1.0
-    filled = {peer: median if rate is None else rate for peer, rate in rates.items()}
-    total = sum(filled.values())
-    return sum(filled[peer] for peer in slow if peer in filled) / total if total else 0.0
+    rates = [median if uplink.rate is None else uplink.rate for uplink in uplinks]
+    slower = 0.0
+    for rate, uplink in sorted(zip(rates, uplinks, strict=True), key=lambda item: item[1].carried):
+        slower += rate
+        if slower >= MAX_SLOW_SHARE * sum(rates):
+            return uplink.carried
+    return math.inf
 
 
-def wants_change(is_local: bool, rates: Mapping[PeerId, float | None], slow: Collection[PeerId]) -> tuple[bool, str]:
-    """Returns whether a stage should change from exact steps to local ones, or back, and the reason in words.
+def wanted_slices(present: int, uplinks: Sequence[ReplicaUplink], most_slices: int) -> tuple[int, str]:
+    """Returns the number of slices that a stage should have, or EXACT, and the reason in words; see the module's table.
 
-    is_local: whether it takes local steps now. rates: tokens per second of its live replicas, None where unknown. slow:
-    those of them whose uplinks are too slow for gradients in the fewest bits.
+    present: the number that it has now, or EXACT. uplinks: of all live replicas. most_slices: the manifest's number.
     """
-    share = slow_share(rates, slow)
-    reason = f"replicas with {share:.0%} of the stage's rate have uplinks too slow for gradients in 2 bits"
-    if is_local:
-        return len(rates) > 1 and share < MAX_SLOW_SHARE_TO_RETURN, reason
-    return share >= MIN_SLOW_SHARE, reason
+    carried = carried_by_most(uplinks)
+    if math.isinf(carried):
+        reason = "most uplinks are never full"
+    else:
+        reason = f"most uplinks carry {carried:.2g} bytes for each value and step, gradients need {NEEDED_BYTES:.2g}"
+    if carried >= NEEDED_BYTES * (1.0 if present == EXACT else RETURN_FACTOR):
+        return EXACT if len(uplinks) > 1 else present, reason
+    wanted = most_slices if carried == 0 else min(math.ceil(NEEDED_BYTES / carried), most_slices)
+    wanted = max(wanted, MIN_SLICES)
+    is_near = present != EXACT and present / CHANGE_FACTOR < wanted < present * CHANGE_FACTOR
+    return present if is_near else wanted, reason
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeRule:
-    """When a stage's steps change their kind, by the means that its replicas apply: equal at all of them.
+    """When a stage's step plan changes, by the means that its replicas apply: equal at all of them.
 
-    may_change: see the function. pass_steps: steps in which every slice has its round once.
+    may_change: whether it may at all: in asynchronous runs whose manifest leaves it to the links. every: local steps
+    from one slice round to the next. most_slices: the manifest's number of slices.
     """
 
     may_change: bool
-    pass_steps: int
+    every: int
+    most_slices: int
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> ChangeRule:
         """Returns the rule of a run."""
         section = manifest.averaging
-        return cls(may_change(manifest), section.every * slice_count(section.fraction))
+        most_slices = slice_count(section.fraction)
+        is_free = section.exact_steps == ALL_STEPS and section.local_steps == "auto" and most_slices >= MIN_SLICES
+        return cls(is_free and manifest.schedule.kind == "asynchronous", section.every, most_slices)
 
-    def after_exact_step(self, local: LocalSteps, step: int, is_change_wanted: bool) -> LocalSteps:
-        """Returns which steps are local after the means of exact step `step` were applied.
+    def after_exact_step(self, plan: StepPlan, step: int, wanted: int) -> StepPlan:
+        """Returns the plan after the means of exact step `step` were applied, all of which want `wanted` slices.
 
-        is_change_wanted: whether all of these means want a change. It is ignored if the stage may not change, within
-        MIN_STEPS_BETWEEN steps of the last change, and when the first local step is decided already.
+        It stays as it is if the stage may not change so, if a change is to come already, and within MIN_STEPS_BETWEEN
+        steps of the last one.
         """
-        is_pending = step < local.first < ALL_STEPS
-        is_early = local.end < ALL_STEPS and step < local.end + MIN_STEPS_BETWEEN
-        if not self.may_change or not is_change_wanted or is_pending or is_early:
-            return local
-        return LocalSteps(first=step + NOTICE_STEPS)
+        is_settled = plan == ALL_EXACT or step >= plan.change_at + MIN_STEPS_BETWEEN
+        if wanted == EXACT or not self._may_become(wanted) or not is_settled:
+            return plan
+        return StepPlan(EXACT, step + NOTICE_STEPS, wanted)
 
-    def after_slice_round(self, local: LocalSteps, step: int, is_change_wanted: bool) -> LocalSteps:
-        """Returns which steps are local after the means of the slice round due after `step` steps were applied.
+    def after_slice_round(self, plan: StepPlan, step: int, wanted: int) -> StepPlan:
+        """Returns the plan after the means of the slice round due after `step` steps were applied.
 
-        is_change_wanted: whether all of these means want a change. It is ignored if the stage may not change, within
-        MIN_STEPS_BETWEEN steps of the first local one, and when their end is decided already.
+        wanted: the number of slices that all of these means want, or EXACT. The plan stays as it is if the stage may
+        not change so, or if a change is to come already or came lately: within MIN_STEPS_BETWEEN steps before a change
+        to exact steps, within NOTICE_PASSES passes before any other.
         """
-        is_early = step < local.first + MIN_STEPS_BETWEEN
-        if not self.may_change or not is_change_wanted or local.end < ALL_STEPS or is_early:
-            return local
-        return local._replace(end=step + NOTICE_PASSES * self.pass_steps)
+        present = plan.slices_at(step - 1)
+        notice = NOTICE_PASSES * self.every * present
+        pause = MIN_STEPS_BETWEEN if wanted == EXACT else notice
+        if wanted == present or not self._may_become(wanted) or step < plan.change_at + pause:
+            return plan
+        return StepPlan(present, step + notice, wanted)
+
+    def _may_become(self, wanted: int) -> bool:
+        """Returns whether this run's owners may ask for `wanted` slices, or EXACT."""
+        return self.may_change and (wanted == EXACT or MIN_SLICES <= wanted <= self.most_slices)

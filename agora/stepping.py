@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from agora_protocol.tensors import WireTensor
 
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class StepPolicy:
     | uses the mean gradient of all replicas   | if exact and averages, unless `alone`   | if exact, averages  |
     | closes its share when it has the tokens  | closes_share, if it uses the mean       | no                  |
 
-    Whether a step is exact or local is the stage's own knowledge (LocalSteps), which changes on the device thread.
+    Whether a step is exact or local says the stage's StepPlan, which changes on the device thread.
     """
 
     target_tokens: int  # how many all replicas together count for one step
@@ -44,19 +44,19 @@ class StepPolicy:
         """
         return self.own_tokens if step == self.step else self.target_tokens
 
-    def uses_mean_gradient(self, step: int, local: LocalSteps) -> bool:
+    def uses_mean_gradient(self, step: int, plan: StepPlan) -> bool:
         """Returns whether step `step` is taken along the mean gradient of all replicas.
 
-        True if `averages`, unless the step is in `local`, or is the policy's own step and the replica is `alone`.
+        True if `averages`, unless the step is local by `plan`, or is the policy's own step and the replica is `alone`.
         """
-        return self.averages and not local.has(step) and not (self.alone and step == self.step)
+        return self.averages and not plan.is_local(step) and not (self.alone and step == self.step)
 
-    def must_close(self, step: int, local: LocalSteps) -> bool:
+    def must_close(self, step: int, plan: StepPlan) -> bool:
         """Returns whether the device thread is to close the share of step `step` once it has `tokens_needed(step)`.
 
         True only if `closes_share`, at the policy's own step, and if that step uses the mean gradient.
         """
-        return self.closes_share and step == self.step and self.uses_mean_gradient(step, local)
+        return self.closes_share and step == self.step and self.uses_mean_gradient(step, plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ LIMITS: Final = {
     "MAX_GOSSIPED_REPLICAS": "replicas in a GossipSteps or GossipedSteps",
     "SLICE_BLOCK": "elements of a stage's weights that fall into one slice together",
     "PART_ELEMENTS": "elements of a small part of a gradient or slice; one owner averages a part in one call",
+    "MAX_SLICES": "slices into which local steps may divide a stage's weights",
     "MAX_SMALL_PARTS": "small parts of a gradient or slice",
     "MAX_PART_ELEMENTS": "elements of the largest part",
     "QUANTISER_BLOCK": "elements of an int8 part that share one exponent",

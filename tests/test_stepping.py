@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from agora_protocol.manifest import ALL_STEPS
 
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, StepPlan
 from agora.stepping import StageStepped, StepPolicy
 from agora.train.step_events import MAX_EVENTS, StepEvents
 
@@ -36,20 +36,20 @@ def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> Non
 def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
     first_local: int, alone: bool, step: int, waits: bool
 ) -> None:
-    assert replace(KNOWN, alone=alone).uses_mean_gradient(step, LocalSteps(first_local)) == waits
+    assert replace(KNOWN, alone=alone).uses_mean_gradient(step, StepPlan(0, first_local, 20)) == waits
 
 
 def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_where_the_mean_is_awaited() -> None:
     closing = replace(KNOWN, alone=False, closes_share=True)
-    assert [closing.must_close(step, NO_LOCAL_STEPS) for step in (6, 7, 8)] == [False, True, False]
-    assert not replace(closing, closes_share=False).must_close(7, NO_LOCAL_STEPS)
-    assert not closing.must_close(7, LocalSteps(7)) and closing.must_close(7, LocalSteps(3, 7))
-    assert not replace(closing, alone=True).must_close(7, NO_LOCAL_STEPS)
-    assert not replace(closing, averages=False).must_close(7, NO_LOCAL_STEPS)
+    assert [closing.must_close(step, ALL_EXACT) for step in (6, 7, 8)] == [False, True, False]
+    assert not replace(closing, closes_share=False).must_close(7, ALL_EXACT)
+    assert not closing.must_close(7, StepPlan(0, 7, 20)) and closing.must_close(7, StepPlan(20, 7, 0))
+    assert not replace(closing, alone=True).must_close(7, ALL_EXACT)
+    assert not replace(closing, averages=False).must_close(7, ALL_EXACT)
 
 
 def test_a_policy_that_knows_nothing_of_others_asks_for_the_whole_target_and_waits_where_steps_are_exact() -> None:
-    first, local = StepPolicy(target_tokens=1000, averages=True), LocalSteps(2)
+    first, local = StepPolicy(target_tokens=1000, averages=True), StepPlan(0, 2, 20)
     assert [(first.tokens_needed(step), first.uses_mean_gradient(step, local)) for step in (0, 1, 2)] == [
         (1000, True),
         (1000, True),

@@ -21,6 +21,7 @@ from agora.averaging.recall import recall_failed_parts, recall_repeatedly
 from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
+from agora.step_kinds import EXACT
 
 FETCH_AGAIN_S: Final = 1.0
 """Seconds of pause after a failed fetch of a state."""
@@ -94,12 +95,12 @@ class ExactSteps:
             return
         tokens = round(nonzero_fraction * max(share.tokens, result.weight))
         try:
-            await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.is_change_wanted)
+            await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_slices)
         except ProtocolError:
             if self._synchronous:
                 raise
             # The step counts, but changes nothing.
-            await self._stages.step_with_gradient(stage, step, share.values, tokens=0, is_change_wanted=False)
+            await self._stages.step_with_gradient(stage, step, share.values, tokens=0, wanted_slices=EXACT)
         else:
             if not result.failed_parts:
                 self._group.record_exact_step(stage, result.weight)
@@ -139,13 +140,13 @@ class ExactSteps:
         If a part of the mean is not found, replaces the state instead, by fetch_or_catch_up. The tokens in this
         replica's open share stay there, for a later step.
         """
-        result = RoundResult.of_failed_parts(torch.zeros(self._stages.layout(stage).numel))
+        result = RoundResult.of_failed_parts(torch.zeros(self._stages.layout(stage).numel), EXACT)
         await recall_failed_parts(self._rounds, Part(stage, "gradient", step, 0), result)
         if result.failed_parts:
             await self.fetch_or_catch_up(stage, step + 1, step + 1)
             return
         tokens = max(1, round(result.weight)) if result.mean.any() else 0
-        await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.is_change_wanted)
+        await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_slices)
         self._group.record_exact_step(stage, result.weight)
 
     async def fetch_or_catch_up(

@@ -8,6 +8,7 @@ Each of n replicas sends (n - 1) / n of its gradient to owners, and its 1 / n of
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 from agora_protocol.codec_names import WIRE_NAMES, WireName
@@ -23,20 +24,24 @@ BYTES: Final[dict[WireName, float]] = {
     "float32": 4.0,
 }
 """Bytes of one value in each format; the smallest format first."""
-RETURN_MARGIN: Final = 1.5
-"""An uplink counts as fast enough for exact steps after local ones if it carries this many times the gradients."""
 
 
 class GradientWire(NamedTuple):
     """The format in which a replica sends gradients, and the reason in words.
 
-    is_limited: whether the uplink is too slow for the manifest's format. fits: whether it is fast enough for `name`.
+    is_limited: whether the uplink is too slow for the manifest's format. carried: bytes that it carries for each value
+    and step; infinite if that is not known, because nothing waits for it.
     """
 
     name: WireName
     reason: str
     is_limited: bool = False
-    fits: bool = True
+    carried: float = math.inf
+
+    @property
+    def fits(self) -> bool:
+        """Whether the uplink is fast enough for `name`."""
+        return self.carried >= BYTES[self.name]
 
 
 def choose_gradient_wire(
@@ -65,4 +70,4 @@ def choose_gradient_wire(
     reason += f"{uplink * 8e-6:.3g} Mbit/s carries {budget / 1e6:.3g} MB"
     if needed > budget:
         reason += ", which is too little"
-    return GradientWire(chosen, reason, chosen != manifest_wire or needed > budget, needed <= budget)
+    return GradientWire(chosen, reason, chosen != manifest_wire or needed > budget, budget / values)

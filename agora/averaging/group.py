@@ -7,6 +7,7 @@ docs/averaging.md has what the rounds are for, and what follows when one fails.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,15 +16,15 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute
+from agora_protocol.parts import slice_count
 from agora_protocol.tensors import WireTensor
 
-from agora import step_kinds
 from agora.averaging import next_action, replica_progress
 from agora.averaging.background_tasks import start_reported
 from agora.averaging.divergence import replicas_to_fetch_from
 from agora.averaging.exact_steps import ExactSteps
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
-from agora.averaging.gradient_wire import RETURN_MARGIN, GradientWire, choose_gradient_wire
+from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
 from agora.averaging.next_action import Action, ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.quota import StepMeter, StepTokenPlan
 from agora.averaging.replica_progress import ReplicaCounts
@@ -34,10 +35,12 @@ from agora.averaging.step_bounds import StepBounds
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import EXACT, StepPlan
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
+MAX_CARRIED: Final = 1_000_000
+"""Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink."""
 LEADING_STEP_INTERVAL_S: Final = 5.0
 """Seconds between two measurements, in a synchronous run, of how far the other stages are."""
 
@@ -46,13 +49,13 @@ LEADING_STEP_INTERVAL_S: Final = 5.0
 class _GroupStage:
     """What the group keeps for one stage. task: the latest step, fetch or catch-up. reason: of the latest decision.
 
-    local: which of its steps were local when that was last looked at. behind_at: if the stage is behind the run's
+    plan: the step plan when it was last looked at. behind_at: if the stage is behind the run's
     leading stage, its step and the loop time when that was noticed.
     """
 
     slice_rounds: SliceRounds
     meter: StepMeter
-    local: LocalSteps
+    plan: StepPlan
     behind_at: tuple[int, float] | None = None
     task: asyncio.Task[None] | None = None
     reason: str = ""
@@ -76,7 +79,6 @@ class ReplicaGroup:
         report_offence: ReportOffence,
     ) -> None:
         """Gives each stage its first StepPolicy. report_offence: is called for replicas that break the protocol."""
-        self._manifest = signed.manifest
         self._averaging = averaging = signed.manifest.averaging
         self._config = config = ActionConfig.from_manifest(signed.manifest)
         self._me = me
@@ -102,9 +104,10 @@ class ReplicaGroup:
         self.gradient_wire = GradientWire(self.reducer.averager.gradient_wire, "")
         self._exact = ExactSteps(me, config.synchronous, stages, rounds, self, report)
         self._stage_states: dict[int, _GroupStage] = {}
+        most_slices = slice_count(averaging.fraction)
         for stage, meter in meters.items():
-            slice_rounds = SliceRounds(stage, rounds.slices[stage], averaging.every, stages, rounds, report)
-            self._stage_states[stage] = _GroupStage(slice_rounds, meter, stages.local_steps(stage))
+            slice_rounds = SliceRounds(stage, averaging.every, most_slices, stages, rounds, report)
+            self._stage_states[stage] = _GroupStage(slice_rounds, meter, stages.step_plan(stage))
             stages.set_step_policy(stage, StepPolicy(config.target_tokens, averages=True))
 
     async def run(self) -> None:
@@ -165,14 +168,11 @@ class ReplicaGroup:
 
     def agreement(self, stage: int) -> str:
         """Returns in words how the stage agrees with its replicas now: by gradients or by slices, and why."""
-        local = self._stages.local_steps(stage)
-        if not local.has(self._stages.step_of(stage)):
+        slices = self._stages.step_plan(stage).slices_at(self._stages.step_of(stage))
+        if slices == EXACT:
             return f"mean gradients, sent as {self.gradient_wire.reason or self.gradient_wire.name}"
-        slices = self.rounds.slices[stage].count * self._averaging.every
-        text = f"local steps since step {local.first}, all weights every {slices} as {self._averaging.slice_wire}"
-        if not step_kinds.may_change(self._manifest):
-            return f"{text}: the manifest says so"
-        return f"{text}: {self.rounds.change_wanted(stage, is_local=True)[1]}"
+        text = f"local steps, all weights in {slices * self._averaging.every} as {self._averaging.slice_wire}"
+        return f"{text}: {self.rounds.explain_slices(stage, slices)[1]}"
 
     # --- what exact steps ask, see ExactStepGroup
 
@@ -233,7 +233,7 @@ class ReplicaGroup:
             state.meter.on_share_closed(loop_time())
         self._choose_gradient_wire(stage)
         self._notice_change(stage, step)
-        if state.local.has(step - 1):
+        if state.plan.is_local(step - 1):
             state.meter.record_local_step(tokens)
             state.slice_rounds.record_local_step(tokens)
         self.gossip.tick()
@@ -251,12 +251,12 @@ class ReplicaGroup:
 
     def _is_local_now(self, stage: int) -> bool:
         """Returns whether the stage's next step is local."""
-        return self._stages.local_steps(stage).has(self._stages.step_of(stage))
+        return self._stages.step_plan(stage).is_local(self._stages.step_of(stage))
 
     def _choose_gradient_wire(self, stage: int) -> None:
         """Chooses the format of gradients again, and reports a change; not if synchronous.
 
-        During local steps no gradient is sent; the choice says whether the uplink would carry them, with a margin.
+        During local steps no gradient is sent; the choice still says what the uplink carries.
         """
         if self._config.synchronous:
             return
@@ -264,26 +264,25 @@ class ReplicaGroup:
         members, is_local = len(self.rounds.members(stage)), self._is_local_now(stage)
         uplink, step_s = self._listing.uplink_bytes_per_s(), self._recent_step_s(stage)
         section, averager = self._averaging, self.reducer.averager
-        fraction = section.share_of_uplink / (RETURN_MARGIN if is_local else 1.0)
-        chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, fraction)
+        chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
         if chosen.name != averager.gradient_wire and not is_local:
             self._report(events.GradientWireChosen(chosen.name, chosen.reason))
         self.gradient_wire, averager.gradient_wire = chosen, chosen.name
 
     def _notice_change(self, stage: int, step: int) -> None:
-        """Reports a change of the stage's local steps, and drops what belongs to steps of the kind that has ended.
+        """Reports a change of the stage's step plan, and drops what belongs to steps of the kind that has ended.
 
         step: steps taken so far. Called after each step.
         """
-        state, local = self._stage_states[stage], self._stages.local_steps(stage)
-        if local != state.local:
-            _, reason = self.rounds.change_wanted(stage, is_local=state.local.has(step))
-            self._report(events.StepKindChanged(stage, local.first, local.end, reason))
-        if local.has(step) != local.has(step - 1):
+        state, plan = self._stage_states[stage], self._stages.step_plan(stage)
+        if plan != state.plan:
+            _, reason = self.rounds.explain_slices(stage, plan.slices)
+            self._report(events.StepPlanChanged(stage, plan.change_at, plan.slices, plan.later_slices, reason))
+        if plan.slices_at(step) != plan.slices_at(step - 1):
             self.reducer.averager.drop_stage(stage)
-        if state.local.has(step - 1) and not local.has(step):
+        if plan.is_local(step - 1) and not plan.is_local(step):
             start_reported(state.slice_rounds.stop(), self._report, "end of slice rounds")
-        state.local = local
+        state.plan = plan
 
     def _decide_and_start(self, stage: int) -> None:
         """Updates the stage's meter, StepPolicy and reason; starts what next_action chooses; reports why it fetches."""
@@ -293,17 +292,17 @@ class ReplicaGroup:
         state.meter.measure(now, own.tokens_counted)
         quota = state.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
         waits = self._origins_wait(stage)
-        local = self._stages.local_steps(stage)
-        is_local = local.has(own.open_step)
+        plan = self._stages.step_plan(stage)
+        is_local = plan.is_local(own.open_step)
         policy = next_action.step_policy(
             own.open_step, replicas, live, quota, self._config, is_local=is_local, by_device=not waits
         )
         self._stages.set_step_policy(stage, policy)
         behind_at, is_running = state.behind_at, state.task is not None and not state.task.done()
-        takes_slices = local.has(own.step - 1) and local.has(own.step)
+        takes_slices = plan.is_local(own.step - 1) and plan.is_local(own.step)
         own_stage = OwnStage(
             own,
-            local,
+            plan,
             quota,
             step_s=state.meter.expected_s,
             is_leaving=self._leaving,
@@ -360,10 +359,11 @@ class ReplicaGroup:
 
     def _counts(self) -> Mapping[int, ReplicaCounts]:
         """Returns this peer's own progress in each stage of its span, by stage."""
-        starts, is_slow = self._start_steps, int(not self.gradient_wire.fits)
+        starts, bytes_carried = self._start_steps, self.gradient_wire.carried
+        carried = 0 if math.isinf(bytes_carried) else 1 + min(int(1000 * bytes_carried), MAX_CARRIED)
         return {
             p.stage: ReplicaCounts(
-                p.step, p.open_step, p.tokens_in_share, p.tokens_counted, p.agreed, p.lineage, starts[p.stage], is_slow
+                p.step, p.open_step, p.tokens_in_share, p.tokens_counted, p.agreed, p.lineage, starts[p.stage], carried
             )
             for p in self._stages.progress()
         }

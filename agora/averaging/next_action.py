@@ -15,7 +15,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.averaging import replica_progress
 from agora.averaging.replica_progress import unreachable_replicas
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, StepPlan
 from agora.stepping import StepPolicy
 
 MAX_STEPS_BEHIND: Final = 20
@@ -75,7 +75,7 @@ class OwnStage:
     """This replica of a stage: how far it is, and what it is doing."""
 
     counts: replica_progress.ReplicaCounts
-    local: LocalSteps = NO_LOCAL_STEPS
+    plan: StepPlan = ALL_EXACT
     """Which of the stage's steps are local; all others are exact, along the mean gradient of all replicas."""
     quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
@@ -126,7 +126,7 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
     if decision := _action_if_behind(now, own, reached, others.leading_step, config):
         return decision
     closed = own.counts.open_step > step
-    is_local = own.local.has(step)
+    is_local = own.plan.is_local(step)
     must_follow = reached > step and not is_local
     incomplete = "" if closed or must_follow else _why_incomplete(now, own, live, config)
     if incomplete:
@@ -154,7 +154,7 @@ def _action_if_behind(
         return Action("fetch", reached, at_least), f"{behind} steps behind the others"
     if own.counts.open_step > step:
         return None
-    is_local = own.local.has(step)
+    is_local = own.plan.is_local(step)
     if behind > 0 and not config.synchronous and not is_local:
         return Action("replay", step), f"the others have taken step {reached}"
     if behind > MAX_LOCAL_LAG and is_local:

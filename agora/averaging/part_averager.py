@@ -28,6 +28,7 @@ from agora.averaging.contributions import Contribution, ContributionBuilder
 from agora.averaging.part_codec import NORMAL_BITS, EncodedPart, PartCodec
 from agora.averaging.partition import Members, choose_owners, ownership_epoch
 from agora.averaging.plausibility import MagnitudeBound
+from agora.step_kinds import EXACT
 
 MAX_WEIGHT_ROUNDS: Final = 64
 """A contribution is refused if its weight exceeds the tokens of this number of rounds."""
@@ -42,12 +43,14 @@ class Part(NamedTuple):
     kind: "gradient", or "slice": a fixed set of the stage's weights.
     round: counts the rounds of this stage and kind; of a gradient, it is the step.
     position: of the part within the round, from 0.
+    slices: how many the stage has; the round averages number round % slices. EXACT (0) for a gradient.
     """
 
     stage: int
     kind: str
     round: int
     position: int
+    slices: int = EXACT
 
     @property
     def round_key(self) -> tuple[int, str, int]:
@@ -58,12 +61,13 @@ class Part(NamedTuple):
 class Region(NamedTuple):
     """Names the elements of a stage that a part averages: the key of what is kept from one round to the next.
 
-    stage, kind, position: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts cut the
-    whole stage.
+    stage, kind, slices, position: as in Part. slice_number: which slice of the stage; 0 for gradients, whose parts cut
+    the whole stage.
     """
 
     stage: int
     kind: str
+    slices: int
     slice_number: int
     position: int
 
@@ -76,7 +80,6 @@ class RoundConfig:
     max_weight: tokens above which a contribution is refused; a larger weight of another peer's mean counts as this.
     synchronous: whether means are exact: no weight is capped, nothing is clipped, no mean is rejected as implausible.
     gradient_wire, slice_wire: the formats in which values are sent.
-    slices: the number of slices of a stage.
     """
 
     me: PeerId
@@ -87,30 +90,29 @@ class RoundConfig:
     synchronous: bool = False
     gradient_wire: WireName = "float32"
     slice_wire: WireName = "float32"
-    slices: int = 1
 
     @classmethod
     def from_manifest(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
         """Returns the configuration of a run; in a synchronous run gradients and slices are sent as float32."""
         averaging = signed.manifest.averaging
         synchronous = signed.manifest.schedule.kind == "synchronous"
-        slices = slice_count(averaging.fraction)
-        max_weight = MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * averaging.every * slices
+        pass_steps = averaging.every * slice_count(averaging.fraction)
+        max_weight = MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * pass_steps
         wires: tuple[WireName, WireName] = averaging.gradient_wire, averaging.slice_wire
         if synchronous:
             wires = "float32", "float32"
-        return cls(me, signed.run_id, averaging.aggregation, averaging.round_s, max_weight, synchronous, *wires, slices)
+        return cls(me, signed.run_id, averaging.aggregation, averaging.round_s, max_weight, synchronous, *wires)
 
     def region(self, part: Part) -> Region:
         """Returns the name of the region, the elements of the stage, that the part averages."""
-        return Region(part.stage, part.kind, part.round % self.slices if part.kind == "slice" else 0, part.position)
+        return Region(part.stage, part.kind, part.slices, part.round % max(part.slices, 1), part.position)
 
     def owners(self, part: Part, members: Members) -> tuple[PeerId, PeerId | None]:
         """Returns the part's first and second owner among the members, which average its values; see choose_owners.
 
         The second is None if only one member may own parts.
         """
-        epoch = ownership_epoch(part.kind, part.round, self.slices)
+        epoch = ownership_epoch(part.round, part.slices)
         return choose_owners(self.run, part.stage, part.kind, epoch, part.position, members)
 
     def dither_label(self, part: Part) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.parts import part_elements, slice_count
+from agora_protocol.parts import part_elements
 from numpy.typing import NDArray
 
 ROUNDS_PER_OWNER: Final = 16
@@ -35,15 +35,12 @@ class Slices:
     every library computes the same.
     """
 
-    def __init__(self, numel: int, fraction: float, seed: int) -> None:
-        """fraction: of the blocks, held by one slice. seed: the run's.
-
-        Raises ValueError if `numel` is not a positive multiple of SLICE_BLOCK.
-        """
+    def __init__(self, numel: int, count: int, seed: int) -> None:
+        """seed: the run's. Raises ValueError if `numel` is not a positive multiple of SLICE_BLOCK."""
         if numel <= 0 or numel % SLICE_BLOCK:
             raise ValueError(f"{numel} elements are not a multiple of {SLICE_BLOCK}")
         self._blocks = numel // SLICE_BLOCK
-        self.count = slice_count(fraction)
+        self.count = count
         digest = hashlib.sha256(f"agora slices 1\0{seed}\0{numel}".encode()).digest()
         self._factor = int.from_bytes(digest[:8], "big") % self._blocks
         while math.gcd(self._factor, self._blocks) != 1:
@@ -70,17 +67,17 @@ def cut_into_parts(numel: int) -> list[slice]:
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
-def ownership_epoch(kind: str, number: int, slices: int) -> str:
+def ownership_epoch(number: int, slices: int) -> str:
     """Returns the label of the epoch that round `number` belongs to. Within an epoch a part keeps its owners.
 
-    An epoch is ROUNDS_PER_OWNER rounds of gradients, or of one slice. slices: the number of slices of a stage.
+    An epoch is ROUNDS_PER_OWNER rounds of gradients, or of one slice. slices: of the stage, 0 for gradients.
 
-    | kind | label |
+    | round | label |
     |---|---|
-    | gradient | number // ROUNDS_PER_OWNER |
-    | slice | (number % slices).(number // slices // ROUNDS_PER_OWNER) |
+    | of gradients | number // ROUNDS_PER_OWNER |
+    | of a slice | (number % slices).(number // slices // ROUNDS_PER_OWNER) |
     """
-    if kind == "gradient":
+    if not slices:
         return str(number // ROUNDS_PER_OWNER)
     return f"{number % slices}.{number // slices // ROUNDS_PER_OWNER}"
 

@@ -66,7 +66,7 @@ async def recall_failed_parts(rounds: RoundGroup, first_part: Part, result: Roun
                 mean = await rounds.reducer.recall_from(source, part, len(own), deadline)
                 if mean is not None and _is_plausible(rounds.reducer, part, own, mean):
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True
-                    result.wants_change[index] = mean.message.wants_change
+                    result.wanted[index] = mean.message.wanted_slices
                     if mean.message.in_mean:
                         result.weight = min(mean.message.weight, rounds.reducer.config.max_weight)
                     return

@@ -67,8 +67,8 @@ class ReducerView(Protocol):
     def check_part(self, part: Part) -> int:
         """Returns the number of elements of `part`; raises Refused or ProtocolError if it is not averaged now."""
 
-    def wants_change(self, part: Part) -> bool:
-        """Returns whether the part's stage should change from exact steps to local ones, or back, see step_kinds."""
+    def wanted_slices(self, part: Part) -> int:
+        """Returns in how many slices the part's stage should agree later, or EXACT; see step_kinds."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class PartReducer:
         If the part was averaged before, returns the kept mean, without the contribution. `counted` in the mean's
         message is whether the mean contains the contribution. Errors: see answer_contribution.
         """
-        part = Part(message.stage, message.what, message.round, message.part)
+        part = Part(message.stage, message.what, message.round, message.part, message.slices)
         numel = self._view.check_part(part)
         if message.weight > self.config.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
@@ -194,7 +194,7 @@ class PartReducer:
 
     def answer_recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
         """Returns the answer to Recall: the part's kept mean, or a message without tensors if none is kept here."""
-        part = Part(message.stage, message.what, message.round, message.part)
+        part = Part(message.stage, message.what, message.round, message.part, message.slices)
         kept = self._find_kept_mean(part)
         return (Recalled(0, 0, 0.0, "float32"), []) if kept is None else (kept.recalled(), list(kept.tensors))
 
@@ -338,7 +338,7 @@ class PartReducer:
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
         mean = self.averager.average(part, list(gathering.values.values()), weights, center)
         if mean is not None:
-            mean = replace(mean, message=replace(mean.message, wants_change=self._view.wants_change(part)))
+            mean = replace(mean, message=replace(mean.message, wanted_slices=self._view.wanted_slices(part)))
         self._close_gathering(part, gathering, mean)
 
     def _close_gathering(self, part: Part, gathering: _Gathering, mean: PartMean | None) -> None:

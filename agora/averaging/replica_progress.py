@@ -56,7 +56,12 @@ class ReplicaCounts(NamedTuple):
     agreed: int = 0  # steps it had taken at the last mean, of gradients or of a slice, that it has applied
     lineage: int = 0  # a digest of all means up to `agreed`, 0 when unknown
     start_step: int = 0  # steps of the state that it started with
-    is_slow: int = 0  # 1 if its uplink is too slow for gradients in the fewest bits, otherwise 0
+    carried: int = 0  # 1 + thousandths of a byte that its uplink carries for each value and step; 0: it is never full
+
+    @property
+    def bytes_carried(self) -> float:
+        """Bytes that its uplink carries for each value and step; infinite if it is never full."""
+        return (self.carried - 1) / 1000 if self.carried else math.inf
 
 
 @dataclass(frozen=True, slots=True)

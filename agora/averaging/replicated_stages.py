@@ -13,7 +13,7 @@ from agora_protocol.ids import PeerId, Span
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 from agora.stepping import StepPolicy
 
 
@@ -36,7 +36,7 @@ class ReplicatedStages(Protocol):
     def step_of(self, stage: int) -> int:
         """Returns how many optimizer steps the stage has taken."""
 
-    def local_steps(self, stage: int) -> LocalSteps:
+    def step_plan(self, stage: int) -> StepPlan:
         """Returns which steps of the stage are local; a change of it is part of what the stage has learnt."""
 
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
@@ -56,13 +56,13 @@ class ReplicatedStages(Protocol):
         blocks: NDArray[Any],
         snapshot: Tensor,
         averaged: tuple[Tensor, tuple[bool, ...]] | None,
-        is_change_wanted: bool,
+        wanted_slices: int,
     ) -> None:
         """Moves anchor and weights in `blocks` by a round's mean difference; does nothing if already done for `step`.
 
         step: the step after which the round was due. averaged: the mean difference, and for each part whether it was
         averaged. None means that there is no other replica: then the weights become the anchor. snapshot: the weights
-        that the round began with. is_change_wanted: whether all means of the round want an end of the local steps.
+        that the round began with. wanted_slices: in how many slices all means of the round want to agree later.
         """
 
     async def catch_up(self, stage: int, step: int) -> None:
@@ -80,12 +80,12 @@ class ReplicatedStages(Protocol):
         """
 
     async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, is_change_wanted: bool
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int
     ) -> None:
         """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
 
         Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
-        are. is_change_wanted: whether all means of the step want local steps soon, see step_kinds. Takes no step and
+        are. wanted_slices: in how many slices all means of the step want to agree later. Takes no step and
         raises LocalError if another step is next, ProtocolError for an unusable gradient.
         """
 

@@ -31,13 +31,13 @@ class KeptPartMean(NamedTuple):
     def recalled(self) -> Recalled:
         """Returns the message that answers Recall with this mean."""
         counts = self.message
-        return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire, counts.wants_change)
+        return Recalled(counts.in_mean, counts.contributors, counts.weight, counts.wire, counts.wanted_slices)
 
 
 def averaged_from(recalled: Recalled) -> Averaged:
     """Returns the owner's message about a mean that a member has sent as `recalled`: the reverse of recalled()."""
     numbers = recalled.in_mean, recalled.contributors, recalled.weight
-    return Averaged(*numbers, counted=True, wire=recalled.wire, wants_change=recalled.wants_change)
+    return Averaged(*numbers, counted=True, wire=recalled.wire, wanted_slices=recalled.wanted_slices)
 
 
 @dataclass(slots=True)

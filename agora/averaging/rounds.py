@@ -20,11 +20,12 @@ from torch import Tensor
 from agora.averaging.aggregate import PartMean
 from agora.averaging.contributions import Contribution
 from agora.averaging.part_averager import Part
-from agora.averaging.partition import Members, cut_into_parts
+from agora.averaging.partition import Members, Slices, cut_into_parts
 from agora.averaging.reducer import PartReducer
 from agora.calls import BROKEN
 from agora.clock import loop_time
 from agora.observe import events, faults
+from agora.step_kinds import EXACT
 
 FIRST_OWNER_FRACTION: Final = 0.6
 """Fraction of a round's remaining time for which a member waits for the first owner before it asks the second."""
@@ -42,7 +43,8 @@ class RoundResult:
 
     mean: float32 [n]; in a failed part, this replica's own values.
     averaged: for each part, whether it was averaged.
-    wants_change: for each part, whether its mean wants the stage to change its kind of steps, see step_kinds.
+    slices: how many the stage has in this round, EXACT for a gradient.
+    wanted: for each part, how many its owner wants later, see step_kinds; of a failed part the present number.
     contributors: average over all parts of the number of members that contributed in time, 0 for a failed part.
     lost: average over all parts of this peer's tokens that were too late for this round and the one before.
     weight: average over the averaged parts of the tokens behind their means, each at most RoundConfig.max_weight.
@@ -50,7 +52,8 @@ class RoundResult:
 
     mean: Tensor
     averaged: list[bool]
-    wants_change: list[bool]
+    slices: int
+    wanted: list[int]
     contributors: float = 0.0
     lost: float = 0.0
     weight: float = 0.0
@@ -61,15 +64,18 @@ class RoundResult:
         return self.averaged.count(False)
 
     @property
-    def is_change_wanted(self) -> bool:
-        """Whether the means of all parts want the stage to change its kind of steps; False without parts."""
-        return bool(self.wants_change) and all(self.wants_change)
+    def wanted_slices(self) -> int:
+        """The number of slices in which the stage is to agree later.
+
+        The present one, unless the means of all parts want others: then the largest of those.
+        """
+        return max(self.wanted) if self.wanted and self.slices not in self.wanted else self.slices
 
     @classmethod
-    def of_failed_parts(cls, own: Tensor) -> RoundResult:
+    def of_failed_parts(cls, own: Tensor, slices: int) -> RoundResult:
         """Returns the result of a round over `own`, float32 [n], in which every part has failed."""
-        failed = [False for _ in cut_into_parts(len(own))]
-        return cls(own, failed, list(failed))
+        parts = len(cut_into_parts(len(own)))
+        return cls(own, [False] * parts, slices, [slices] * parts)
 
 
 class RoundGroup(Protocol):
@@ -88,7 +94,12 @@ class RoundGroup(Protocol):
     def round_s(self, stage: int) -> float:
         """Returns the seconds that a round of the stage may take."""
 
-    async def run_round(self, stage: int, kind: str, number: int, values: Tensor, weight: float) -> RoundResult:
+    def slices(self, stage: int, number: int) -> Slices:
+        """Returns the slices of the stage, of which slice round `number` averages one."""
+
+    async def run_round(
+        self, stage: int, kind: str, number: int, values: Tensor, weight: float, slices: int = EXACT
+    ) -> RoundResult:
         """Averages `values` with those of the present members in one round and returns the result; see Round."""
 
 
@@ -109,6 +120,7 @@ class Round:
     weight: tokens behind the values; with 0 they do not enter the mean.
     members: this peer included, with bandwidths.
     deadline: loop time by which the round ends, whichever owners have answered.
+    slices: how many the stage has, EXACT for a gradient.
     """
 
     reducer: PartReducer
@@ -119,6 +131,7 @@ class Round:
     weight: float
     members: Members
     deadline: float
+    slices: int = EXACT
     _bytes_out: int = field(default=0, init=False)
     _unresponsive: set[PeerId] = field(default_factory=set, init=False)
     _free_calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPEN_PARTS), init=False)
@@ -133,9 +146,9 @@ class Round:
         parts = [values[cut] for cut in cut_into_parts(len(values))]
         answers = await asyncio.gather(*(self._average_part(*part) for part in enumerate(parts)))
         means = [own if answer is None else answer.mean.values for answer, own in zip(answers, parts, strict=True)]
-        wants_change = [answer is not None and answer.mean.message.wants_change for answer in answers]
+        wanted = [self.slices if answer is None else answer.mean.message.wanted_slices for answer in answers]
         averaged = [answer is not None for answer in answers]
-        result = RoundResult(torch.cat([*means, values[:0]]), averaged, wants_change)
+        result = RoundResult(torch.cat([*means, values[:0]]), averaged, self.slices, wanted)
         _set_statistics(result, [answer for answer in answers if answer is not None], self.reducer.config.max_weight)
         self.report(
             events.RoundDone(
@@ -167,7 +180,7 @@ class Round:
         | does not come | the second owner is asked; no other part of this round waits for this owner |
         | has no other contributor, although there are other members | the part fails |
         """
-        part = Part(self.stage, self.kind, self.number, index)
+        part = Part(self.stage, self.kind, self.number, index, self.slices)
         averager, config = self.reducer.averager, self.reducer.config
         async with self._free_calls:
             scale = faults.say("averaging.scale", 1.0)
@@ -192,7 +205,7 @@ class Round:
                 lost = averager.contributions.record_outcome(part, contribution, mean.message.counted)
                 return _PartAnswer(mean, lost)
         averager.contributions.record_outcome(part, contribution, None)
-        self.report(events.PartFailed(*part, "; ".join(reasons)[:500]))
+        self.report(events.PartFailed(*part[:4], "; ".join(reasons)[:500]))
         return None
 
     async def _send_to_owner(self, part: Part, owner: PeerId, is_second: bool, contribution: Contribution) -> PartMean:

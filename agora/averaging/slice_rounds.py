@@ -3,9 +3,9 @@
 Knows: rounds, their slices, which rounds are running. Must not know: whether to begin one now (next_action),
 optimizers, the view.
 
-Round r begins after local step r * every, over slice r mod count. Its mean difference moves anchor and weights
-(train.outer_step). Up to MAX_RUNNING_SLICE_ROUNDS rounds run while training goes on; their means are applied in the
-order of their numbers. A failed part whose mean no replica keeps changes nothing: the slice's next round averages
+Round r begins after local step r * every, over slice r mod the number of slices. Its mean difference moves anchor and
+weights (train.outer_step). Up to MAX_RUNNING_SLICE_ROUNDS rounds run while training goes on; their means are applied in
+the order of their numbers. A failed part whose mean no replica keeps changes nothing: the slice's next round averages
 that difference.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agora.averaging.background_tasks import start_reported
 from agora.averaging.part_averager import Part
-from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, Slices, cut_into_parts
+from agora.averaging.partition import MAX_RUNNING_SLICE_ROUNDS, cut_into_parts
 from agora.averaging.recall import recall_failed_parts, recall_repeatedly
 from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundGroup, RoundResult
@@ -35,26 +35,25 @@ class SliceRounds:
     def __init__(
         self,
         stage: int,
-        slices: Slices,
         every: int,
+        most_slices: int,
         stages: ReplicatedStages,
         rounds: RoundGroup,
         report: events.Report,
     ) -> None:
-        """every: optimizer steps from one round to the next."""
+        """every: optimizer steps from one round to the next. most_slices: how many the stage may have."""
         self._stage = stage
-        self._slices = slices
         self._every = every
         self._stages = stages
         self._rounds = rounds
         self._report = report
-        self._step_tokens: deque[int] = deque(maxlen=slices.count * every)
+        self._step_tokens: deque[int] = deque(maxlen=most_slices * every)
         self._last_begun = -1
         self._last_contributed = -1
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def record_local_step(self, tokens: int) -> None:
-        """Records the tokens of a local step; a round's weight is the sum over the last slices.count * every steps."""
+        """Records the tokens of a local step; a round's weight is the sum over the last slices * every steps."""
         self._step_tokens.append(tokens)
 
     def next_due(self, step: int, agreed: int) -> int | None:
@@ -64,8 +63,10 @@ class SliceRounds:
         time, and never two of one slice.
         """
         number = max(self._last_begun, agreed // self._every) + 1
-        may_begin = len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, self._slices.count)
-        return number if number <= step // self._every and may_begin else None
+        if number > step // self._every:
+            return None
+        may_begin = len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, self._rounds.slices(self._stage, number).count)
+        return number if may_begin else None
 
     def begin(self, number: int, step: int) -> None:
         """Starts round `number` as a background task, and reports an error in it as TaskFailed.
@@ -99,52 +100,52 @@ class SliceRounds:
         nothing is averaged: the weights become the anchor. Does nothing if the local steps are over by now.
         rounds_late: how many later rounds are due already.
         """
-        blocks = self._slices.blocks(number)
+        slices = self._rounds.slices(self._stage, number)
+        blocks = slices.blocks(number)
         found = await self._stages.difference_to_anchor(self._stage, blocks)
         if found is None:
             return
         difference, snapshot = found
         result = None
         if len(self._rounds.members(self._stage)) > 1:
-            result = await self._average(number, difference, rounds_late)
+            result = await self._average(number, slices.count, difference, rounds_late)
         if previous is not None:
             await asyncio.wait([previous])
         averaged = None if result is None else (result.mean, tuple(result.averaged))
-        is_change_wanted = result is not None and result.is_change_wanted
-        step = number * self._every
-        await self._stages.step_anchor(self._stage, step, blocks, snapshot, averaged, is_change_wanted)
+        wanted = slices.count if result is None else result.wanted_slices
+        await self._stages.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
 
-    async def _average(self, number: int, difference: Tensor, rounds_late: int) -> RoundResult:
+    async def _average(self, number: int, slices: int, difference: Tensor, rounds_late: int) -> RoundResult:
         """Averages `difference` with those of the other members in slice round `number`; failed parts have the mean 0.
+
+        slices: how many the stage has.
 
         | rounds_late | the means come from |
         |---|---|
         | below RECALL_FIRST | the round; for failed parts, replicas that keep their means |
         | RECALL_FIRST or more | replicas that keep them; if a part is missing then, as above |
-        | slices.count or more, and contributions wait here | as for RECALL_FIRST or more |
-        | slices.count or more otherwise | replicas that keep them, which are asked once |
+        | `slices` or more, and contributions wait here | as for RECALL_FIRST or more |
+        | `slices` or more otherwise | replicas that keep them, which are asked once |
 
         The waiting contributions show which rounds the others are in: without that, replicas that are all late might
         take part in different rounds forever. A round that was cancelled before is not repeated, see `stop`: its means
         come from replicas only. Those of failed parts are not asked for again once the slice's next round is due.
         """
-        first_part = Part(self._stage, "slice", number, 0)
+        first_part = Part(self._stage, "slice", number, 0, slices)
         cuts = cut_into_parts(len(difference))
-        result = RoundResult.of_failed_parts(difference.clone())
-        is_superseded = rounds_late >= self._slices.count and not self._rounds.reducer.has_waiting_contributions(
-            first_part
-        )
-        if rounds_late >= min(RECALL_FIRST, self._slices.count):
+        result = RoundResult.of_failed_parts(difference.clone(), slices)
+        is_superseded = rounds_late >= slices and not self._rounds.reducer.has_waiting_contributions(first_part)
+        if rounds_late >= min(RECALL_FIRST, slices):
             await recall_failed_parts(self._rounds, first_part, result)
         if result.failed_parts and number > self._last_contributed and not is_superseded:
-            weight = float(sum(self._step_tokens))
+            weight = float(sum(list(self._step_tokens)[-slices * self._every :]))
             recalled = result
-            result = await self._rounds.run_round(self._stage, "slice", number, difference, weight)
+            result = await self._rounds.run_round(self._stage, "slice", number, difference, weight, slices)
             for index, cut in enumerate(cuts):
                 if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
                     result.mean[cut] = recalled.mean[cut]
-                    result.averaged[index], result.wants_change[index] = True, recalled.wants_change[index]
-        is_slice_due = self._stages.step_of(self._stage) // self._every - number >= self._slices.count
+                    result.averaged[index], result.wanted[index] = True, recalled.wanted[index]
+        is_slice_due = self._stages.step_of(self._stage) // self._every - number >= slices
         if result.failed_parts and not is_slice_due:
             await recall_repeatedly(self._rounds, first_part, result)
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):

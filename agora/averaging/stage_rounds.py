@@ -26,6 +26,7 @@ from agora.averaging.rounds import Round, RoundResult
 from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import events
+from agora.step_kinds import EXACT, ReplicaUplink
 
 MAX_ROUNDS_APART: Final = 2
 """An owner refuses a part more than this many gradient rounds, or passes over all slices, away from its own round."""
@@ -56,13 +57,11 @@ class StageRounds:
         """meters: by stage, the measured durations of its steps and this replica's rate."""
         manifest = signed.manifest
         self.reducer = PartReducer(RoundConfig.from_manifest(signed, me), caller, self)
-        self.slices = {
-            stage: Slices(stages.layout(stage).numel, manifest.averaging.fraction, manifest.seed)
-            for stage in stages.span.stages
-        }
+        self._slices: dict[tuple[int, int], Slices] = {}
+        self._seed = manifest.seed
+        self._change_rule = step_kinds.ChangeRule.from_manifest(manifest)
         self._me = me
         self._synchronous = manifest.schedule.kind == "synchronous"
-        self._may_change = step_kinds.may_change(manifest)
         self._every = manifest.averaging.every
         self._manifest_round_s = manifest.averaging.round_s
         self._stages = stages
@@ -87,7 +86,7 @@ class StageRounds:
         listed, known = self._listing.replicas_in_view(stage), self._gossip.known_progress(stage)
         step = self._stages.step_of(stage)
         others = replica_progress.round_members(known, self._gossip.others_in_view(stage), loop_time())
-        if not self._stages.local_steps(stage).has(step) and not self._synchronous:
+        if not self._stages.step_plan(stage).is_local(step) and not self._synchronous:
             others -= replica_progress.lagging_replicas(known, others, step)
         new = replica_progress.newcomers(known, others, step)
         if self._start_steps[stage] > step - replica_progress.NEWCOMER_STEPS >= 0:
@@ -123,47 +122,56 @@ class StageRounds:
         """Checks that `part` can be averaged here now, and returns its number of elements.
 
         Raises ProtocolError if no stage here has such a part, Refused if its round is too far from this peer's. For a
-        gradient of a local step, and a slice after an exact one, raises Refused if the stage may change between them.
+        part of another number of slices than the stage has at that step, raises Refused if that number may change.
         """
-        if part.stage not in self.slices:
-            raise ProtocolError("bad-message", f"stage {part.stage} is not averaged here")
-        is_gradient, slices = part.kind == "gradient", self.slices[part.stage]
-        numel = self._stages.layout(part.stage).numel if is_gradient else slices.numel_of(part.round)
+        if part.stage not in self._stages.span or (part.kind == "gradient") != (part.slices == EXACT):
+            raise ProtocolError("bad-message", f"no {part.kind} of {part.slices} slices is averaged in {part.stage}")
+        is_gradient = part.kind == "gradient"
+        averaged_step = part.round if is_gradient else part.round * self._every - 1
+        if self._stages.step_plan(part.stage).slices_at(averaged_step) != part.slices:
+            problem = f"stage {part.stage} averages no {part.kind} {part.round} here"
+            raise Refused(problem) if self._change_rule.may_change else ProtocolError("bad-message", problem)
+        slices = None if is_gradient else self.slices(part.stage, part.round)
+        numel = self._stages.layout(part.stage).numel if slices is None else slices.numel_of(part.round)
         cuts = cut_into_parts(numel)
         if part.position >= len(cuts):
             raise ProtocolError("bad-message", f"round {part.round} has {len(cuts)} parts, not {part.position + 1}")
-        averaged_step = part.round if is_gradient else part.round * self._every - 1
-        if self._stages.local_steps(part.stage).has(averaged_step) == is_gradient:
-            problem = f"stage {part.stage} averages no {part.kind} {part.round} here"
-            raise Refused(problem) if self._may_change else ProtocolError("bad-message", problem)
         step = self._stages.step_of(part.stage)
         own_number = step if is_gradient else step // self._every
-        if abs(part.round - own_number) > (MAX_ROUNDS_APART if is_gradient else MAX_ROUNDS_APART * slices.count):
+        if abs(part.round - own_number) > MAX_ROUNDS_APART * max(part.slices, 1):
             raise Refused(f"round {part.round} is too far from this peer's round {own_number}")
         return len(range(numel)[cuts[part.position]])
 
-    async def run_round(self, stage: int, kind: str, number: int, values: Tensor, weight: float) -> RoundResult:
+    def slices(self, stage: int, number: int) -> Slices:
+        """Returns the slices of the stage, of which slice round `number` averages one."""
+        count = self._stages.step_plan(stage).slices_at(number * self._every - 1)
+        if (stage, count) not in self._slices:
+            self._slices[stage, count] = Slices(self._stages.layout(stage).numel, count, self._seed)
+        return self._slices[stage, count]
+
+    async def run_round(
+        self, stage: int, kind: str, number: int, values: Tensor, weight: float, slices: int = EXACT
+    ) -> RoundResult:
         """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
         deadline = loop_time() + self.round_s(stage)
-        members = self.members(stage)
-        return await Round(self.reducer, self._report, stage, kind, number, weight, members, deadline).run(values)
+        who = self.reducer, self._report, stage, kind, number, weight, self.members(stage)
+        return await Round(*who, deadline, slices).run(values)
 
     # --- exact or local steps
 
-    def wants_change(self, part: Part) -> bool:
-        """Returns whether the part's stage should change from exact steps to local ones, or back, see step_kinds."""
-        return self._may_change and self.change_wanted(part.stage, is_local=part.kind == "slice")[0]
+    def wanted_slices(self, part: Part) -> int:
+        """Returns in how many slices the part's stage should agree later, or EXACT; see step_kinds."""
+        if not self._change_rule.may_change:
+            return part.slices
+        return self.explain_slices(part.stage, part.slices)[0]
 
-    def change_wanted(self, stage: int, *, is_local: bool) -> tuple[bool, str]:
-        """Returns step_kinds.wants_change for a stage, by what its live replicas have reported, with its reason.
+    def explain_slices(self, stage: int, present: int) -> tuple[int, str]:
+        """Returns step_kinds.wanted_slices for a stage, by what its live replicas have reported, with its reason.
 
-        is_local: whether the stage takes local steps now.
+        present: the number of slices that the stage has now, or EXACT.
         """
         known, listed = self._gossip.known_progress(stage), self._gossip.others_in_view(stage)
         live = replica_progress.live_replicas(known, listed, loop_time())
-        rates = {peer: progress.direct.rate.per_second for peer, progress in live.items()}
-        slow = {peer for peer, progress in live.items() if progress.counts.is_slow}
-        rates[self._me] = self._meters[stage].rate.per_second
-        if self._gossip.own_counts(stage).is_slow:
-            slow.add(self._me)
-        return step_kinds.wants_change(is_local, rates, slow)
+        uplinks = [ReplicaUplink(each.direct.rate.per_second, each.counts.bytes_carried) for each in live.values()]
+        uplinks.append(ReplicaUplink(self._meters[stage].rate.per_second, self._gossip.own_counts(stage).bytes_carried))
+        return step_kinds.wanted_slices(present, uplinks, self._change_rule.most_slices)

@@ -14,7 +14,7 @@ from agora_protocol.ids import PeerId, Span
 from agora.averaging.next_action import ActionConfig
 from agora.averaging.plausible_steps import JOIN_S, LEAD, LOCAL_LEAD, OwnPace
 from agora.clock import loop_time, slept_s
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 from agora.swarm.conduct import Offence, ReportOffence
 
 
@@ -28,7 +28,7 @@ class StagesWithSteps(Protocol):
     def step_of(self, stage: int) -> int:
         """Returns how many optimizer steps a stage has taken."""
 
-    def local_steps(self, stage: int) -> LocalSteps:
+    def step_plan(self, stage: int) -> StepPlan:
         """Returns which steps of a stage are local."""
 
 
@@ -69,7 +69,7 @@ class StepBounds:
         step = self._stages.step_of(stage)
         pace = self._paces[stage].with_step(step, now, self._step_s(stage), self._furthest_step(stage))
         self._paces[stage] = pace
-        lead = LOCAL_LEAD if self._stages.local_steps(stage).has(step) else LEAD
+        lead = LOCAL_LEAD if self._stages.step_plan(stage).is_local(step) else LEAD
         return pace.highest_plausible_step(now, self._config.target_tokens, lead)
 
     def is_plausible(self, stage: int, step: int) -> bool:

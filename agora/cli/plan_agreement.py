@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
 from agora import step_kinds
@@ -98,24 +98,25 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
         return f"{sentence}."
     slowest = min(too_slow, key=lambda place: plan.assignments[place].machine.upload)
     name, reason = plan.assignments[slowest].machine.name, wires[slowest].reason
-    sentence += f"; {len(too_slow)} upload too slowly, {_consequence(manifest, plan, too_slow)}"
+    sentence += f"; {len(too_slow)} upload too slowly, {_consequence(manifest, plan, wires)}"
     return f"{sentence}; {name} {reason}."
 
 
-def _consequence(manifest: Manifest, plan: Plan, too_slow: list[int]) -> str:
-    """Returns what follows from uploads that carry no gradients. too_slow: their machines' places in the plan."""
-    if not step_kinds.may_change(manifest):
+def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire]) -> str:
+    """Returns what follows from uploads that carry no gradients. wires: by the machine's place in the plan."""
+    rule = step_kinds.ChangeRule.from_manifest(manifest)
+    if not rule.may_change:
         return "so that steps last longer: local steps (averaging.exact_steps = 0) need a twentieth"
-    slow = {PeerId(str(place)) for place in too_slow}
     local = []
     for stage in range(manifest.stage_count):
-        shares = {
-            PeerId(str(place)): assignment.share
+        uplinks = [
+            step_kinds.ReplicaUplink(assignment.share, wires[place].carried)
             for place, assignment in enumerate(plan.assignments)
-            if assignment.span is not None and stage in assignment.span
-        }
-        if len(shares) > 1 and step_kinds.wants_change(False, shares, slow)[0]:
-            local.append(str(stage))
+            if assignment.span is not None and stage in assignment.span and place in wires
+        ]
+        slices, _ = step_kinds.wanted_slices(step_kinds.EXACT, uplinks, rule.most_slices)
+        if slices != step_kinds.EXACT:
+            local.append(f"stage {stage} in {slices} slices")
     if not local:
         return "so that their gradients come late and are lost in part"
-    return f"so that stage{'s' if len(local) > 1 else ''} {', '.join(local)} will take local steps"
+    return f"so that local steps will be taken: {', '.join(local)}"

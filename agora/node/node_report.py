@@ -25,7 +25,7 @@ from agora.swarm.status import RunIdentity, SampleReport, build_status
 from agora.swarm.view import View, merge
 
 if TYPE_CHECKING:
-    from agora.train.trained_stage import StageProgress
+    from agora.train.stage_progress import StageProgress
 
 RATE_WINDOW_S = 15.0
 """Seconds over which tokens per second are averaged."""
@@ -150,7 +150,7 @@ def notes_of(report: NodeReport) -> list[str]:
     for stage, steps in span.behind.items():
         if steps >= MIN_BEHIND:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
-    local_stages = {stage.stage for stage in span.stages if stage.local.has(stage.step)}
+    local_stages = {stage.stage for stage in span.stages if stage.plan.is_local(stage.step)}
     for stage in sorted(local_stages):
         notes.append(f"stage {stage} takes {span.agreement.get(stage, 'local steps')}")
     if span.gradient_wire.is_limited and len(local_stages) < len(span.stages):

@@ -24,7 +24,7 @@ from agora.observe.replica_events import RoundDone as RoundDone
 from agora.observe.replica_events import StageDiverged as StageDiverged
 from agora.observe.replica_events import StageFellBehind as StageFellBehind
 from agora.observe.replica_events import StateFetched as StateFetched
-from agora.observe.replica_events import StepKindChanged as StepKindChanged
+from agora.observe.replica_events import StepPlanChanged as StepPlanChanged
 
 
 class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):

@@ -31,12 +31,18 @@ class GradientWireChosen(Event, level="info", template="gradients are sent as {r
     reason: str
 
 
-class StepKindChanged(Event, level="info", template="stage {stage}: local steps from step {first} to {end}: {reason}"):
-    """Event: a stage's replicas have decided when its steps are local: from `first` to before `end`; see step_kinds."""
+class StepPlanChanged(
+    Event, level="info", template="stage {stage}: {slices} slices, from step {change_at} on {later_slices}: {reason}"
+):
+    """Event: a stage's replicas have decided to agree in another number of slices from step `change_at` on.
+
+    0 slices stand for exact steps, along mean gradients; any other number for local steps. See step_kinds.
+    """
 
     stage: int
-    first: int  # 1,000,000,000 for none
-    end: int  # 1,000,000,000 while it is not known
+    change_at: int
+    slices: int  # before that step
+    later_slices: int  # from that step on
     reason: str
 
 

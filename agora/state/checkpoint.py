@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 
 from agora.state.files import FileDigest, fresh_path, put_in_place, write_file, write_tensors
 from agora.state.layout import Layout, StageState
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, EXACT, StepPlan
 
 WEIGHTS: Final = "weights.safetensors"
 MOMENTS: Final = "moments.safetensors"
@@ -51,7 +51,7 @@ class CheckpointError(LocalError):
 class _CheckpointIndex(BaseModel):
     """The content of checkpoint.json. Unknown keys in the file are ignored: earlier versions wrote more keys.
 
-    files: file name -> size and SHA-256. local_first, local_end: as in LocalSteps. The others are as in StageState.
+    files: file name -> size and SHA-256. slices to later_slices: as in StepPlan. The others are as in StageState.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
@@ -63,8 +63,9 @@ class _CheckpointIndex(BaseModel):
     tokens_total: int = Field(ge=0)
     agreed: int = Field(ge=0)
     lineage: int = Field(ge=0, lt=2**32)
-    local_first: int = Field(default=ALL_STEPS, ge=0)
-    local_end: int = Field(default=ALL_STEPS, ge=0)
+    slices: int = Field(default=EXACT, ge=0)
+    change_at: int = Field(default=ALL_STEPS, ge=0)
+    later_slices: int = Field(default=EXACT, ge=0)
     files: dict[str, FileDigest]
 
 
@@ -82,7 +83,7 @@ class Checkpoint:
     tokens_total: int
     agreed: int
     lineage: int
-    local: LocalSteps = NO_LOCAL_STEPS
+    plan: StepPlan = ALL_EXACT
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
@@ -109,7 +110,7 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
             os.rename(old, trash)  # rename before removing, so that no reader ever finds half of one
             shutil.rmtree(trash, ignore_errors=True)
     numbers = state.step, state.updates, state.tokens_total, state.agreed, state.lineage
-    return Checkpoint(path, state.stage, *numbers, state.local)
+    return Checkpoint(path, state.stage, *numbers, state.plan)
 
 
 def newest_checkpoint(
@@ -149,7 +150,7 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
                 f"found {actual.sha256} of {actual.size}."
             )
     numbers = index.step, index.updates, index.tokens_total, index.agreed, index.lineage
-    return Checkpoint(path, index.stage, *numbers, LocalSteps(index.local_first, index.local_end))
+    return Checkpoint(path, index.stage, *numbers, StepPlan(index.slices, index.change_at, index.later_slices))
 
 
 def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
@@ -158,7 +159,7 @@ def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
     exact_layout: of the stage during exact steps. Raises CheckpointError when the files cannot be read or do not fit
     the stage.
     """
-    layout = exact_layout.at_step(checkpoint.step, checkpoint.local)
+    layout = exact_layout.at_step(checkpoint.step, checkpoint.plan)
     moments: dict[str, dict[str, NDArray[np.float32]]] = {moment.name: {} for moment in layout.moments}
     for name, tensor in _read_tensors(checkpoint.path / MOMENTS).items():
         moment_name, _, tensor_name = name.partition(".")
@@ -176,7 +177,7 @@ def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
             {moment.name: layout.of_moment(moment).flatten(moments[moment.name]) for moment in layout.moments},
             checkpoint.agreed,
             checkpoint.lineage,
-            checkpoint.local,
+            checkpoint.plan,
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit stage {checkpoint.stage}: {error}.") from error
@@ -213,8 +214,7 @@ def _write_files(parent: Path, run: str, state: StageState) -> Path:
         tokens_total=state.tokens_total,
         agreed=state.agreed,
         lineage=state.lineage,
-        local_first=state.local.first,
-        local_end=state.local.end,
+        **state.plan._asdict(),
         files={
             WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.views(state.weights), metadata),
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),

@@ -20,7 +20,7 @@ import numpy as np
 from agora_protocol.limits import SLICE_BLOCK, STATE_CHUNK_BYTES
 from numpy.typing import NDArray
 
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, StepPlan
 
 Flat = NDArray[np.float32]
 """float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has."""
@@ -43,7 +43,7 @@ class StageState:
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
     agreed: the last step whose mean over all replicas is in the state.
     lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.lineage.
-    local: which steps of the stage are local. If step `step` is, `layout` has the moments ANCHOR and VELOCITY.
+    plan: which steps of the stage are local. If step `step` is, `layout` has the moments ANCHOR and VELOCITY.
     """
 
     stage: int
@@ -55,7 +55,7 @@ class StageState:
     moments: Mapping[str, Flat]
     agreed: int = 0
     lineage: int = 0
-    local: LocalSteps = NO_LOCAL_STEPS
+    plan: StepPlan = ALL_EXACT
 
     @property
     def averaged_weights(self) -> Flat:
@@ -156,12 +156,12 @@ class Layout:
         slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
         return Layout(moment.numel, [replace(slot, offset=moment.array_range(slot.elements).start) for slot in slots])
 
-    def at_step(self, step: int, local: LocalSteps) -> Layout:
+    def at_step(self, step: int, plan: StepPlan) -> Layout:
         """Returns the layout of a state that has taken `step` steps: with ANCHOR and VELOCITY if step `step` is local.
 
         self: the stage's layout during exact steps.
         """
-        if not local.has(step):
+        if not plan.is_local(step):
             return self
         everything = [slice(0, self.numel)]
         return replace(self, moments=(*self.moments, MomentSpec(ANCHOR, everything), MomentSpec(VELOCITY, everything)))

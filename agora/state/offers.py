@@ -16,7 +16,7 @@ from agora_protocol.messages import Chunk, StateIndex
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chunk
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 
 
 class CorruptStateError(ProtocolError):
@@ -26,8 +26,8 @@ class CorruptStateError(ProtocolError):
     """
 
 
-MixingKey = tuple[int, int, int, int, int]
-"""(agreed step, lineage, step or 0, local steps): chunks of snapshots with equal keys may be mixed in one state."""
+MixingKey = tuple[int, int, int, int, int, int]
+"""(agreed step, lineage, step or 0, step plan): chunks of snapshots with equal keys may be mixed in one state."""
 
 
 def mixing_key(index: StateIndex) -> MixingKey:
@@ -36,7 +36,12 @@ def mixing_key(index: StateIndex) -> MixingKey:
     Replicas of one lineage have applied the same means up to the step `agreed`; each may have taken local steps since.
     """
     step = 0 if index.lineage else index.step
-    return index.agreed, index.lineage, step, index.local_first, index.local_end
+    return index.agreed, index.lineage, step, *plan_of(index)
+
+
+def plan_of(index: StateIndex) -> StepPlan:
+    """Returns the step plan of a snapshot's stage."""
+    return StepPlan(index.slices, index.change_at, index.later_slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +64,6 @@ class Offer:
         """The snapshot's mixing key, see the function `mixing_key`."""
         return mixing_key(self.index)
 
-    @property
-    def local(self) -> LocalSteps:
-        """Which steps of the stage are local."""
-        return LocalSteps(self.index.local_first, self.index.local_end)
-
 
 def milliseconds_until(moment: float) -> int:
     """Returns the whole milliseconds from now until `moment` (loop time), at least 1 and at most MAX_DEADLINE_MS.
@@ -85,7 +85,7 @@ def check_offer(reply: Reply, exact_layout: Layout) -> Offer:
         raise CorruptStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
     if index.size == 0:
         raise Refused("has no snapshot of this stage to give")
-    layout = exact_layout.at_step(index.step, LocalSteps(index.local_first, index.local_end))
+    layout = exact_layout.at_step(index.step, plan_of(index))
     if index.size != layout.nbytes:
         raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
     if index.updates > index.step:

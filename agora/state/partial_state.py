@@ -15,7 +15,7 @@ from agora_protocol.messages import StateIndex
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.layout import Flat, Layout, StageState
 from agora.state.offers import mixing_key
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,6 @@ class PartialState:
         """
         indexes = [arrived.index for arrived in self.arrived.values()]
         step, updates = min(index.step for index in indexes), min(index.updates for index in indexes)
-        ((agreed, lineage, _, *local),) = {mixing_key(index) for index in indexes}
+        ((agreed, lineage, _, *plan),) = {mixing_key(index) for index in indexes}
         arrays = self.layout, self._weights, self._moments
-        return StageState(stage, step, updates, 0, *arrays, agreed, lineage, LocalSteps(*local))
+        return StageState(stage, step, updates, 0, *arrays, agreed, lineage, StepPlan(*plan))

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from agora_protocol.errors import Busy, ProtocolError, Refused
-from agora_protocol.manifest import ALL_STEPS
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 from agora_protocol.tensors import WireTensor
 
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
+from agora.step_kinds import ALL_EXACT
 
 RETRY_MS: Final = 1000
 FRESH_S: Final = 30.0
@@ -76,11 +76,11 @@ class SnapshotServer:
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
         if snapshot is None:
-            return Reply(StateIndex(b"", 0, 0, 0, 0, ALL_STEPS, ALL_STEPS, 0))
+            return Reply(StateIndex(b"", 0, 0, 0, 0, *ALL_EXACT, 0))
         snapshot.last_used = loop_time()
         state = snapshot.state
         hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
-        counts = state.step, state.updates, state.agreed, state.lineage, state.local.first, state.local.end
+        counts = state.step, state.updates, state.agreed, state.lineage, *state.plan
         return Reply(StateIndex(snapshot.digest, *counts, state.layout.nbytes), [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:

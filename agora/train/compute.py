@@ -21,7 +21,7 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_all_finite
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import EXACT, StepPlan
 from agora.stepping import SpanResult, StepEvent, StepPolicy
 from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, device_errors, work_clock_of
 from agora.train.gradient_norms import GradientNormBound
@@ -29,9 +29,9 @@ from agora.train.gradient_sum import GradientShare
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.stage_progress import StageProgress
 from agora.train.stage_replica import AveragedSlice, Blocks
 from agora.train.step_events import StepEvents
-from agora.train.trained_stage import StageProgress
 from agora.train.weight_versions import LIMIT_FACTOR, StashedForward
 
 T = TypeVar("T")
@@ -246,9 +246,9 @@ class Compute:
         """Returns how many optimizer steps `stage` has taken. Raises NotMyStage for a stage outside the span."""
         return self.trainer.stage(stage).progress.step
 
-    def local_steps(self, stage: int) -> LocalSteps:
+    def step_plan(self, stage: int) -> StepPlan:
         """Returns which steps of `stage` are local. Raises NotMyStage for a stage outside the span."""
-        return self.trainer.stage(stage).progress.local
+        return self.trainer.stage(stage).progress.plan
 
     def step_events(self) -> AsyncIterator[StepEvent]:
         """Yields an event for every step and closed share of the span's stages, in order; never ends.
@@ -303,14 +303,14 @@ class Compute:
         blocks: Blocks,
         snapshot: Tensor,
         averaged: AveragedSlice | None,
-        is_change_wanted: bool = False,
+        wanted_slices: int = EXACT,
     ) -> None:
         """Moves the stage's anchor and weights in `blocks` by the result of the averaging round of step `step`.
 
         Does nothing if a result of this or a later step was applied before. Arguments: see StageReplica.step_anchor.
         """
         function = self.trainer.stage(stage).step_anchor
-        await self._run_and_step(function, step, blocks, snapshot, averaged, is_change_wanted)
+        await self._run_and_step(function, step, blocks, snapshot, averaged, wanted_slices)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """Raises a stage's step count to `step`, that of its other replicas, if it is behind and has no closed share.
@@ -327,16 +327,16 @@ class Compute:
         return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
     async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, is_change_wanted: bool = False
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = EXACT
     ) -> None:
         """Takes step `step`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
 
-        Drops this replica's closed share of this step. With 0 tokens the step is only counted. is_change_wanted: see
+        Drops this replica's closed share of this step. With 0 tokens the step is only counted. wanted_slices: see
         TrainedStage. Raises LocalError when another step is the next one, ProtocolError for a gradient that cannot be
         used; the step can then be taken along another gradient.
         """
         function = self.trainer.stage(stage).step_with_gradient
-        await self._run_and_step(function, step, mean_gradient, tokens, is_change_wanted)
+        await self._run_and_step(function, step, mean_gradient, tokens, wanted_slices)
 
     async def export_state(self, stage: int) -> StageState:
         """Returns a copy, on the CPU, of the stage's weights and moments after its last step, without gradients."""

@@ -68,13 +68,15 @@ class MuonMatrices:
             size = max(BATCH_ELEMENTS // (rows * columns), 1)
             self._batches += [slots[first : first + size] for first in range(0, len(slots), size)]
 
-    def step(self, weights: Tensor, gradient: Tensor, rate: float) -> None:
+    def step(self, weights: Tensor, gradient: Tensor, rate: float, *, keeps_mean: bool = False) -> None:
         """Changes the hidden matrices in `weights` [numel], and the mean, in place by one step at learning rate `rate`.
 
         gradient: [numel]; overwritten in the elements of hidden matrices. Elements of other tensors do not change.
+        keeps_mean: whether the mean stays as it was before the step.
         """
         for elements in self._ranges:
-            with self._place.on_device(self._mean[elements]) as (mean,):
+            held = self._mean[elements].clone() if keeps_mean else self._mean[elements]
+            with self._place.on_device(held) as (mean,):
                 mean.lerp_(gradient[elements], 1.0 - self._momentum)
                 gradient[elements].lerp_(mean, self._momentum)
             weights[elements].mul_(1.0 - rate * self._weight_decay)

@@ -158,9 +158,26 @@ class StageOptimizer:
         norm = float(torch.linalg.vector_norm(gradient)) / tokens
         if not math.isfinite(norm):
             return None
-        scale = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
-        gradient.mul_(scale / tokens)
+        gradient.mul_(self._clip_factor(norm) / tokens)
         return StepResult(self.update(weights, gradient, step), norm)
+
+    @torch.no_grad()
+    def preview(self, weights: Tensor, gradient: Tensor, step: int) -> None:
+        """Changes `weights` [numel] in place as step `step` along `gradient`, a finite mean, would; no moment changes.
+
+        Overwrites `gradient`. Not for adamw8bit.
+        """
+        gradient.mul_(self._clip_factor(float(torch.linalg.vector_norm(gradient))))
+        rate = learning_rate(step, self.section)
+        for part in self._parts:
+            UPDATES[self.section.name](part.copy(), weights[part.elements], gradient[part.elements], rate)
+        if self._muon:
+            self._muon.step(weights, gradient, rate, keeps_mean=True)
+        torch.autograd.graph.increment_version(weights)
+
+    def _clip_factor(self, norm: float) -> float:
+        """Returns the factor that clips a mean gradient of this norm; 1 if it is not clipped."""
+        return min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
 
     @torch.no_grad()
     def update(self, weights: Tensor, gradient: Tensor, step: int) -> float:
@@ -295,6 +312,11 @@ class _WeightPart:
         # The fused kernel needs its step count on the device; nadam's scalars stay on the CPU, as in torch's class.
         step = torch.zeros((), device="cpu" if section.name == "nadam" else place.device)
         return cls(part, place, mean, square, step, torch.ones(()), {**options, "maximize": False})
+
+    def copy(self) -> _WeightPart:
+        """Returns a copy of the state, for a step that must not change it."""
+        state = {name: getattr(self, name).clone() for name in ("mean", "square", "step", "momentum")}
+        return replace(self, **state)
 
 
 def _update_adamw(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:

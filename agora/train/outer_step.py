@@ -3,7 +3,8 @@
 Knows: flat weights, which blocks a slice has. Must not know: rounds, replicas, how a mean difference is computed.
 
 A round over a slice gives each replica the mean a of anchor - s over the replicas, the same bytes at all of them; s is
-a replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum):
+a replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum), and a momentum that is
+the manifest's outer_momentum for each step that a pass over all slices takes:
 
     v = momentum * v + a
     new = anchor - rate * (a + momentum * v)
@@ -16,6 +17,7 @@ Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512), without its overl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from agora_protocol.errors import ProtocolError
@@ -26,6 +28,8 @@ from torch import Tensor
 
 from agora.state.layout import ANCHOR, VELOCITY, Layout
 
+MAX_MOMENTUM: Final = 0.9
+
 
 class OuterOptimizer:
     """The outer optimizer of one stage. moments: its anchor and velocity by name, float32 [numel] each, on the CPU.
@@ -35,7 +39,7 @@ class OuterOptimizer:
 
     def __init__(self, section: AveragingSection, layout: Layout, weights: Tensor) -> None:
         self._rate = section.outer_rate
-        self._momentum = section.outer_momentum
+        self._momentum_of_step = section.outer_momentum
         self._layout = layout
         self.moments: Mapping[str, Tensor] = {
             ANCHOR: weights.to("cpu", copy=True),
@@ -49,8 +53,12 @@ class OuterOptimizer:
         """
         return self._blocks_of(ANCHOR)[blocks].flatten() - snapshot
 
-    def step(self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...]) -> Tensor:
+    def step(
+        self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...], pass_steps: int
+    ) -> Tensor:
         """Moves anchor and velocity in `blocks` by a round's mean, by the formula of this module.
+
+        pass_steps: the steps in which every slice has its round once; they decide the momentum, at most MAX_MOMENTUM.
 
         Returns what to add to the weights: new anchor - snapshot, float32 [n]. snapshot, mean: of these blocks, float32
         [n]. has_mean: for each part of part_elements(n) elements, whether the round gave a mean; where it did not,
@@ -61,14 +69,15 @@ class OuterOptimizer:
             raise ProtocolError(
                 "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a slice of {len(blocks)} blocks"
             )
+        momentum = min(self._momentum_of_step * pass_steps, MAX_MOMENTUM)
         blocks_of_part = part_elements(len(mean)) // SLICE_BLOCK
         block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(blocks_of_part)
         moves = block_has_mean[: len(blocks), None]
         anchor = self._blocks_of(ANCHOR)[blocks]
         velocity = self._blocks_of(VELOCITY)[blocks]
         mean = mean.view(-1, SLICE_BLOCK)
-        new_velocity = self._momentum * velocity + mean
-        new_anchor = anchor - self._rate * (mean + self._momentum * new_velocity)
+        new_velocity = momentum * velocity + mean
+        new_anchor = anchor - self._rate * (mean + momentum * new_velocity)
         change = torch.where(moves, new_anchor - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
             raise ProtocolError("bad-tensor", "the weights that a round gives would not be finite")

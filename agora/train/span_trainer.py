@@ -29,12 +29,10 @@ from agora.train.layer_graphs import GraphMeasure, repeat_in_backward
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 from agora.train.stage_replica import StageReplica
 from agora.train.state_place import StatePlace
+from agora.train.weight_prediction import predicts_weights
 from agora.train.weight_versions import LIMIT_FACTOR, StashedForward, StashedForwards, WeightVersion
 
-MEASURE_MEMORY_S = 1.0
-"""Seconds for which a measurement of the available memory is used."""
-
-
+MEASURE_MEMORY_S = 1.0  # for which a measurement of the available memory is used
 MAX_LOSS_SUM = 1e30
 """A larger sum of losses counts as not finite: the message Processed cannot carry it."""
 
@@ -118,10 +116,15 @@ class SpanTrainer:
         """Bytes of one microbatch's graph, by the stage that it entered, as measured on the first one ("auto" only)."""
         self.stashed = StashedForwards(LIMIT_FACTOR * in_flight)
         self.stages: dict[int, StageReplica] = {}
+        family = family_of(manifest.model)
         for number in span.stages:
-            module = family_of(manifest.model).build_stage(manifest.layers_of(number), manifest.seed, base_model)
+            module = family.build_stage(manifest.layers_of(number), manifest.seed, base_model)
             place = StatePlace(device, state_in_host)
             self.stages[number] = StageReplica(number, module, place, manifest, self.stashed, report, on_step)
+        weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
+        if predicts_weights(manifest, weights_bytes, memory.available_bytes(device)):
+            for stage in self.stages.values():
+                stage.predict_weights()
 
     def stage(self, number: int) -> StageReplica:
         """Returns stage `number`. Raises NotMyStage if it is not in this span."""
@@ -156,8 +159,7 @@ class SpanTrainer:
             float(torch.linalg.vector_norm(boundary)), entry_stage, microbatch, "the boundary it computed"
         )
         graph = output if versions else None
-        tokens = self.objective.loss_weight(batch)
-        steps = self._steps_from(entry_stage)
+        tokens, steps = self.objective.loss_weight(batch), self._steps_from(entry_stage)
         forward = StashedForward(entry_stage, entry, batch, tokens, steps, 0.0, graph, versions)
         self.stashed.add(microbatch, forward)
         return boundary, forward
@@ -241,8 +243,8 @@ class SpanTrainer:
         return tuple(stage.step for stage in self._stages_from(entry_stage))
 
     def _versions_from(self, entry_stage: int) -> tuple[WeightVersion, ...]:
-        """Returns the current weights of each of the span's stages from `entry_stage` on."""
-        return tuple(stage.weights.current for stage in self._stages_from(entry_stage))
+        """Returns the weights on which each of the span's stages from `entry_stage` on trains now."""
+        return tuple(stage.training_version for stage in self._stages_from(entry_stage))
 
     def _run(
         self,
@@ -257,7 +259,7 @@ class SpanTrainer:
 
         | purpose   | weights                                     |
         |-----------|---------------------------------------------|
-        | train     | the current ones                            |
+        | train     | those of TrainedStage.training_version      |
         | evaluate  | those of TrainedStage.evaluated             |
         | reference | those of evaluate, but adapters are off     |
 
@@ -268,7 +270,7 @@ class SpanTrainer:
         hidden = entry
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             for stage in self._stages_from(entry_stage):
-                version = stage.weights.current if purpose == "train" else stage.evaluated
+                version = stage.training_version if purpose == "train" else stage.evaluated
                 with self._mode_for(version.module, purpose, microbatch, stage.number):
                     hidden = version.module(hidden, batch.inputs, batch.segments, run_layer)
         return hidden
@@ -345,10 +347,10 @@ class SpanTrainer:
         if self._activations != "auto":
             return self._activations == "keep"
         graphs_to_come = max(self._in_flight - self.stashed.count_graphs(), 1)
-        weights = [stage.weights for stage in self.stages.values()]
-        second_version = sum(w.current.flat.nbytes for w in weights if w.previous is None)
-        available = self._available_memory()
-        return memory.graphs_fit(self.activation_bytes[entry_stage], graphs_to_come, second_version, available)
+        without_second = [stage.weights for stage in self.stages.values() if stage.weights.previous is None]
+        second_version = sum(weights.current.flat.nbytes for weights in without_second)
+        graph_bytes, available = self.activation_bytes[entry_stage], self._available_memory()
+        return memory.graphs_fit(graph_bytes, graphs_to_come, second_version, available)
 
     def _available_memory(self) -> int:
         """Returns how many bytes the device has available, as measured at most MEASURE_MEMORY_S ago."""
@@ -372,9 +374,8 @@ class SpanTrainer:
         Returns the gradient with respect to the entry, None at stage 0. Raises NonFinite if a gradient is not finite,
         and then adds nothing and counts the microbatch as refused.
         """
-        entry_stage = forward.entry_stage
-        stages = self._stages_from(forward.entry_stage)
-        name = microbatch.hex()
+        entry_stage, name = forward.entry_stage, microbatch.hex()
+        stages = self._stages_from(entry_stage)
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
         inputs = [forward.entry, *parameters] if entry_stage > 0 else parameters
         computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.state.layout import Flat, Layout, StageState
-from agora.train.outer_step import OuterOptimizer
+from agora.step_kinds import EXACT
 from agora.train.trained_stage import TrainedStage
 
 Blocks = NDArray[np.int64]
@@ -48,14 +48,14 @@ class StageReplica(TrainedStage):
         blocks: Blocks,
         snapshot: Tensor,
         averaged: AveragedSlice | None,
-        is_change_wanted: bool = False,
+        wanted_slices: int = EXACT,
     ) -> None:
         """Applies the mean of step `step`'s round over `blocks` to anchor and weights, and records it in the lineage.
 
         Does nothing if a mean of this or a later step was applied before, and during exact steps. snapshot: the weights
         that the round began with. averaged: the round's result; parts without a mean stay as they are. None if there is
-        no other replica: then the snapshot becomes the anchor, and the weights stay. is_change_wanted: whether all
-        means of the round want the local steps to end, which the lineage includes. Raises ProtocolError for a mean that
+        no other replica: then the snapshot becomes the anchor, and the weights stay. wanted_slices: in how many slices
+        all means of the round want to agree later, which the lineage includes. Raises ProtocolError for a mean that
         does not fit or gives weights that are not finite.
         """
         if step <= self.progress.agreed or self.outer is None:
@@ -66,13 +66,15 @@ class StageReplica(TrainedStage):
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             mean, has_mean = averaged
-            change = self.outer.step(rows, snapshot, mean, has_mean).to(self.sum.flat.device)
+            pass_steps = self._averaging.every * self.plan.slices_at(step - 1)
+            change = self.outer.step(rows, snapshot, mean, has_mean, pass_steps).to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
             flat = self.writable_weights()
             flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
             self.layout.clear_padding(flat)
-            checksum = zlib.crc32(bytes([*has_mean, is_change_wanted]), zlib.crc32(mean.contiguous().numpy().data))
-        self.record_slice(step, checksum, is_change_wanted)
+            decided = bytes(has_mean) + wanted_slices.to_bytes(2, "big")
+            checksum = zlib.crc32(decided, zlib.crc32(mean.contiguous().numpy().data))
+        self.record_slice(step, checksum, wanted_slices)
 
     def export_state(self) -> StageState:
         """Returns a copy, on the CPU, of the stage's weights, moments, step, tokens and lineage after the last step.
@@ -87,12 +89,12 @@ class StageReplica(TrainedStage):
             self.step,
             optimizer.updates,
             self.tokens_stepped,
-            self.layout.at_step(self.step, self.local),
+            self.layout.at_step(self.step, self.plan),
             weights,
             moments,
             self.progress.agreed,
             self.progress.lineage,
-            self.local,
+            self.plan,
         )
 
     def load_state(self, state: StageState) -> None:
@@ -101,7 +103,7 @@ class StageReplica(TrainedStage):
         Reports StepsSkipped if that loses tokens. Raises ProtocolError, and changes nothing, for an array that is
         missing, does not fit or is not finite, and for a mean square with a negative value.
         """
-        layout = self.layout.at_step(state.step, state.local)
+        layout = self.layout.at_step(state.step, state.plan)
         weights = self._copy_checked("weights", state.weights, layout)
         moments = {}
         for moment in layout.moments:
@@ -112,11 +114,11 @@ class StageReplica(TrainedStage):
         self.writable_weights().copy_(weights)
         self.optimizer.load(state.updates, moments)
         self.outer = None
-        if state.local.has(state.step):
-            self.outer = OuterOptimizer(self.averaging, self.layout, weights)
+        if state.plan.is_local(state.step):
+            self.outer = self._new_outer()
             for name, values in self.outer.moments.items():
                 values.copy_(moments[name])
-        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage, state.local)
+        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage, state.plan)
 
     def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
         """Returns a state's array as a new tensor on the CPU, with its padding set to zero.

@@ -10,61 +10,30 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.manifest import Manifest
-from agora_protocol.records import StageAccount
 from torch import Tensor
 
 from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import Layout, lay_out
-from agora.step_kinds import ChangeRule, LocalSteps, local_steps_of
+from agora.step_kinds import EXACT, ChangeRule, StepPlan, first_step_plan
 from agora.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
 from agora.train.gradient_sum import ClosedShare, GradientShare, GradientSum, SumTotals
 from agora.train.lineage import INITIAL_LINEAGE, lineage_of_weights, with_step
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.outer_step import OuterOptimizer
+from agora.train.stage_progress import StageProgress
 from agora.train.state_place import StatePlace
 from agora.train.token_accounts import TokenAccounts
+from agora.train.weight_prediction import WeightPrediction
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion
 
 MAX_CLOSED_SHARES = 2
 """Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows."""
 STALENESS_BINS = 33
 """Staleness 0, 1, ... 31, and one bin for everything older."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageProgress:
-    """Snapshot of the training progress of one of this peer's stages."""
-
-    stage: int
-    step: int  # how many optimizer steps were taken
-    open_step: int  # number of the step whose share is open: `step` + closed shares that wait for their means
-    tokens_in_share: int  # counted here for the open share
-    tokens_counted: int  # counted here since the stage was loaded
-    tokens_total: int  # this replica's tokens in all steps and shares, those of a loaded state included
-    staleness: tuple[int, ...]
-    """Number of microbatches by how many steps old their gradient was; the last bin has all older ones."""
-    refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
-    account: StageAccount  # what became of the tokens counted here
-    local: LocalSteps  # which of the stage's steps are local
-    lineages: Mapping[int, int]  # of the last agreed steps, by step; see train.lineage
-
-    @property
-    def agreed(self) -> int:
-        """Steps that this replica had taken at the last mean that it, or its loaded state, has applied; 0: none yet.
-
-        The mean is an exact step's gradient, or the slice that was due after a local step.
-        """
-        return max(self.lineages)
-
-    @property
-    def lineage(self) -> int:
-        """The lineage of step `agreed`; 0 where that lineage is unknown, see train.lineage."""
-        return self.lineages[self.agreed]
 
 
 def stage_layout(manifest: Manifest, stage: int) -> Layout:
@@ -99,19 +68,18 @@ class TrainedStage:
         """
         self.number = number
         self.weights = StageWeights(module, place.device, module.hidden_matrices())
-        weights, flat = self.weights, self.weights.current.flat
-        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, weights.layout, flat, place)
+        layout, flat = self.weights.layout, self.weights.current.flat
+        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, layout, flat, place)
         self.layout = self.optimizer.layout
-        self.averaging = manifest.averaging
+        self._averaging = manifest.averaging
         self._change_rule = ChangeRule.from_manifest(manifest)
-        self.local = local_steps_of(manifest)
-        self.outer: OuterOptimizer | None = None
+        self.plan = first_step_plan(manifest)
+        self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_local(0) else None
         """During local steps, the anchor and what moves it; None during exact ones."""
-        if self.local.has(0):
-            self.outer = OuterOptimizer(manifest.averaging, self.layout, flat)
         average = None if place.in_host else self.optimizer.average
-        self._average = None if average is None else WeightVersion(average, weights.layout, module)
-        self.sum = GradientSum(weights.layout, place.device)
+        self._average = None if average is None else WeightVersion(average, layout, module)
+        self.prediction: WeightPrediction | None = None
+        self.sum = GradientSum(layout, place.device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
         self._lineages = {0: INITIAL_LINEAGE}
@@ -143,7 +111,7 @@ class TrainedStage:
             staleness=tuple(self._staleness),
             refused_nonfinite=self._refused,
             account=self._accounts.account(waiting),
-            local=self.local,
+            plan=self.plan,
             lineages=self._lineages,
         )
 
@@ -196,6 +164,17 @@ class TrainedStage:
         on_device = average.to(self.sum.flat.device, copy=True)
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
+    def predict_weights(self) -> None:
+        """Makes `training_version` predict weights from now on, in as much more memory as the weights take."""
+        self.prediction = WeightPrediction(self.weights, self.optimizer, self._stashed)
+
+    @property
+    def training_version(self) -> WeightVersion:
+        """The weights for a forward that begins now: predicted ones while closed shares await their means."""
+        if self.prediction is None:
+            return self.weights.current
+        return self.prediction.version([share.gradient for share in self._closed_shares])
+
     def writable_weights(self) -> Tensor:
         """Returns the flat current weights [numel], which may be changed in place, see StageWeights.make_writable.
 
@@ -215,9 +194,9 @@ class TrainedStage:
         open_step = self._open_step
         if tokens == 0 or tokens < self.policy.tokens_needed(open_step):
             return
-        if not self._closed_shares and not self.policy.uses_mean_gradient(open_step, self.local):
+        if not self._closed_shares and not self.policy.uses_mean_gradient(open_step, self.plan):
             self._step_with_sum()
-        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.must_close(open_step, self.local):
+        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.must_close(open_step, self.plan):
             self._close_share()
 
     def catch_up(self, step: int) -> None:
@@ -230,7 +209,7 @@ class TrainedStage:
         """
         if step <= self.step or self._closed_shares:
             return
-        uses_sum = step == self.step + 1 or self.local.has(self.step)
+        uses_sum = step == self.step + 1 or self.plan.is_local(self.step)
         if uses_sum and self.sum.totals.tokens > 0:
             self._step_with_sum()
         skipped = step - self.step
@@ -270,12 +249,12 @@ class TrainedStage:
         self._update_progress()
         self._on_step(ShareClosed(self.number, step, totals.tokens))
 
-    def step_with_gradient(self, step: int, mean_gradient: Tensor, tokens: int, is_change_wanted: bool = False) -> None:
+    def step_with_gradient(self, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = EXACT) -> None:
         """Takes step `step` along the mean gradient [numel] over all replicas' `tokens`, and reports StepTaken.
 
         Drops this replica's closed share of the step; an open share stays, for the step after. With 0 tokens the step
-        is only counted. is_change_wanted: whether all means of the step want local steps soon, which the step's lineage
-        includes. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype
+        is only counted. wanted_slices: in how many slices all means of the step want to agree later, which the step's
+        lineage includes. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype
         and for a norm that is not finite; the step can then be taken along another gradient.
         """
         if mean_gradient.shape != self.sum.flat.shape or mean_gradient.dtype != self.sum.flat.dtype:
@@ -286,39 +265,45 @@ class TrainedStage:
         result = None
         checksum = 0
         if tokens > 0:
-            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, int(is_change_wanted))
+            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, wanted_slices)
             gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
             result = self.optimizer.step(self.writable_weights(), gradient, step)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
-        self.local = self._change_rule.after_exact_step(self.local, step, is_change_wanted)
+        self.plan = self._change_rule.after_exact_step(self.plan, step, wanted_slices)
         self._count_step(totals, result, tokens or None, checksum)
 
-    def record_slice(self, step: int, checksum: int, is_change_wanted: bool) -> None:
+    def record_slice(self, step: int, checksum: int, wanted_slices: int) -> None:
         """Adds the lineage of step `step`: the mean of its slice, whose CRC is `checksum`, was applied.
 
-        is_change_wanted: whether all means of its round want the local steps to end.
+        wanted_slices: in how many slices all means of its round want to agree later.
         """
         self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
-        self.local = self._change_rule.after_slice_round(self.local, step, is_change_wanted)
+        self.plan = self._change_rule.after_slice_round(self.plan, step, wanted_slices)
         self._update_progress()
+
+    def _new_outer(self) -> OuterOptimizer:
+        """Returns an outer optimizer whose anchor is the current weights."""
+        return OuterOptimizer(self._averaging, self.layout, self.weights.current.flat)
 
     def _leave_lineage(self) -> None:
         """Gives the present step a lineage that no other replica has, and drops those of all earlier steps."""
         self._lineages = {self.step: lineage_of_weights(self.weights.current.flat.cpu().numpy().data)}
         self._update_progress()
 
-    def restart_at(self, step: int, tokens: int, agreed: int, lineage: int, local: LocalSteps) -> None:
+    def restart_at(self, step: int, tokens: int, agreed: int, lineage: int, plan: StepPlan) -> None:
         """Sets step, tokens and lineage to those of a loaded state; drops gradient sum, closed shares, recent accounts.
 
-        tokens: in the state's steps. lineage: of step `agreed`; the lineages of all other steps are dropped. local: the
-        state's local steps. The caller has replaced weights and moments before. Reports StepsSkipped if tokens are
+        tokens: in the state's steps. lineage: of step `agreed`; the lineages of all other steps are dropped. plan: the
+        state's. The caller has replaced weights and moments before. Reports StepsSkipped if tokens are
         lost.
         """
         self._lineages = {agreed: lineage}
-        self.local = local
+        self.plan = plan
+        if self.prediction:
+            self.prediction.forget()
         lost = self.sum.clear().tokens + sum(share.totals.tokens for share in self._closed_shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))
@@ -359,12 +344,12 @@ class TrainedStage:
         """
         now = time.monotonic()
         staleness = totals.staleness(self.step)
-        if not self.local.has(self.step):
+        if not self.plan.is_local(self.step):
             self._lineages = with_step(self._lineages, self.step + 1, checksum)
         self.step += 1
-        if self.local.has(self.step) and self.outer is None:
-            self.outer = OuterOptimizer(self.averaging, self.layout, self.weights.current.flat)
-        elif self.outer is not None and not self.local.has(self.step):
+        if self.plan.is_local(self.step) and self.outer is None:
+            self.outer = self._new_outer()
+        elif self.outer is not None and not self.plan.is_local(self.step):
             self.outer = None
             self._leave_lineage()
         self.tokens_stepped += totals.tokens

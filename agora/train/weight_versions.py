@@ -3,7 +3,7 @@
 Knows: flat weights, modules that view them, what is kept of a forward. Must not know: how forwards are computed,
 optimizers, peers, clocks.
 
-A graph that is kept for a backward needs its weights unchanged: call StageWeights.make_writable before each change.
+A graph that is kept for a backward needs its weights unchanged: call make_writable before each change.
 """
 
 from __future__ import annotations
@@ -47,24 +47,15 @@ class WeightVersion:
         self.module: Stage = copy.deepcopy(template, memo)
 
 
-class StageWeights:
-    """The trainable weights of one stage, in one or two versions, each float32 [numel] with tensors as in `layout`.
+class VersionedWeights:
+    """Trainable weights of one stage, in one or two versions, each float32 [numel] with tensors as in `layout`.
 
-    Forwards run on `current`. previous: the version before `current`; None until weights changed that a graph needs.
+    previous: the version before `current`; None until weights changed that a graph needs.
     """
 
-    def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
-        """Copies the trainable parameters of `module`, which moves to `device`, to the first version.
-
-        hidden_matrices: full names of the parameters to mark as such in the layout.
-        """
-        module = module.to(device)
-        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.layout = lay_out(((name, tuple(p.shape)) for name, p in trainable.items()), hidden_matrices)
-        flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
-        for slot in self.layout.slots:
-            tensor_in(flat, slot).copy_(trainable[slot.name].detach())
-        self.current = WeightVersion(flat, self.layout, module)
+    def __init__(self, layout: Layout, current: WeightVersion) -> None:
+        self.layout = layout
+        self.current = current
         self.previous: WeightVersion | None = None
 
     def make_writable(self, stashed: StashedForwards) -> Tensor:
@@ -84,6 +75,28 @@ class StageWeights:
         fresh = self.previous or WeightVersion(torch.empty_like(self.current.flat), self.layout, self.current.module)
         fresh.flat.copy_(self.current.flat)
         self.current, self.previous = fresh, self.current
+
+    def twin(self) -> VersionedWeights:
+        """Returns weights with the same current values, in memory of their own."""
+        version = WeightVersion(self.current.flat.clone(), self.layout, self.current.module)
+        return VersionedWeights(self.layout, version)
+
+
+class StageWeights(VersionedWeights):
+    """The trainable weights that a stage has learnt."""
+
+    def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
+        """Copies the trainable parameters of `module`, which moves to `device`, to the first version.
+
+        hidden_matrices: full names of the parameters to mark as such in the layout.
+        """
+        module = module.to(device)
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        layout = lay_out(((name, tuple(p.shape)) for name, p in trainable.items()), hidden_matrices)
+        flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        for slot in layout.slots:
+            tensor_in(flat, slot).copy_(trainable[slot.name].detach())
+        super().__init__(layout, WeightVersion(flat, layout, module))
 
     def copy_tensors(self, version: WeightVersion | None = None) -> dict[str, Tensor]:
         """Returns copies of the trainable tensors by name, on the CPU: of `version`, or with None of `current`."""

@@ -70,6 +70,7 @@ BOUNDARY_BLOCK: Final = 64  # values of a token in a quantised boundary that sha
 # Averaging and state
 MAX_GOSSIPED_REPLICAS: Final = 64
 SLICE_BLOCK: Final = 1024  # elements of a stage's weights that belong to one slice together
+MAX_SLICES: Final = 1000  # slices into which local steps may divide a stage's weights
 PART_ELEMENTS: Final = 131_072  # elements of a small part, which one owner averages in one call
 MAX_SMALL_PARTS: Final = 64  # of a gradient or slice; in more parts than these it is cut into larger ones
 MAX_PART_ELEMENTS: Final = 524_288  # elements of the largest part

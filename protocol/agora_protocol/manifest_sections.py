@@ -95,6 +95,10 @@ class ScheduleSection(Section):
     staleness: float = Field(
         default=0.125, gt=0, le=64, description="most microbatches in flight, as a share of a step's; asynchronous runs"
     )
+    predict_weights: bool = Field(
+        default=True,
+        description="compute gradients for a later step at predicted weights; asynchronous runs, where memory suffices",
+    )
     least_replicas: int = Field(
         default=1, ge=1, le=4096, description="origins open nothing while a stage has fewer replicas than this"
     )
@@ -121,10 +125,12 @@ class AveragingSection(Section):
         description="auto: a stage whose uplinks carry no gradients takes local steps until they do, although all "
         "steps are exact; never",
     )
-    fraction: float = Field(default=0.05, gt=0, le=1, description="share of a stage's weights that one slice has")
+    fraction: float = Field(default=0.05, ge=0.001, le=1, description="share of a stage's weights that one slice has")
     every: int = Field(default=1, ge=1, le=10**6, description="local optimizer steps from one slice to the next")
-    outer_rate: float = Field(default=0.7, gt=0, le=2, description="learning rate of the anchor of local steps")
-    outer_momentum: float = Field(default=0.6, ge=0, lt=1, description="its Nesterov momentum")
+    outer_rate: float = Field(default=1.0, gt=0, le=2, description="learning rate of the anchor of local steps")
+    outer_momentum: float = Field(
+        default=0.02, ge=0, lt=1, description="its Nesterov momentum for each step of a pass over all slices"
+    )
     aggregation: Literal["mean", "clip"] = Field(
         default="mean", description="mean, or clip: centered clip, which bounds what a hostile replica can move"
     )

@@ -5,16 +5,21 @@ Knows what a message must be; not how frames carry it, nor what a receiver does.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from agora_protocol.admission_messages import Hello as Hello
 from agora_protocol.admission_messages import ShareRevocations as ShareRevocations
 from agora_protocol.admission_messages import TookRevocations as TookRevocations
-from agora_protocol.codec_names import WIRE_NAMES
+from agora_protocol.averaging_messages import Averaged as Averaged
+from agora_protocol.averaging_messages import Contribute as Contribute
+from agora_protocol.averaging_messages import GossipedSteps as GossipedSteps
+from agora_protocol.averaging_messages import GossipEntry as GossipEntry
+from agora_protocol.averaging_messages import GossipSteps as GossipSteps
+from agora_protocol.averaging_messages import Recall as Recall
+from agora_protocol.averaging_messages import Recalled as Recalled
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
-    bool_field,
     bytes_field,
     choice_field,
     describe,
@@ -30,11 +35,11 @@ from agora_protocol.limits import (
     MAX_BASE_TENSORS,
     MAX_DEADLINE_MS,
     MAX_EPOCH_STATE,
-    MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
     MAX_MANIFEST_BYTES,
     MAX_METRICS,
     MAX_REFERENCES,
+    MAX_SLICES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
     MAX_TENSOR_LIST_BYTES,
@@ -189,44 +194,6 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
     status: bytes = bytes_field(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
 
 
-GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int, int]
-"""How far a replica is, in the order that `replicas` of GossipSteps describes."""
-
-
-def _replica_steps(doc: str) -> Any:
-    """Declares a list field of replicas, documented by `doc`.
-
-    Each is [replica, step, open_step, tokens, tokens_counted, agreed, lineage, start_step, is_slow, age_ms].
-    """
-    counts = (int_field(0, MAX_UINT) for _ in range(5))
-    lineage, start_step, is_slow = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, 1)
-    entry = tuple_field(peer_id_field(), *counts, lineage, start_step, is_slow, int_field(0, MAX_DEADLINE_MS))
-    return list_field(entry, MAX_GOSSIPED_REPLICAS, doc=doc)
-
-
-class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
-    """Sends a replica what the sender knows of the progress of a stage's replicas. Answered by GossipedSteps.
-
-    Both sides believe a sender about itself, also when its numbers are lower than before: it may have restarted. About
-    another replica they keep the report with more progress, or any report when they know nothing live of it.
-    """
-
-    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
-    replicas: tuple[GossipEntry, ...] = _replica_steps(
-        "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
-        "counted since it started, step up to which it has agreed with the others, lineage of that step, steps of the "
-        "state with which it started, 1 if its uplink is too slow for gradients and otherwise 0, milliseconds since it "
-        "reported]; the sender comes first"
-    )
-    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
-
-
-class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
-    """Answers GossipSteps with what the answering replica knows."""
-
-    replicas: tuple[GossipEntry, ...] = _replica_steps("as in GossipSteps")
-
-
 class GossipEpochs(Message, kind=26, frames=(FrameType.REQUEST,)):
     """Sends an origin what the sender knows of the epochs in progress. Answered by GossipedEpochs."""
 
@@ -238,71 +205,6 @@ class GossipedEpochs(Message, kind=27, frames=(FrameType.ANSWER,)):
     """Answers GossipEpochs with what the answering origin knows."""
 
     state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="as in GossipEpochs")
-
-
-_WHAT: Final = ("gradient", "slice")
-
-
-class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
-    """Sends the sender's values of one part of a round to the part's owner. Answered by Averaged.
-
-    Tensors: the part as `wire` says: float32 [n]; bf16 [n]; of int8 levels, int8 [n], and exponents, int8 [blocks]; of
-    normal2 to normal4 scales, uint8 [1 + blocks], and packed levels, uint8. A block has QUANTISER_BLOCK elements.
-    """
-
-    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas average")
-    what: str = choice_field(
-        *_WHAT, doc="what is averaged: the gradient of an exact step, or a slice's difference to the anchor"
-    )
-    round: int = int_field(0, MAX_UINT, doc="number of the round")
-    part: int = int_field(0, MAX_UINT, doc="number of the part within the round")
-    weight: float = float_field(
-        0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the mean"
-    )
-    first_owner_failed: bool = bool_field(
-        doc="whether the part's first owner has failed the sender: the receiver is the second owner"
-    )
-    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the sender chooses")
-    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
-
-
-class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
-    """Answers Contribute. Tensors: the mean, as `wire` says; the same bytes for every member."""
-
-    in_mean: int = int_field(0, MAX_UINT, doc="contributions that count in the mean; 0: the mean is 0")
-    contributors: int = int_field(0, MAX_UINT, doc="members that contributed in time, those of weight 0 included")
-    weight: float = float_field(0, 1e21, doc="the sum of the weights in the mean")
-    counted: bool = bool_field(doc="whether the sender's values are in the mean: false when they came too late")
-    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the owner chooses")
-    wants_change: bool = bool_field(
-        default=False,
-        doc="whether the owner wants the stage to change from exact steps to local ones, or back (section 12)",
-    )
-
-
-class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
-    """Asks a member of a round for the mean of a part, which it has from the part's owner.
-
-    Sent by the second owner after the first has failed, and by replicas that miss a mean or replay a step. Answered by
-    Recalled.
-    """
-
-    stage: int = int_field(0, MAX_STAGES - 1, doc="as in Contribute")
-    what: str = choice_field(*_WHAT, doc="as in Contribute")
-    round: int = int_field(0, MAX_UINT, doc="as in Contribute")
-    part: int = int_field(0, MAX_UINT, doc="as in Contribute")
-    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
-
-
-class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
-    """Answers Recall. Tensors: those with which the part's owner has answered Contribute; none when the answering peer
-    does not have them."""
-
-    in_mean: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without a mean")
-    contributors: int = int_field(0, MAX_UINT, doc="as in Averaged")
-    weight: float = float_field(0, 1e21, doc="as in Averaged")
-    wire: str = choice_field(*WIRE_NAMES, doc="as in Averaged")
-    wants_change: bool = bool_field(default=False, doc="as in Averaged")
 
 
 class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):
@@ -323,8 +225,13 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
     agreed: int = int_field(0, MAX_UINT, doc="the last step whose mean over all replicas is in the snapshot")
     lineage: int = int_field(0, 2**32 - 1, doc="the lineage of step `agreed` (section 13), 0 when it is unknown")
-    local_first: int = int_field(0, MAX_UINT, doc="number of the stage's first local step; 10^9 when there is none")
-    local_end: int = int_field(0, MAX_UINT, doc="number of the first exact step after local ones; 10^9 when it is open")
+    slices: int = int_field(
+        0, MAX_SLICES, doc="number of slices in which the stage agrees before step `change_at`; 0: exact"
+    )
+    change_at: int = int_field(
+        0, MAX_UINT, doc="number of the step from which `later_slices` hold; 10^9 when none does"
+    )
+    later_slices: int = int_field(0, MAX_SLICES, doc="slices from that step on; 0: exact steps")
     size: int = int_field(0, MAX_UINT, doc="bytes of the snapshot; 0 when there is none to give")
 
 

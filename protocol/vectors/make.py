@@ -147,8 +147,8 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
     return [
         (kind.REQUEST, 13, messages.GetState(1, 40, 60_000), []),
-        (kind.ANSWER, 13, messages.StateIndex(HASH, 400, 380, 399, 2**32 - 1, 260, 10**9, 5), [hashes]),
-        (kind.ANSWER, 13, messages.StateIndex(b"", 0, 0, 0, 0, 10**9, 10**9, 0), []),
+        (kind.ANSWER, 13, messages.StateIndex(HASH, 400, 380, 399, 2**32 - 1, 0, 260, 20, 5), [hashes]),
+        (kind.ANSWER, 13, messages.StateIndex(b"", 0, 0, 0, 0, 0, 10**9, 0, 0), []),
         (kind.REQUEST, 15, messages.GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, messages.Chunk(), [chunk]),
         *base_model_frames(),

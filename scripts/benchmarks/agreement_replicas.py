@@ -20,6 +20,7 @@ import torch
 from agora_protocol.codec_names import WireName
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
+from agora_protocol.parts import slice_count
 from torch import Tensor
 
 from agora.averaging.part_averager import Part, PartAverager, RoundConfig
@@ -27,6 +28,7 @@ from agora.averaging.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
+from agora.step_kinds import EXACT
 from agora.stepping import StepPolicy
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
@@ -154,12 +156,10 @@ class RoundMember:
         self.config, self.averager = config, PartAverager(config)
 
 
-def members_of(
-    count: int, gradient_wire: WireName = "float32", slice_wire: WireName = "float32", slices: int = 1
-) -> list[RoundMember]:
-    """Makes members of a run whose manifest has these formats and slices; nothing here has a deadline."""
+def members_of(count: int, gradient_wire: WireName = "float32", slice_wire: WireName = "float32") -> list[RoundMember]:
+    """Makes members of a run whose manifest has these formats; nothing here has a deadline."""
     who = PeerId("bench"), RunId("0" * 64), "mean", math.inf, math.inf
-    config = RoundConfig(*who, False, gradient_wire, slice_wire, slices)  # type: ignore[arg-type]
+    config = RoundConfig(*who, False, gradient_wire, slice_wire)  # type: ignore[arg-type]
     return [RoundMember(config) for _ in range(count)]
 
 
@@ -170,20 +170,21 @@ def exchange(
     number: int,
     what: What,
     counted: Sequence[bool] = (),
+    slices: int = EXACT,
 ) -> tuple[list[Tensor], int]:
     """Runs a round; returns what each member gets as the answer, float32 [n], and the bytes that each member sends.
 
     One member owns all parts, for ROUNDS_PER_OWNER rounds of the same elements; then the next member does.
 
-    counted: for each member, whether its values come in time; by default all do.
+    counted: for each member, whether its values come in time; by default all do. slices: of a stage in such a round.
     """
     answers = [torch.empty_like(value) for value in values]
     terms, sent = members[0].config, 0
-    turn = number // (1 if what == "gradient" else terms.slices) // ROUNDS_PER_OWNER
+    turn = number // max(slices, 1) // ROUNDS_PER_OWNER
     owner = members[turn % len(members)].averager
     in_time = list(counted) if any(counted) else [True] * len(values)
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
-        part = Part(0, what, number, index)
+        part = Part(0, what, number, index, slices)
         made = [
             member.averager.build_contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
@@ -216,8 +217,8 @@ class Anchored:
     def __init__(self, setting: Setting, replicas: Sequence[Replica], seed: int) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._setting, self._replicas = setting, replicas
-        self._slices = Slices(len(replicas[0].flat), setting.fraction, seed)
-        self._members = members_of(len(replicas), slice_wire=setting.slice_wire, slices=self._slices.count)
+        self._slices = Slices(len(replicas[0].flat), slice_count(setting.fraction), seed)
+        self._members = members_of(len(replicas), slice_wire=setting.slice_wire)
         self._flights: list[Flight] = []
 
     def after(self, step: int) -> None:
@@ -232,7 +233,9 @@ class Anchored:
         blocks = self._slices.blocks(number)
         found = [self._difference_of(replica, blocks) for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
-        means, sent = exchange([difference for difference, _ in found], weights, self._members, number, "slice")
+        means, sent = exchange(
+            [difference for difference, _ in found], weights, self._members, number, "slice", (), self._slices.count
+        )
         self.bytes_each += sent
         self.rounds += 1
         snapshots = [snapshot for _, snapshot in found]

@@ -90,9 +90,9 @@ class Member:
             raise ProtocolError("bad-message", "no such part")
         return self._sizes[part.position]
 
-    def wants_change(self, part: Part) -> bool:
-        """Returns False: no replica takes any step."""
-        return False
+    def wanted_slices(self, part: Part) -> int:
+        """Returns the present number of slices: nothing changes here."""
+        return part.slices
 
     async def _answer(self, call: IncomingCall) -> Reply:
         assert self._reducer is not None
@@ -118,7 +118,7 @@ class Member:
             network.learn(PeerId(peer), addresses)
         for peer in self._members:
             if peer > me:
-                nothing = Recall(stage=0, what="gradient", round=0, part=0)
+                nothing = Recall(stage=0, what="gradient", round=0, part=0, slices=0)
                 await network.call(peer, nothing, deadline=deadline)
 
     async def _round(self, reducer: PartReducer, number: int) -> dict[str, Any]:

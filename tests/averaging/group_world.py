@@ -24,7 +24,7 @@ from agora.calls import Reply
 from agora.observe.events import Event
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.layout import lay_out
-from agora.step_kinds import ChangeRule, LocalSteps, local_steps_of
+from agora.step_kinds import ChangeRule, StepPlan, first_step_plan
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence
 from agora.train.lineage import INITIAL_LINEAGE, lineage_of_weights, with_step
@@ -55,7 +55,7 @@ class FakeStage:
         self.gradient = number * torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))
         self.rate = rate
         self.manifest = manifest
-        self.local = local_steps_of(manifest)
+        self.plan = first_step_plan(manifest)
         self.change_rule = ChangeRule.from_manifest(manifest)
         self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
@@ -75,7 +75,7 @@ class FakeStage:
         open_step = self.step + (self.share is not None)
         counts = {"tokens_in_share": self.tokens, "tokens_counted": self.counted}
         counts |= {"lineages": self.lineages, "agreed": self.agreed, "lineage": self.lineages[self.agreed]}
-        return [SimpleNamespace(stage=0, step=self.step, open_step=open_step, local=self.local, **counts)]
+        return [SimpleNamespace(stage=0, step=self.step, open_step=open_step, plan=self.plan, **counts)]
 
     @property
     def agreed(self) -> int:
@@ -84,8 +84,8 @@ class FakeStage:
     def step_of(self, stage: int) -> int:
         return self.step
 
-    def local_steps(self, stage: int) -> LocalSteps:
-        return self.local
+    def step_plan(self, stage: int) -> StepPlan:
+        return self.plan
 
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         self.policy = policy
@@ -103,9 +103,9 @@ class FakeStage:
         """As train.TrainedStage.step_if_due."""
         if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
             return
-        if not self.policy.uses_mean_gradient(self.step, self.local):
+        if not self.policy.uses_mean_gradient(self.step, self.plan):
             self._step_alone()
-        elif self.policy.must_close(self.step, self.local):
+        elif self.policy.must_close(self.step, self.plan):
             self._close()
 
     def _step_alone(self) -> None:
@@ -123,12 +123,12 @@ class FakeStage:
 
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
-        was_local = self.local.has(self.step)
+        was_local = self.plan.is_local(self.step)
         self.step, self.share = self.step + 1, None
         if not was_local:
             self.lineages = with_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
             self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
-        elif not self.local.has(self.step):
+        elif not self.plan.is_local(self.step):
             self.lineages = {self.step: lineage_of_weights(self.weights.numpy().data)}
         self._tell(own_tokens)
 
@@ -137,35 +137,37 @@ class FakeStage:
         asyncio.get_running_loop().call_soon(self.group.on_stepped, 0, self.step, own)
 
     async def difference_to_anchor(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self.local.has(self.step):
+        if not self.plan.is_local(self.step):
             return None
         snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
         return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
 
     async def step_anchor(
-        self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, is_change_wanted: bool
+        self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, wanted_slices: int
     ) -> None:
-        if step <= self.agreed or not self.local.has(self.step):
+        if step <= self.agreed or not self.plan.is_local(self.step):
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
             self.outer.set_anchor(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
-            moved = self.outer.step(rows, snapshot, *averaged)
+            moved = self.outer.step(
+                rows, snapshot, *averaged, self.manifest.averaging.every * self.plan.slices_at(step - 1)
+            )
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
-            checksum = zlib.crc32(bytes([*averaged[1], is_change_wanted]), zlib.crc32(averaged[0].numpy().data))
+            checksum = zlib.crc32(bytes([*averaged[1], wanted_slices]), zlib.crc32(averaged[0].numpy().data))
         self.lineages = with_step(self.lineages, step, checksum, last=self.agreed)
-        self.local = self.change_rule.after_slice_round(self.local, step, is_change_wanted)
+        self.plan = self.change_rule.after_slice_round(self.plan, step, wanted_slices)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.TrainedStage."""
         if step > self.step and self.share is None:
-            if self.tokens and (step == self.step + 1 or self.local.has(self.step)):
+            if self.tokens and (step == self.step + 1 or self.plan.is_local(self.step)):
                 self._step_alone()
             if step > self.step:
-                if not self.local.has(step - 1):
+                if not self.plan.is_local(step - 1):
                     self.lineages = with_step({step - 1: self.lineages[self.agreed]}, step, 0)
                 self.step, self.tokens = step, 0
                 self._tell(0)
@@ -178,10 +180,10 @@ class FakeStage:
         return self.share
 
     async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, is_change_wanted: bool
+        self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, wanted_slices: int
     ) -> None:
         assert self.step == step
-        self.local = self.change_rule.after_exact_step(self.local, step, is_change_wanted)
+        self.plan = self.change_rule.after_exact_step(self.plan, step, wanted_slices)
         self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 
@@ -243,7 +245,7 @@ class GroupPeer:
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
                 self.stage.lineages = {other.agreed: other.lineages[other.agreed]}
-                self.stage.local = other.local
+                self.stage.plan = other.plan
                 for name, values in self.stage.outer.moments.items():
                     values.copy_(other.outer.moments[name])
                 return

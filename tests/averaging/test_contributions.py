@@ -22,9 +22,9 @@ SIZE = 5 * QUANTISER_BLOCK + 7
 FIRST = INT8_ROUNDS
 
 
-def config(wire: str = "normal2", slices: int = 1) -> RoundConfig:
+def config(wire: str = "normal2") -> RoundConfig:
     me = identities(1)[0]
-    return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, slice_wire=wire, slices=slices)  # type: ignore[arg-type]
+    return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, slice_wire=wire)  # type: ignore[arg-type]
 
 
 def part(number: int, stage: int = 0) -> Part:
@@ -32,7 +32,8 @@ def part(number: int, stage: int = 0) -> Part:
 
 
 def slice_part(number: int) -> Part:
-    return Part(0, "slice", number, 0)
+    """Of three slices."""
+    return Part(0, "slice", number, 0, slices=3)
 
 
 def gradient(number: int, scale: float = 1e-4) -> torch.Tensor:
@@ -155,7 +156,7 @@ def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
 
 def test_two_slices_do_not_mix_what_they_have_lost() -> None:
     """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
-    exchange = PartAverager(config(slices=3))
+    exchange = PartAverager(config())
     made = exchange.build_contribution(slice_part(6), gradient(1), 100.0)
     exchange.contributions.record_outcome(slice_part(6), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
@@ -168,7 +169,7 @@ def test_two_slices_do_not_mix_what_they_have_lost() -> None:
 
 
 def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_anyway() -> None:
-    exchange = PartAverager(config(slices=3))
+    exchange = PartAverager(config())
     for counted in (False, None):
         made = exchange.build_contribution(slice_part(6), gradient(1), 300.0)
         assert exchange.contributions.record_outcome(slice_part(6), made, counted) == 0.0
@@ -177,7 +178,7 @@ def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_a
 
 
 def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
-    exchange = PartAverager(config(slices=3))
+    exchange = PartAverager(config())
     made = exchange.build_contribution(slice_part(0), gradient(1), 1.0)
     exchange.contributions.record_outcome(slice_part(0), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
@@ -216,7 +217,7 @@ def test_a_mean_of_one_contribution_changes_nothing_for_the_next() -> None:
 
 
 def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
-    owner, other, last = PartAverager(config(slices=3)), PartAverager(config(slices=3)), PartAverager(config(slices=3))
+    owner, other, last = PartAverager(config()), PartAverager(config()), PartAverager(config())
     mean(owner, slice_part(6), 1)
     assert torch.equal(mean(owner, slice_part(7), 3), mean(other, slice_part(7), 3))
     assert not torch.equal(mean(owner, slice_part(9), 3), mean(last, slice_part(9), 3)), "its own next one has it"
@@ -269,8 +270,9 @@ def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothi
             answers = await average(world, members, number, values, what)
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
-        owner, _ = members[0].reducer.config.owners(Part(0, what, number, 0), members[0].view)
-        kept = {member.reducer.answer_recall(Recall(0, what, number, 0))[0].wire for member in members}
+        slices = world.slices_of(what)
+        owner, _ = members[0].reducer.config.owners(Part(0, what, number, 0, slices), members[0].view)
+        kept = {member.reducer.answer_recall(Recall(0, what, number, 0, slices))[0].wire for member in members}
         assert kept == {sends[owner]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
 

@@ -28,7 +28,7 @@ from agora.averaging.replica_progress import (
 from agora.calls import Reply
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.sim.virtual_time import run
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 from tests.averaging.world import identities
 
 STAGE = 3
@@ -97,7 +97,7 @@ class Replica:
 
     def decide(self, stage: int) -> None:
         config = ActionConfig(self.world.target, False, max_steps_behind=10**30)
-        action, _ = next_action(now(), OwnStage(self.counts, LocalSteps(0)), self.others, config)
+        action, _ = next_action(now(), OwnStage(self.counts, StepPlan(20)), self.others, config)
         self.actions.append(action)
         if self.tasks:
             self.carry_out(action)

@@ -172,10 +172,10 @@ def test_slices_are_averaged_of_local_steps_only_and_gradients_of_exact_ones(exa
 
     async def whole() -> None:
         async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
-            for what, number in (("slice", first - 1), ("gradient", exact_steps)):
+            for what, number, slices in (("slice", first - 1, 20), ("gradient", exact_steps, 0)):
                 with pytest.raises(ProtocolError, match=f"averages no {what} {number} here"):
-                    group.rounds.check_part(Part(0, what, number, 0))
-            assert group.rounds.check_part(Part(0, "slice", first, 0)) > 0
+                    group.rounds.check_part(Part(0, what, number, 0, slices))
+            assert group.rounds.check_part(Part(0, "slice", first, 0, 20)) > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -187,10 +187,10 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
 
         offences = OffenceLog(recorded.append)
         async with beside(Liar(), offences.report_offence, averaging=averaging) as (_, group, _, _):
-            size = group.rounds.check_part(Part(0, "slice", 1, 0))
+            size = group.rounds.check_part(Part(0, "slice", 1, 0, 2))
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
-                message = Contribute(0, "slice", round_, 0, weight, False, "float32", 1000)
+                message = Contribute(0, "slice", round_, 0, 2, weight, False, "float32", 1000)
                 await group.answer_contribution(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
 
             good, bad = np.zeros(size, np.float32), np.full(size, np.nan, np.float32)

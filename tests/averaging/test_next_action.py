@@ -25,7 +25,7 @@ from agora.averaging.replica_progress import (
     merge_gossip,
     record_failure,
 )
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, StepPlan
 from agora.stepping import StepPolicy
 from tests.averaging.world import identities
 
@@ -38,21 +38,21 @@ class Run:
     """A run's settings for steps, and which of a stage's steps are local."""
 
     config: ActionConfig
-    local: LocalSteps = NO_LOCAL_STEPS
+    plan: StepPlan = ALL_EXACT
 
 
 EXACT = Run(ActionConfig(target_tokens=1000, synchronous=False, max_steps_behind=20))
-LOCAL = replace(EXACT, local=LocalSteps(0))
+LOCAL = replace(EXACT, plan=StepPlan(0, 0, 20))
 SYNCHRONOUS = Run(ActionConfig(target_tokens=1000, synchronous=True, max_steps_behind=1))
 RUNS = pytest.mark.parametrize("run", [EXACT, LOCAL, SYNCHRONOUS], ids=["exact", "local", "synchronous"])
 
 
 def next_action(now: float, own: OwnStage, others: OtherReplicas, run: Run) -> tuple[Action, str]:
-    return rules.next_action(now, replace(own, local=run.local), others, run.config)
+    return rules.next_action(now, replace(own, plan=run.plan), others, run.config)
 
 
 def step_policy(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepPolicy:
-    return rules.step_policy(step, replicas, live, quota, run.config, is_local=run.local.has(step), **by_device)
+    return rules.step_policy(step, replicas, live, quota, run.config, is_local=run.plan.is_local(step), **by_device)
 
 
 def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
@@ -208,10 +208,11 @@ def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> N
 def test_a_complete_exact_step_is_taken_together(run: Run) -> None:
     assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), run)[0] == Action("step together", 5)
     assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), run)[0] == Action("step together", 5)
-    last = replace(EXACT, local=LocalSteps(6, 8))
+    last = replace(EXACT, plan=StepPlan(0, 6, 20))
     assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), last)[0] == Action("step together", 5)
     assert next_action(NOW, OwnStage(at(6, 300)), others((A, 6, 700)), last)[0] == Action("step")
-    assert next_action(NOW, OwnStage(at(8, 300)), others((A, 8, 700)), last)[0] == Action("step together", 8)
+    past = replace(EXACT, plan=StepPlan(20, 8, 0))
+    assert next_action(NOW, OwnStage(at(8, 300)), others((A, 8, 700)), past)[0] == Action("step together", 8)
 
 
 @RUNS

@@ -234,7 +234,7 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
 def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, what: str) -> None:
     """The receiver of a mean sends in another format itself: what the bytes are is said beside them."""
     owner, member = (PartAverager(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
-    part = Part(0, what, 30, 0)
+    part = Part(0, what, 30, 0, int(what == "slice"))
     first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
     average = owner.average(part, [first, second], [1.0, 3.0], None)
     assert average is not None and average.encoded is not None and average.message.wire == name
@@ -251,7 +251,7 @@ def test_an_unknown_format_is_refused_with_its_message_before_any_tensor_is_look
     kind: type[Message], name: str
 ) -> None:
     known: dict[type[Message], Message] = {
-        Contribute: Contribute(0, "slice", 3, 0, 1.0, False, "normal2", 1000),
+        Contribute: Contribute(0, "slice", 3, 0, 1, 1.0, False, "normal2", 1000),
         Averaged: Averaged(2, 2, 8.0, True, "normal2"),
         Recalled: Recalled(2, 2, 8.0, "normal2"),
     }

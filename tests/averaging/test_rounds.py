@@ -62,7 +62,7 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
 
 def owners_of(world: World, part: int, number: int = 0, what: str = "slice") -> tuple[PeerId, PeerId]:
     config = next(iter(world.members.values())).reducer.config
-    first, second = config.owners(Part(0, what, number, part), dict.fromkeys(world.members, 0.0))
+    first, second = config.owners(Part(0, what, number, part, world.slices_of(what)), dict.fromkeys(world.members, 0.0))
     assert second is not None
     return first, second
 
@@ -97,7 +97,7 @@ def test_int8_rounds_once_where_members_agree() -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS, "int8")
         members = world.add(*identities(3))
-        same, part = values_of(1)[:PART_ELEMENTS], Part(0, "slice", 0, 0)
+        same, part = values_of(1)[:PART_ELEMENTS], Part(0, "slice", 0, 0, 1)
         config = members[0].reducer.config
         sent = config.decode_part(part, config.encode_part(part, same, "int8"), PART_ELEMENTS)
         for result in await one_round(world, members, [1.0] * 3, values=[same] * 3):
@@ -193,7 +193,7 @@ def test_a_second_owner_whose_recall_has_ended_waits_no_longer_than_for_the_last
         first, second = owner_of(world, 0)
         (last,) = (member for member in members if member not in (first, second))
         world.network.dead.add(first.peer)
-        part, loop, values = Part(0, "slice", 0, 0), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
+        part, loop, values = Part(0, "slice", 0, 0, 1), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
         began = loop.time()
         sent = PartCodec("float32").encode(values)
         own = second.reducer.contribute_own(asking(0, second=True), sent, began + world.round_s)
@@ -311,7 +311,7 @@ def test_members_with_different_views_get_smaller_averages_and_never_wait_beyond
 
 
 def asking(part: int, number: int = 0, second: bool = False) -> Contribute:
-    return Contribute(0, "slice", number, part, 1.0, second, "float32", 15_000)
+    return Contribute(0, "slice", number, part, 1, 1.0, second, "float32", 15_000)
 
 
 @pytest.mark.parametrize("liar_begins", [True, False])
@@ -325,7 +325,9 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
         liar = next(m for m in members if m is not first)
         false = torch.full((PART_ELEMENTS,), 3.0)
         encoded = EncodedPart("float32", PartCodec("float32").encode(false))
-        liar.reducer.keep_mean(Part(0, "slice", 0, 0), PartMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded))
+        liar.reducer.keep_mean(
+            Part(0, "slice", 0, 0, 1), PartMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded)
+        )
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
         honest = [i for i, m in enumerate(members) if m is not liar]
         deadline = asyncio.get_running_loop().time() + world.round_s
@@ -377,7 +379,7 @@ def test_a_peer_that_is_no_member_may_have_an_average_and_is_in_none() -> None:
         inside, stranger = members[:3], members[3]
         for member in inside:
             member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
-        first, _ = stranger.reducer.config.owners(Part(0, "slice", 0, 0), inside[0].view)
+        first, _ = stranger.reducer.config.owners(Part(0, "slice", 0, 0, 1), inside[0].view)
         sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -407,7 +409,7 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
         loop = asyncio.get_running_loop()
 
         def ask(weight: float = 1.0, index: int = 0, wire: str = "float32") -> Contribute:
-            return Contribute(0, "slice", 0, index, weight, False, wire, 15_000)
+            return Contribute(0, "slice", 0, index, 1, weight, False, wire, 15_000)
 
         for request, tensors in (
             (ask(), codec.encode(bad_nan)),
@@ -506,7 +508,7 @@ def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_a
                 return world.round_s
 
         cuts = cut_into_parts(SIZE)
-        result = RoundResult.of_failed_parts(torch.zeros(SIZE))
+        result = RoundResult.of_failed_parts(torch.zeros(SIZE), 0)
         await recall_failed_parts(OtherRounds(), first, result)  # type: ignore[arg-type]
         assert not result.failed_parts and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
         assert result.weight == counts_as == min(said, asker.reducer.config.max_weight)
@@ -569,7 +571,11 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
 
 
 def kept_rounds(member: Member, what: str) -> list[int]:
-    return [number for number in range(12) if member.reducer.answer_recall(Recall(0, what, number, 0))[1]]
+    return [
+        number
+        for number in range(12)
+        if member.reducer.answer_recall(Recall(0, what, number, 0, int(what == "slice")))[1]
+    ]
 
 
 @pytest.mark.parametrize("what", ["slice", "gradient"])
@@ -657,7 +663,7 @@ def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
         ahead = next(member for member in members if member.peer not in (first, second))
         on_time, loop = [member for member in members if member is not ahead], asyncio.get_running_loop()
         began, sent = loop.time(), PartCodec("float32").encode(values_of(0)[:PART_ELEMENTS])
-        request = Contribute(0, what, further, 0, 1.0, False, "float32", 15_000)
+        request = Contribute(0, what, further, 0, world.slices_of(what), 1.0, False, "float32", 15_000)
         asked = asyncio.create_task(ahead.port.call(first, request, sent, deadline=began + 15.0))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         results = await one_round(world, on_time, [1.0] * 2, 0, what, chosen)

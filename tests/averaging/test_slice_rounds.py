@@ -239,7 +239,7 @@ class Stages:
         return torch.ones(NUMEL // 4), torch.zeros(NUMEL // 4)
 
     async def step_anchor(
-        self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any, is_change_wanted: bool
+        self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any, wanted_slices: int
     ) -> None:
         if step in self.refused:
             raise self.error
@@ -249,8 +249,11 @@ class Stages:
 class SlowRounds:
     """Rounds of two replicas; each takes as many seconds as `seconds` says of its number."""
 
-    def __init__(self, seconds: dict[int, float], reducer: EmptyReducer | None = None) -> None:
+    def __init__(
+        self, seconds: dict[int, float], reducer: EmptyReducer | None = None, of: Slices = Slices(NUMEL, 4, 0)
+    ) -> None:
         self.seconds = seconds
+        self.of = of
         self.reducer = reducer or EmptyReducer()
         self.weights: dict[int, float] = {}
 
@@ -260,14 +263,19 @@ class SlowRounds:
     def live_others(self, stage: int) -> list[str]:
         return []
 
+    def slices(self, stage: int, number: int) -> Slices:
+        return self.of
+
     def round_s(self, stage: int) -> float:
         return 20.0
 
-    async def run_round(self, stage: int, what: str, number: int, values: torch.Tensor, weight: float) -> RoundResult:
-        assert what == "slice"
+    async def run_round(
+        self, stage: int, what: str, number: int, values: torch.Tensor, weight: float, slices: int
+    ) -> RoundResult:
+        assert (what, slices) == ("slice", self.of.count)
         self.weights[number] = weight
         await asyncio.sleep(self.seconds.get(number, 0.0))
-        return RoundResult(values * number, [True], [False])
+        return RoundResult(values * number, [True], 4, [4])
 
 
 class EmptyReducer:
@@ -282,7 +290,7 @@ class EmptyReducer:
 
 def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[SliceRounds, Stages, SlowRounds]:
     stages, group = Stages(), SlowRounds(seconds)
-    rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), every, stages, group, lambda event: None)  # type: ignore[arg-type]
+    rounds = SliceRounds(0, every, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
     return rounds, stages, group
 
 
@@ -329,17 +337,19 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
             def live_others(self, stage: int) -> list[str]:
                 return ["other"]
 
-            async def run_round(self, stage: int, what: str, number: int, values: Any, weight: float) -> RoundResult:
+            async def run_round(
+                self, stage: int, what: str, number: int, values: Any, weight: float, slices: int
+            ) -> RoundResult:
                 sent.append(values.clone())
-                return RoundResult(values * 2, [False, True], [False, False])
+                return RoundResult(values * 2, [False, True], 4, [4, 4])
 
         class LargeStages(Stages):
             async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
                 return torch.ones(size), torch.zeros(size)
 
         stages = LargeStages()
-        slices = Slices(4 * size, 0.25, 0)
-        rounds = SliceRounds(0, slices, 1, stages, Group({}, PartKept()), lambda event: None)  # type: ignore[arg-type]
+        group = Group({}, PartKept(), Slices(4 * size, 4, 0))
+        rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
         rounds.begin(1, 1 + RECALL_FIRST)
         await asyncio.sleep(1.0)
         assert torch.equal(sent[0], torch.ones(size)), "its own values, not the mean that it was given"
@@ -368,8 +378,8 @@ def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_en
 
 def test_a_round_whose_slice_is_due_again_is_taken_part_in_if_others_wait_in_it() -> None:
     async def main() -> None:
-        stages, group, slices = Stages(), SlowRounds({}, EmptyReducer({7})), Slices(NUMEL, 0.25, 0)
-        rounds = SliceRounds(0, slices, 1, stages, group, lambda event: None)  # type: ignore[arg-type]
+        stages, group = Stages(), SlowRounds({}, EmptyReducer({7}))
+        rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
         stages.step = 20
         for number in range(5, 9):
             rounds.begin(number, 20)
@@ -387,13 +397,15 @@ def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
 
     async def main() -> None:
         class Failing(SlowRounds):
-            async def run_round(self, stage: int, what: str, number: int, values: Any, weight: float) -> RoundResult:
-                await super().run_round(stage, what, number, values, weight)
-                return RoundResult(values, [False], [False])
+            async def run_round(
+                self, stage: int, what: str, number: int, values: Any, weight: float, slices: int
+            ) -> RoundResult:
+                await super().run_round(stage, what, number, values, weight, slices)
+                return RoundResult(values, [False], 4, [4])
 
         for step, seconds in ((4, RECALL_PAUSE * (MAX_RECALLS - 1) * 20.0), (5, 0.0)):
-            stages, group, slices = Stages(), Failing({}), Slices(NUMEL, 0.25, 0)
-            rounds = SliceRounds(0, slices, 1, stages, group, lambda event: None)  # type: ignore[arg-type]
+            stages, group = Stages(), Failing({})
+            rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
             stages.step = step
             rounds.begin(1, 1)
             began = asyncio.get_running_loop().time()
@@ -406,8 +418,8 @@ def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
 
 def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     async def main() -> None:
-        stages, group = Stages(), SlowRounds({1: 3.0})
-        rounds = SliceRounds(0, Slices(NUMEL, 0.5, 0), 1, stages, group, lambda event: None)  # type: ignore[arg-type]
+        stages, group = Stages(), SlowRounds({1: 3.0}, of=Slices(NUMEL, 2, 0))
+        rounds = SliceRounds(0, 1, 2, stages, group, lambda event: None)  # type: ignore[arg-type]
         rounds.begin(1, 1)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
@@ -422,7 +434,7 @@ def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on(error:
         stages, group, told = Stages(), SlowRounds({}), []
         stages.refused.add(1)
         stages.error = error
-        rounds = SliceRounds(0, Slices(NUMEL, 0.25, 0), 1, stages, group, told.append)  # type: ignore[arg-type]
+        rounds = SliceRounds(0, 1, 4, stages, group, told.append)  # type: ignore[arg-type]
         rounds.begin(1, 2)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 from agora_protocol.errors import Refused
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
 from agora.averaging.part_averager import Part
-from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepKindChanged, StepsSkipped
+from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanChanged, StepsSkipped
 from agora.sim.virtual_time import run
 from agora.step_kinds import (
-    MIN_SLOW_SHARE,
+    ALL_EXACT,
+    EXACT,
     MIN_STEPS_BETWEEN,
-    NO_LOCAL_STEPS,
     NOTICE_PASSES,
     NOTICE_STEPS,
     ChangeRule,
-    LocalSteps,
-    local_steps_of,
-    may_change,
-    slow_share,
-    wants_change,
+    ReplicaUplink,
+    StepPlan,
+    carried_by_most,
+    first_step_plan,
+    wanted_slices,
 )
 from tests.averaging.group_world import GroupPeer, GroupWorld
-from tests.averaging.world import identities
 from tests.train.support import small_manifest
 
-A, B, C, D = identities(4)
 TARGET = 4096
 SLICES = 4
-RULE = ChangeRule(may_change=True, pass_steps=20)
+RULE = ChangeRule(may_change=True, every=1, most_slices=20)
 SLOW, FAST = 2_000.0, 1e9
 """Uplinks in bytes per second: of 4,096 values in a step of a third of a second, 2 bits are 1.1 kB."""
 
@@ -39,77 +38,117 @@ SLOW, FAST = 2_000.0, 1e9
 # --- the rule
 
 
-def test_local_steps_are_a_range_of_numbers() -> None:
-    local = LocalSteps(3, 5)
-    assert [local.has(step) for step in range(2, 6)] == [False, True, True, False]
-    assert not NO_LOCAL_STEPS.has(0) and not NO_LOCAL_STEPS.has(ALL_STEPS - 1)
+def test_a_plan_says_of_each_step_in_how_many_slices_it_is_taken() -> None:
+    plan = StepPlan(EXACT, 3, 20)
+    assert [plan.slices_at(step) for step in (2, 3, 4)] == [EXACT, 20, 20]
+    assert [plan.is_local(step) for step in (2, 3)] == [False, True]
+    assert not ALL_EXACT.is_local(0) and not ALL_EXACT.is_local(ALL_STEPS - 1)
 
 
 @pytest.mark.parametrize(
-    ("sections", "local", "changes"),
+    ("sections", "plan", "may_change"),
     [
-        ({}, NO_LOCAL_STEPS, True),
-        ({"averaging": {"local_steps": "never"}}, NO_LOCAL_STEPS, False),
-        ({"averaging": {"exact_steps": 5}}, LocalSteps(5), False),
-        ({"schedule": {"kind": "synchronous"}}, NO_LOCAL_STEPS, False),
-        ({"schedule": {"kind": "synchronous"}, "averaging": {"exact_steps": 5}}, NO_LOCAL_STEPS, False),
+        ({}, ALL_EXACT, True),
+        ({"averaging": {"local_steps": "never"}}, ALL_EXACT, False),
+        ({"averaging": {"fraction": 1.0}}, ALL_EXACT, False),
+        ({"averaging": {"exact_steps": 5}}, StepPlan(EXACT, 5, 20), False),
+        ({"averaging": {"exact_steps": 0, "fraction": 0.5}}, StepPlan(EXACT, 0, 2), False),
+        ({"schedule": {"kind": "synchronous"}}, ALL_EXACT, False),
+        ({"schedule": {"kind": "synchronous"}, "averaging": {"exact_steps": 5}}, ALL_EXACT, False),
     ],
 )
 def test_stages_change_only_where_the_manifest_leaves_it_to_the_links(
-    sections: dict, local: LocalSteps, changes: bool
+    sections: dict, plan: StepPlan, may_change: bool
 ) -> None:
     manifest: Manifest = small_manifest(**sections)
-    assert (local_steps_of(manifest), may_change(manifest)) == (local, changes)
+    assert (first_step_plan(manifest), ChangeRule.from_manifest(manifest).may_change) == (plan, may_change)
 
 
-def test_a_slow_replica_counts_by_its_share_of_the_rates_and_an_unknown_rate_as_the_median() -> None:
-    assert slow_share({A: 100.0, B: 300.0}, {A}) == 0.25
-    assert slow_share({A: None, B: 300.0, C: 100.0}, {A}) == pytest.approx(1 / 3)
-    assert slow_share({A: None, B: None}, {A}) == 0.5
-    assert slow_share({A: 0.0, B: 0.0}, {A}) == 0.0 == slow_share({A: 1.0}, {B})
+def uplinks_of(count: int, *carried: float, rate: float | None = 50.0) -> list[ReplicaUplink]:
+    """Replicas of one rate, the first of which carry so many bytes; nothing waits for the other uplinks."""
+    return [ReplicaUplink(rate, carried[index] if index < len(carried) else math.inf) for index in range(count)]
 
 
-def test_one_slow_replica_of_four_is_reason_for_local_steps_and_one_of_eight_is_none() -> None:
-    wanted, reason = wants_change(False, dict.fromkeys((A, B, C, D), 50.0), {A})
-    assert wanted and "25% of the stage's rate" in reason and MIN_SLOW_SHARE == 0.25
-    eight = dict.fromkeys(identities(8), 50.0)
-    assert not wants_change(False, eight, {A})[0] and wants_change(False, eight, {A, B})[0]
+def test_slower_uplinks_count_once_their_replicas_do_a_quarter_of_the_work() -> None:
+    assert carried_by_most(uplinks_of(4, 0.1)) == 0.1
+    assert carried_by_most(uplinks_of(8, 0.1)) == math.inf
+    assert carried_by_most(uplinks_of(8, 0.1, 0.2)) == 0.2, "the slower one is left behind"
+    assert carried_by_most(uplinks_of(3, 0.1, rate=None)) == 0.1
+    assert carried_by_most([ReplicaUplink(10.0, 0.1), ReplicaUplink(90.0, 0.2)]) == 0.2, "it does a tenth of the work"
+    one_unknown = [ReplicaUplink(None, 0.1), ReplicaUplink(300.0), ReplicaUplink(100.0)]
+    assert carried_by_most(one_unknown) == 0.1, "an unknown rate is the median"
+    assert carried_by_most([]) == math.inf
 
 
-def test_local_steps_go_on_until_hardly_any_replica_is_slow() -> None:
-    eight = dict.fromkeys(identities(8), 50.0)
-    assert not wants_change(True, eight, {A})[0] and wants_change(True, eight, set())[0]
-    assert wants_change(True, {**eight, A: 10.0}, {A})[0], "it does little of the work"
-    assert not wants_change(True, {A: 50.0}, set())[0], "a replica without others averages nothing"
+@pytest.mark.parametrize(
+    ("present", "carried", "wanted"),
+    [
+        (EXACT, 0.3, EXACT),
+        (EXACT, 0.266, EXACT),
+        (EXACT, 0.265, 2),
+        (EXACT, 0.1, 3),
+        (EXACT, 0.05, 6),
+        (EXACT, 0.0133, 20),
+        (EXACT, 0.001, 20),
+        (EXACT, 0.0, 20),
+        (6, 0.05, 6),
+        (6, 0.04, 6),
+        (6, 0.025, 11),
+        (6, 0.09, 3),
+        (6, 0.39, 2),
+        (6, 0.4, EXACT),
+        (20, math.inf, EXACT),
+    ],
+)
+def test_the_number_of_slices_is_what_the_uplinks_carry(present: int, carried: float, wanted: int) -> None:
+    found, reason = wanted_slices(present, uplinks_of(4, carried), 20)
+    assert found == wanted
+    assert ("never full" in reason) == math.isinf(carried) and (math.isinf(carried) or f"{carried:.2g}" in reason)
+
+
+def test_a_replica_without_others_keeps_its_local_steps() -> None:
+    assert wanted_slices(20, uplinks_of(1), 20)[0] == 20
 
 
 def test_the_first_local_step_comes_after_the_shares_that_may_be_closed_already() -> None:
-    decided = RULE.after_exact_step(NO_LOCAL_STEPS, 40, True)
-    assert decided == LocalSteps(40 + NOTICE_STEPS)
-    assert RULE.after_exact_step(NO_LOCAL_STEPS, 40, False) == NO_LOCAL_STEPS
-    assert RULE.after_exact_step(decided, 41, True) == decided, "it is decided once"
+    decided = RULE.after_exact_step(ALL_EXACT, 40, 6)
+    assert decided == StepPlan(EXACT, 40 + NOTICE_STEPS, 6)
+    assert RULE.after_exact_step(ALL_EXACT, 40, EXACT) == ALL_EXACT
+    assert RULE.after_exact_step(decided, 41, 12) == decided, "it is decided once"
 
 
-def test_local_steps_end_after_every_slice_had_its_turn_twice() -> None:
-    local = LocalSteps(10)
+def test_local_steps_change_after_every_slice_had_its_turn_twice() -> None:
+    plan = StepPlan(EXACT, 10, 6)
     step = 10 + MIN_STEPS_BETWEEN
-    assert RULE.after_slice_round(local, step, True) == LocalSteps(10, step + 20 * NOTICE_PASSES)
-    assert RULE.after_slice_round(local, step, False) == local
-    ending = LocalSteps(10, step + 40)
-    assert RULE.after_slice_round(ending, step + 1, True) == ending, "it is decided once"
+    for wanted in (EXACT, 12):
+        decided = RULE.after_slice_round(plan, step, wanted)
+        assert decided == StepPlan(6, step + 6 * NOTICE_PASSES, wanted)
+        assert RULE.after_slice_round(decided, step + 1, 2) == decided, "it is decided once"
+    assert RULE.after_slice_round(plan, step, 6) == plan
 
 
 def test_a_stage_that_may_not_change_does_not() -> None:
-    fixed = ChangeRule(may_change=False, pass_steps=20)
-    assert fixed.after_exact_step(NO_LOCAL_STEPS, 40, True) == NO_LOCAL_STEPS
-    assert fixed.after_slice_round(LocalSteps(10), 10 + MIN_STEPS_BETWEEN, True) == LocalSteps(10)
+    fixed = ChangeRule(may_change=False, every=1, most_slices=20)
+    assert fixed.after_exact_step(ALL_EXACT, 40, 6) == ALL_EXACT
+    plan = StepPlan(EXACT, 10, 6)
+    assert fixed.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, EXACT) == plan
+
+
+@pytest.mark.parametrize("wanted", [1, 21, 1000])
+def test_no_owner_can_ask_for_more_slices_than_the_manifest_has(wanted: int) -> None:
+    assert RULE.after_exact_step(ALL_EXACT, 40, wanted) == ALL_EXACT
+    plan = StepPlan(EXACT, 10, 6)
+    assert RULE.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, wanted) == plan
 
 
 def test_changes_lie_apart() -> None:
-    assert RULE.after_slice_round(LocalSteps(10), 9 + MIN_STEPS_BETWEEN, True) == LocalSteps(10)
-    past = LocalSteps(10, 200)
-    assert RULE.after_exact_step(past, 199 + MIN_STEPS_BETWEEN, True) == past
-    assert RULE.after_exact_step(past, 200 + MIN_STEPS_BETWEEN, True).first == 200 + MIN_STEPS_BETWEEN + NOTICE_STEPS
+    plan = StepPlan(EXACT, 10, 6)
+    assert RULE.after_slice_round(plan, 9 + MIN_STEPS_BETWEEN, EXACT) == plan
+    assert RULE.after_slice_round(plan, 9 + 6 * NOTICE_PASSES, 12) == plan
+    assert RULE.after_slice_round(plan, 10 + 6 * NOTICE_PASSES, 12).later_slices == 12, "no state need be fetched"
+    past = StepPlan(6, 200, EXACT)
+    assert RULE.after_exact_step(past, 199 + MIN_STEPS_BETWEEN, 6) == past
+    assert RULE.after_exact_step(past, 200 + MIN_STEPS_BETWEEN, 6).change_at == 200 + MIN_STEPS_BETWEEN + NOTICE_STEPS
 
 
 # --- replicas
@@ -145,8 +184,8 @@ def are_of_one_lineage(one: GroupPeer, other: GroupPeer) -> bool:
     )
 
 
-def changes_of(peer: GroupPeer) -> list[LocalSteps]:
-    return [LocalSteps(event.first, event.end) for event in peer.of(StepKindChanged)]
+def changes_of(peer: GroupPeer) -> list[StepPlan]:
+    return [StepPlan(event.slices, event.change_at, event.later_slices) for event in peer.of(StepPlanChanged)]
 
 
 def test_replicas_with_slow_uplinks_change_to_local_steps_at_the_same_step_and_lose_no_token() -> None:
@@ -155,15 +194,15 @@ def test_replicas_with_slow_uplinks_change_to_local_steps_at_the_same_step_and_l
             await asyncio.sleep(10.0)
             set_uplinks(world, SLOW, SLOW, FAST)
             await until(lambda: all(changes_of(peer) for peer in world.all))
-            (local,) = {change for peer in world.all for change in changes_of(peer)}
-            await until(lambda: all(peer.stage.step > local.first + 2 * SLICES for peer in world.all))
+            (plan,) = {changes_of(peer)[0] for peer in world.all}
+            await until(lambda: all(peer.stage.step > plan.change_at + 2 * SLICES for peer in world.all))
             for peer in world.all:
-                assert min(peer.stage.alone_at) == local.first, "the steps before were taken together"
+                assert min(peer.stage.alone_at) == plan.change_at, "the steps before were taken together"
                 rounds = [done for done in peer.of(RoundDone) if done.what == "slice"]
-                assert rounds[0].round == local.first + 1 and rounds[-1].contributors == 3
+                assert rounds[0].round == plan.change_at + 1 and rounds[-1].contributors == 3
                 assert not peer.of(PartFailed) and not peer.of(StageDiverged) and not peer.of(StepsSkipped)
                 assert sum(peer.stage.closed) == peer.stage.counted - peer.stage.tokens
-                assert "67% of the stage's rate" in peer.of(StepKindChanged)[0].reason
+                assert "most uplinks carry" in peer.of(StepPlanChanged)[0].reason
 
     run(main())
 
@@ -187,11 +226,11 @@ def test_replicas_return_to_exact_steps_and_are_equal_again_once_the_slow_one_is
             first, second, slow = world.all
             set_uplinks(world, FAST, FAST, SLOW)
             await until(lambda: all(changes_of(peer) for peer in world.all))
-            began = changes_of(first)[0].first
+            began = changes_of(first)[0].change_at
             await until(lambda: first.stage.step > began + 10)
             await world.kill(slow)
             await until(lambda: all(len(changes_of(peer)) == 2 for peer in (first, second)))
-            (end,) = {changes_of(peer)[1].end for peer in (first, second)}
+            (end,) = {changes_of(peer)[1].change_at for peer in (first, second)}
             assert end >= began + MIN_STEPS_BETWEEN
             await until(lambda: min(first.stage.step, second.stage.step) > end + 10)
             await until(lambda: are_equal(first, second), 30.0)
@@ -211,11 +250,11 @@ def test_a_replica_that_joins_during_local_steps_takes_them_over_with_the_state(
             await world.kill(late)
             set_uplinks(world, SLOW, SLOW, FAST)
             first = world.all[0]
-            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].first + 30)
+            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].change_at + 30)
             world.network.dead.clear()
             late.start()
             await asyncio.sleep(10.0)
-            assert late.fetches and late.stage.local == first.stage.local
+            assert late.fetches and late.stage.plan == first.stage.plan
             last = [done for done in late.of(RoundDone) if done.what == "slice"][-1]
             assert last.contributors == 3
             await until(lambda: are_of_one_lineage(late, first), 5.0)
@@ -232,9 +271,9 @@ def test_a_replica_that_missed_the_decision_is_brought_back_to_the_others() -> N
             first, second, away = world.all
             set_uplinks(world, SLOW, SLOW, FAST)
             world.network.broken |= {frozenset((away.peer, other.peer)) for other in (first, second)}
-            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].first + 5)
+            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].change_at + 5)
             world.network.broken.clear()
-            await until(lambda: away.stage.local == first.stage.local, 60.0)
+            await until(lambda: away.stage.plan == first.stage.plan, 60.0)
             await until(lambda: are_of_one_lineage(away, first), 60.0)
             await asyncio.sleep(10.0)
             await until(lambda: are_of_one_lineage(away, first), 5.0)
@@ -248,7 +287,7 @@ def test_a_part_of_the_other_kind_is_refused_without_an_offence_where_stages_may
             await asyncio.sleep(5.0)
             rounds, step = world.all[0].group.rounds, world.all[0].stage.step
             with pytest.raises(Refused, match="averages no slice"):
-                rounds.check_part(Part(0, "slice", step, 0))
+                rounds.check_part(Part(0, "slice", step, 0, SLICES))
             assert rounds.check_part(Part(0, "gradient", step, 0)) > 0
 
     run(main())

@@ -111,7 +111,7 @@ def test_owners_are_those_of_the_text() -> None:
         usual = statistics.median([it for it in members.values() if it] or [1.0])
         heights = []
         for peer, bandwidth in members.items():
-            turns, slice_ = divmod(vector["round"], vector["slices"])
+            turns, slice_ = divmod(vector["round"], vector["slices"] or 1)
             turn = vector["round"] // 16 if vector["what"] == "gradient" else f"{slice_}.{turns // 16}"
             words = [vector["run"], vector["stage"], vector["what"], turn, vector["part"]]
             whole = int.from_bytes(digest("agora owner 1", *words, peer)[:8], "big")

@@ -51,6 +51,10 @@ class World:
         self.members |= {member.peer: member for member in made}
         return made
 
+    def slices_of(self, what: str) -> int:
+        """How many slices a stage has in rounds of this kind."""
+        return self.slices if what == "slice" else 0
+
     async def close(self) -> None:
         for member in self.members.values():
             await member.reducer.close()
@@ -70,7 +74,6 @@ class Member:
             "aggregation": world.rule,
             "round_s": world.round_s,
             "synchronous": world.exact,
-            "slices": world.slices,
             "slice_wire": world.slice_wire,
             "gradient_wire": world.gradient_wire,
         }
@@ -88,7 +91,8 @@ class Member:
         members: dict[PeerId, float],
         deadline: float,
     ) -> RoundResult:
-        round_ = Round(self.reducer, self.events.append, stage, what, number, weight, members, deadline)
+        slices = self.world.slices_of(what)
+        round_ = Round(self.reducer, self.events.append, stage, what, number, weight, members, deadline, slices)
         return await round_.run(values)
 
     @property
@@ -110,8 +114,8 @@ class Member:
             raise ProtocolError("bad-message", "no such part")
         return len(range(self.world.size)[cuts[part.position]])
 
-    def wants_change(self, part: Part) -> bool:
-        return False
+    def wanted_slices(self, part: Part) -> int:
+        return part.slices
 
     async def _fault(self, point: str) -> None:
         self.at[point] = self.at.get(point, 0) + 1

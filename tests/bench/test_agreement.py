@@ -120,7 +120,7 @@ def test_a_round_puts_in_the_bytes_of_its_slice(manifest: Manifest, sampler: Sam
     setting = Setting(fraction=0.25, every=2, delay=1, slice_wire=wire, exact=0)  # type: ignore[arg-type]
     found = trained(manifest, sampler, setting, 6)
     flat = replicas_of(manifest, sampler)[0].flat
-    slices = Slices(len(flat), 0.25, manifest.seed)
+    slices = Slices(len(flat), 4, manifest.seed)
     taken = [torch.zeros(slices.numel_of(number)) for number in (1, 2, 3)]
     sent = sum(tensor.nbytes for values in taken for tensor in PartCodec(setting.slice_wire).encode(values))
     assert found["rounds"] == 3 and found["bytes"] == pytest.approx(sent / len(flat) / 6)

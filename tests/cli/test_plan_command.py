@@ -77,7 +77,7 @@ def test_machines_get_one_json_object(run: str, tmp_path: Path, capsys: pytest.C
     [
         (100_000, ALL_STEPS, "int8", "gradients of every step of {} s: 4 in int8."),
         (2_000, ALL_STEPS, "normal4", "2 in int8, 2 in normal4."),
-        (20, ALL_STEPS, "normal2", "so that stages 0, 1, 2, 3 will take local steps; attic-1 normal2: "),
+        (20, ALL_STEPS, "normal2", "so that local steps will be taken: stage 0 in "),
         (100_000, 1000, "int8", "gradients of the first 1,000 steps of {} s: 4 in int8; later steps are local, with"),
         (20, 0, "normal2", "local steps, and slices of the weights are averaged."),
         (100_000, 0, "int8", "every upload carries gradients: averaging.exact_steps = 1000000000 learns more."),

@@ -24,18 +24,18 @@ from agora.node.node_report import (
 from agora.node.watchdog import Notifier, Watchdog
 from agora.observe import events
 from agora.observe.reporter import Counters
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, StepPlan
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge
-from agora.train.trained_stage import StageProgress
+from agora.train.stage_progress import StageProgress
 
 ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
     (
-        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), NO_LOCAL_STEPS, {}),
-        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount(), NO_LOCAL_STEPS, {}),
+        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), ALL_EXACT, {}),
+        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount(), ALL_EXACT, {}),
     ),
     {0: "96 tokens are missing", 1: ""},
     {0: 0, 1: 1},
@@ -132,7 +132,7 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
     short = dataclasses.replace(SPAN, behind={}, gradient_wire=GradientWire("normal2", "normal2: too slow", True))
     assert notes_of(report(span=short)) == ["gradients are sent as normal2: too slow"]
     first, second = SPAN.stages
-    second = dataclasses.replace(second, local=LocalSteps(3))
+    second = dataclasses.replace(second, plan=StepPlan(0, 3, 20))
     partly_local = dataclasses.replace(short, stages=(first, second))
     assert notes_of(report(span=partly_local)) == [
         "stage 1 takes local steps since step 3",

@@ -20,7 +20,7 @@ from agora.model.hf_stage import HfStage
 from agora.plan.cost import ALL_ACTIVATIONS, Activations
 from agora.plan.cost_of_run import run_cost, trained_parameters
 from agora.plan.decoder_sizes import decoder_sizes
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 from agora.train.memory import measure_saved_bytes
 from agora.train.trained_stage import stage_layout
 from tests.model.test_frozen_layers import tensor_bytes
@@ -138,7 +138,7 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers(name: str) -> 
 def test_the_state_that_a_newcomer_fetches_has_the_bytes_of_its_layout(optimizer: str, exact_steps: int) -> None:
     manifest = preset("tiny", optimizer={"name": optimizer}, averaging={"exact_steps": exact_steps})
     for number, stage in enumerate(run_cost(manifest).stages):
-        layout = stage_layout(manifest, number).at_step(0, LocalSteps(exact_steps))
+        layout = stage_layout(manifest, number).at_step(0, StepPlan(0, exact_steps, 20))
         assert stage.state_bytes == pytest.approx(layout.nbytes, rel=0.01)
 
 

@@ -31,7 +31,7 @@ from agora.state.checkpoint import (
 from agora.state.files import replace_tensors
 from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, chunk_hashes
 from agora.state.snapshot import SnapshotServer
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 from tests.state.test_layout import slots_of
 
 RUN = "ab" * 32
@@ -80,14 +80,14 @@ def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
 
 def test_a_checkpoint_of_local_steps_holds_the_anchor_and_when_the_steps_are_local(tmp_path: Path) -> None:
     exact = trained(7)
-    layout = LAYOUT.at_step(7, LocalSteps(5, 9))
+    layout = LAYOUT.at_step(7, StepPlan(0, 5, 9))
     moments = {**exact.moments, ANCHOR: exact.weights, VELOCITY: 2 * exact.weights}
-    local = replace(exact, layout=layout, moments=moments, local=LocalSteps(5, 9))
+    local = replace(exact, layout=layout, moments=moments, plan=StepPlan(0, 5, 9))
     written = write_checkpoint(tmp_path, RUN, local, keep=3)
     found = newest_checkpoint(tmp_path, RUN, 2)
-    assert found == written and found.local == LocalSteps(5, 9)
+    assert found == written and found.plan == StepPlan(0, 5, 9)
     got = read_checkpoint(found, LAYOUT)
-    assert got.local == LocalSteps(5, 9) and got.layout == layout
+    assert got.plan == StepPlan(0, 5, 9) and got.layout == layout
     for name, values in local.arrays.items():
         np.testing.assert_array_equal(got.arrays[name], values)
 

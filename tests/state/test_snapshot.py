@@ -166,7 +166,7 @@ async def the_first_copy_is_made_whatever_its_size() -> None:
 async def nothing_to_give_is_said_and_asked_again() -> None:
     source = Source()
     source.serving = False
-    assert (await source.index()) == StateIndex(b"", 0, 0, 0, 0, ALL_STEPS, ALL_STEPS, 0)
+    assert (await source.index()) == StateIndex(b"", 0, 0, 0, 0, 0, ALL_STEPS, 0, 0)
     source.serving = True
     assert (await source.index()).size == NBYTES
     with pytest.raises(NotMyStage):

@@ -19,7 +19,7 @@ from agora.sim.virtual_time import run
 from agora.state import sample_check, transfer
 from agora.state.layout import ANCHOR, StageState
 from agora.state.transfer import StateFetch
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, StepPlan
 from tests.state.world import WINDOW, World, chunks, flipped, layout_of, state
 
 NUMEL = chunks(11.5)
@@ -313,9 +313,9 @@ def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> Non
 
     async def work() -> None:
         world = World()
-        local = LocalSteps(40, 60)
+        plan = StepPlan(0, 40, 20)
         for name in "ab":
-            world.add(name, state(NUMEL, agreed=step, lineage=7, step=step, local=local))
+            world.add(name, state(NUMEL, agreed=step, lineage=7, step=step, plan=plan))
         stale = world.add("stale", state(NUMEL, value=9.0, agreed=30, lineage=5, step=30))
         got, _ = await fetched(world, fetcher(world))
         expected = world.replicas[PeerId("a")].state
@@ -323,7 +323,7 @@ def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> Non
         assert (ANCHOR in got.arrays) == (step == 50)
         for name, values in expected.arrays.items():
             np.testing.assert_array_equal(got.arrays[name], values)
-        assert got.local == local and got.layout == expected.layout and not stale.given
+        assert got.plan == plan and got.layout == expected.layout and not stale.given
 
     run(work())
 
@@ -331,13 +331,13 @@ def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> Non
 def test_when_sources_of_local_steps_die_a_state_of_exact_steps_is_fetched_instead() -> None:
     async def work() -> None:
         world = World()
-        local = LocalSteps(40)
-        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41, local=local), die_after=6)
+        plan = StepPlan(0, 40, 20)
+        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41, plan=plan), die_after=6)
         other = world.add("other", state(NUMEL, agreed=39, lineage=5, step=39))
         got, _ = await fetched(world, fetcher(world))
         assert newest.given.total() == 6
         assert_equal(got, other.state)
-        assert got.arrays.keys() == {"weights", "mean", "square"} and got.local == NO_LOCAL_STEPS
+        assert got.arrays.keys() == {"weights", "mean", "square"} and got.plan == ALL_EXACT
 
     run(work())
 

@@ -20,7 +20,7 @@ from agora.calls import Reply
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.snapshot import SnapshotServer
-from agora.step_kinds import NO_LOCAL_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, StepPlan
 from agora.swarm.conduct import Offence
 
 WINDOW = 3
@@ -42,16 +42,16 @@ def state(
     stage: int = 0,
     agreed: int = 0,
     lineage: int = 0,
-    local: LocalSteps = NO_LOCAL_STEPS,
+    plan: StepPlan = ALL_EXACT,
 ) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
     ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
     weights = ramp + value
     moments = {"mean": -weights, "square": np.square(weights)}
-    if local.has(step):
+    if plan.is_local(step):
         moments |= {ANCHOR: weights + 1, VELOCITY: weights + 2}
-    layout = layout_of(numel).at_step(step, local)
-    return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, lineage, local)
+    layout = layout_of(numel).at_step(step, plan)
+    return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, lineage, plan)
 
 
 def chunks(count: float) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.manifest_sections import AveragingSection
 
 from agora.state.layout import ANCHOR, VELOCITY, lay_out
-from agora.step_kinds import LocalSteps
-from agora.train.outer_step import OuterOptimizer
+from agora.step_kinds import StepPlan
+from agora.train.outer_step import MAX_MOMENTUM, OuterOptimizer
 
-SECTION = AveragingSection(outer_rate=0.7, outer_momentum=0.6)
+SECTION = AveragingSection(outer_rate=0.7, outer_momentum=0.03)
+PASS_STEPS = 20
+"""Steps of a pass over all slices: the momentum is 0.6."""
 BLOCKS = PART_ELEMENTS // SLICE_BLOCK + 3
 NUMEL = BLOCKS * SLICE_BLOCK
 LAYOUT = lay_out([("weights", (BLOCKS, SLICE_BLOCK))])
@@ -31,7 +34,7 @@ def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
     for number in range(1, 4):
         snapshot, mean = rows(weights_of(number), blocks), rows(weights_of(100 + number), blocks)
         assert torch.equal(outer.difference(blocks, snapshot), rows(anchor, blocks) - snapshot)
-        moved = outer.step(blocks, snapshot, mean, (True,))
+        moved = outer.step(blocks, snapshot, mean, (True,), PASS_STEPS)
         faster = 0.6 * rows(velocity, blocks) + mean
         new = rows(anchor, blocks) - 0.7 * (mean + 0.6 * faster)
         torch.testing.assert_close(moved, new - snapshot)
@@ -44,7 +47,7 @@ def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
 def test_a_part_without_a_mean_stays_with_its_weights() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     blocks = torch.arange(BLOCKS)
-    moved = outer.step(blocks, weights_of(1), weights_of(2), (True, False))
+    moved = outer.step(blocks, weights_of(1), weights_of(2), (True, False), PASS_STEPS)
     assert bool(moved[:PART_ELEMENTS].any()) and not moved[PART_ELEMENTS:].any()
     assert torch.equal(outer.moments[ANCHOR][PART_ELEMENTS:], weights_of(0)[PART_ELEMENTS:])
     assert not outer.moments[VELOCITY][PART_ELEMENTS:].any()
@@ -55,7 +58,9 @@ def test_a_part_of_a_large_slice_is_larger() -> None:
     large = 65 * PART_ELEMENTS
     layout = lay_out([("weights", (large // SLICE_BLOCK, SLICE_BLOCK))])
     outer = OuterOptimizer(SECTION, layout, torch.zeros(large))
-    moved = outer.step(torch.arange(large // SLICE_BLOCK), torch.ones(large), torch.ones(large), (False, *[True] * 32))
+    moved = outer.step(
+        torch.arange(large // SLICE_BLOCK), torch.ones(large), torch.ones(large), (False, *[True] * 32), 20
+    )
     assert not moved[: 2 * PART_ELEMENTS].any() and bool(moved[2 * PART_ELEMENTS :].all())
 
 
@@ -65,14 +70,23 @@ def test_with_rate_one_and_no_momentum_the_anchor_becomes_the_mean_of_the_weight
     blocks = torch.arange(BLOCKS)
     outer = OuterOptimizer(section, LAYOUT, weights_of(0))
     mean = sum((outer.difference(blocks, own) for own in replicas), torch.zeros(NUMEL)) / 3
-    own = replicas[0] + outer.step(blocks, replicas[0], mean, (True, True))
+    own = replicas[0] + outer.step(blocks, replicas[0], mean, (True, True), 1)
     torch.testing.assert_close(own, sum(replicas) / 3)
+
+
+@pytest.mark.parametrize(("pass_steps", "momentum"), [(1, 0.03), (5, 0.15), (20, 0.6), (100, MAX_MOMENTUM)])
+def test_the_longer_a_pass_over_all_slices_the_larger_the_momentum(pass_steps: int, momentum: float) -> None:
+    outer = OuterOptimizer(SECTION, LAYOUT, torch.zeros(NUMEL))
+    blocks, ones = torch.tensor([2]), torch.ones(SLICE_BLOCK)
+    for _ in range(2):
+        outer.step(blocks, 0 * ones, ones, (True,), pass_steps)
+    torch.testing.assert_close(rows(outer.moments[VELOCITY], blocks), (1 + momentum) * ones)
 
 
 def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     blocks = torch.tensor([2])
-    outer.step(blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,))
+    outer.step(blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,), PASS_STEPS)
     outer.set_anchor(blocks, rows(weights_of(3), blocks))
     assert torch.equal(rows(outer.moments[ANCHOR], blocks), rows(weights_of(3), blocks))
     assert not outer.moments[VELOCITY].any()
@@ -81,14 +95,14 @@ def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
 def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
     layout = lay_out([("bias", (SLICE_BLOCK - 5,))])
     outer = OuterOptimizer(SECTION, layout, torch.zeros(layout.numel))
-    outer.step(torch.tensor([0]), torch.zeros(SLICE_BLOCK), torch.ones(SLICE_BLOCK), (True,))
+    outer.step(torch.tensor([0]), torch.zeros(SLICE_BLOCK), torch.ones(SLICE_BLOCK), (True,), PASS_STEPS)
     assert outer.moments[ANCHOR][: SLICE_BLOCK - 5].all() and not outer.moments[ANCHOR][SLICE_BLOCK - 5 :].any()
 
 
 def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state_during_local_steps() -> None:
-    for exact in (4, 6):
-        assert LAYOUT.at_step(exact, LocalSteps(5, 6)) == LAYOUT
-    assert [(moment.name, moment.numel) for moment in LAYOUT.at_step(5, LocalSteps(5)).moments] == [
+    for plan in (StepPlan(0, 6, 20), StepPlan(20, 5, 0)):
+        assert LAYOUT.at_step(5, plan) == LAYOUT
+    assert [(moment.name, moment.numel) for moment in LAYOUT.at_step(5, StepPlan(0, 5, 20)).moments] == [
         (ANCHOR, NUMEL),
         (VELOCITY, NUMEL),
     ]

@@ -9,24 +9,25 @@ import torch
 from agora_protocol.limits import SLICE_BLOCK
 
 from agora.state.layout import ANCHOR, VELOCITY
-from agora.step_kinds import MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, LocalSteps
+from agora.step_kinds import ALL_EXACT, EXACT, MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, StepPlan
 from agora.train.stage_replica import StageReplica
 from tests.train.test_weight_versions import Bench
 
 SLICES = 4
 FIRST = NOTICE_STEPS
-"""The first local step where the mean of step 0 wants a change."""
+"""The first local step where the mean of step 0 wants slices."""
+PLAN = StepPlan(EXACT, FIRST, SLICES)
 
 
 def stage_of() -> StageReplica:
     return Bench("keep", averaging={"fraction": 1 / SLICES}).trainer.stage(0)
 
 
-def take_exact_step(stage: StageReplica, wants_change: bool = False) -> None:
+def take_exact_step(stage: StageReplica, wanted: int = EXACT) -> None:
     """Along a mean that every stage gets alike."""
     generator = torch.Generator().manual_seed(stage.step)
     gradient = torch.randn(stage.layout.numel, generator=generator)
-    stage.step_with_gradient(stage.step, gradient, 64, wants_change)
+    stage.step_with_gradient(stage.step, gradient, 64, wanted)
 
 
 def take_local_step(stage: StageReplica, seed: int) -> None:
@@ -38,24 +39,24 @@ def take_local_step(stage: StageReplica, seed: int) -> None:
 
 
 def change_to_local(stage: StageReplica) -> None:
-    take_exact_step(stage, wants_change=True)
+    take_exact_step(stage, wanted=SLICES)
     while stage.step < FIRST:
         take_exact_step(stage)
 
 
-def average_slice(stage: StageReplica, wants_change: bool = False) -> None:
+def average_slice(stage: StageReplica, wanted: int = SLICES) -> None:
     """Applies a mean difference of 0 in a block."""
     blocks = np.array([0])
     found = stage.difference_to_anchor(blocks)
     assert found is not None
     _, snapshot = found
-    stage.step_anchor(stage.step, blocks, snapshot, (torch.zeros(SLICE_BLOCK), (True,)), wants_change)
+    stage.step_anchor(stage.step, blocks, snapshot, (torch.zeros(SLICE_BLOCK), (True,)), wanted)
 
 
 def test_the_anchor_is_what_the_last_exact_step_leaves_and_exists_only_during_local_steps() -> None:
     stage = stage_of()
-    take_exact_step(stage, wants_change=True)
-    assert stage.progress.local == LocalSteps(FIRST) and ANCHOR not in stage.moments
+    take_exact_step(stage, wanted=SLICES)
+    assert stage.progress.plan == PLAN and ANCHOR not in stage.moments
     while stage.step < FIRST:
         assert stage.outer is None
         take_exact_step(stage)
@@ -65,10 +66,10 @@ def test_the_anchor_is_what_the_last_exact_step_leaves_and_exists_only_during_lo
     assert torch.equal(stage.moments[ANCHOR], weights) and not torch.equal(stage.weights.current.flat, weights)
 
 
-def test_whether_a_mean_wants_a_change_enters_the_lineage() -> None:
+def test_what_the_means_want_enters_the_lineage() -> None:
     stages = stage_of(), stage_of()
-    for stage, wants_change in zip(stages, (True, False), strict=True):
-        take_exact_step(stage, wants_change)
+    for stage, wanted in zip(stages, (SLICES, EXACT), strict=True):
+        take_exact_step(stage, wanted)
     assert np.array_equal(*(stage.export_state().weights for stage in stages))
     assert stages[0].progress.lineage != stages[1].progress.lineage
 
@@ -80,9 +81,9 @@ def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none()
     take_local_step(giver, seed=1)
     average_slice(giver)
     state = giver.export_state()
-    assert state.local == LocalSteps(FIRST) and {ANCHOR, VELOCITY} <= state.moments.keys()
+    assert state.plan == PLAN and {ANCHOR, VELOCITY} <= state.moments.keys()
     taker.load_state(state)
-    assert taker.progress.local == state.local and taker.progress.lineage == giver.progress.lineage
+    assert taker.progress.plan == state.plan and taker.progress.lineage == giver.progress.lineage
     for name, values in giver.moments.items():
         assert torch.equal(taker.moments[name], values)
     for stage in (giver, taker):
@@ -90,14 +91,14 @@ def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none()
     assert torch.equal(giver.weights.current.flat, taker.weights.current.flat)
     taker.load_state(exact)
     assert taker.outer is None and ANCHOR not in taker.export_state().moments
+    assert taker.progress.plan == ALL_EXACT
 
 
 def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() -> None:
     stages = stage_of(), stage_of()
     for seed, stage in enumerate(stages):
         change_to_local(stage)
-        state = stage.export_state()
-        stage.load_state(replace(state, local=LocalSteps(FIRST, FIRST + 2)))
+        stage.load_state(replace(stage.export_state(), plan=StepPlan(SLICES, FIRST + 2, EXACT)))
         for step in range(2):
             take_local_step(stage, seed=10 * seed + step)
         assert stage.step == FIRST + 2 and stage.outer is None
@@ -111,22 +112,37 @@ def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() 
     assert first.progress.lineage == second.progress.lineage
 
 
-def test_the_round_that_ends_local_steps_is_at_least_as_late_as_the_rule_says() -> None:
+def test_a_round_of_slices_ends_local_steps_no_sooner_than_the_rule_says() -> None:
     stage = stage_of()
     change_to_local(stage)
-    average_slice(stage, wants_change=True)
-    assert stage.progress.local == LocalSteps(FIRST), "too early"
+    average_slice(stage, wanted=EXACT)
+    assert stage.progress.plan == PLAN, "too early"
     while stage.step < FIRST + MIN_STEPS_BETWEEN:
         take_local_step(stage, seed=stage.step)
-    average_slice(stage, wants_change=True)
-    assert stage.progress.local == LocalSteps(FIRST, stage.step + NOTICE_PASSES * SLICES)
+    average_slice(stage, wanted=EXACT)
+    assert stage.progress.plan == StepPlan(SLICES, stage.step + NOTICE_PASSES * SLICES, EXACT)
+
+
+def test_another_number_of_slices_keeps_anchor_and_lineage() -> None:
+    stage = stage_of()
+    change_to_local(stage)
+    while stage.step < FIRST + NOTICE_PASSES * SLICES:
+        take_local_step(stage, seed=stage.step)
+    average_slice(stage, wanted=2)
+    change_at = stage.step + NOTICE_PASSES * SLICES
+    assert stage.progress.plan == StepPlan(SLICES, change_at, 2)
+    anchor = stage.moments[ANCHOR].clone()
+    lineage = stage.progress.lineage
+    while stage.step <= change_at:
+        take_local_step(stage, seed=stage.step)
+    assert torch.equal(stage.moments[ANCHOR], anchor) and stage.progress.lineage == lineage
 
 
 def test_a_stage_that_skips_into_local_steps_does_not_take_itself_for_a_replica_of_the_others() -> None:
     """Its anchor would be its own weights."""
     stage, other = stage_of(), stage_of()
     for each in (stage, other):
-        take_exact_step(each, wants_change=True)
+        take_exact_step(each, wanted=SLICES)
     stage.catch_up(FIRST + 2)
     while other.step < FIRST:
         take_exact_step(other)

@@ -13,11 +13,11 @@ from agora_protocol.manifest import AveragingSection
 from torch import Tensor
 
 from agora.state.layout import ANCHOR, VELOCITY
-from agora.step_kinds import LocalSteps
+from agora.step_kinds import StepPlan
 from agora.train.trained_stage import stage_layout
 from tests.train.test_weight_versions import Bench, same
 
-RATE, MOMENTUM = AveragingSection().outer_rate, AveragingSection().outer_momentum
+RATE, MOMENTUM = AveragingSection().outer_rate, 20 * AveragingSection().outer_momentum
 
 
 class SliceBench(Bench):
@@ -100,7 +100,7 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
     bench.take_in(1, bench.noise(), bench.slice())
     state = bench.stage.export_state()
     assert {ANCHOR, VELOCITY} <= state.moments.keys() and state.layout == stage_layout(bench.manifest, 0).at_step(
-        1, LocalSteps(0)
+        1, StepPlan(20)
     )
     other.stage.load_state(state)
     for name, values in bench.stage.moments.items():

@@ -24,7 +24,7 @@ from agora.train import memory
 from agora.train.memory import graphs_fit
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from agora.train.trained_stage import StageProgress
+from agora.train.stage_progress import StageProgress
 from tests.train.support import Events, batches_for, microbatch_id, small_manifest
 
 NEVER = 1 << 40
@@ -38,7 +38,8 @@ class Bench:
         self, activations: str = "keep", span: str = "0", stages: int = 2, in_flight: int = 8, **sections: Any
     ) -> None:
         sections = {"stages": {"count": stages}, "optimizer": {"warmup_steps": 0}, **sections}
-        self.manifest: Manifest = small_manifest(schedule={"activations": activations}, **sections)
+        schedule = {"activations": activations, **sections.pop("schedule", {})}
+        self.manifest: Manifest = small_manifest(schedule=schedule, **sections)
         self.events = Events()
         self.span = Span.parse(span)
         self.trainer = SpanTrainer(self.manifest, self.span, CPU, report=self.events, in_flight=in_flight)

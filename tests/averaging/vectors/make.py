@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ import torch
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_SMALL_PARTS, PART_ELEMENTS, SLICE_BLOCK
+from agora_protocol.parts import slice_count
 
 from agora.averaging.part_averager import Part, RoundConfig
 from agora.averaging.part_codec import PartCodec
@@ -30,7 +30,8 @@ TERMS: Final = RoundConfig(PEERS[0], RUN, "mean", 20.0, 1e9)
 
 
 def _named(part: Part) -> dict[str, Any]:
-    return {"run": RUN, **dict(zip(("stage", "what", "round", "part"), part, strict=True))}
+    names = ("stage", "what", "round", "part", "slices")
+    return {"run": RUN, **dict(zip(names, part, strict=True))}
 
 
 def _hex(data: Any) -> dict[str, str]:
@@ -41,7 +42,7 @@ def slices() -> list[dict[str, Any]]:
     """The blocks of the first rounds, and of one that is over the number of slices."""
     made = []
     for blocks, fraction, seed in ((1, 0.05, 0), (7, 0.05, 7), (24, 0.25, 7), (60, 0.3, 2**63), (100, 1.0, 1)):
-        it = Slices(blocks * SLICE_BLOCK, fraction, seed)
+        it = Slices(blocks * SLICE_BLOCK, slice_count(fraction), seed)
         rounds = {str(number): it.blocks(number).tolist() for number in (0, 1, 2, 1_000_003)}
         made.append(
             {"elements": blocks * SLICE_BLOCK, "fraction": fraction, "seed": seed, "count": it.count, "blocks": rounds}
@@ -65,17 +66,18 @@ def owned() -> list[dict[str, Any]]:
         dict(zip(PEERS, (1e6, 2e6, 0.0, 25e6, 3.5e6), strict=True)),
     ]
     parts_of = [
-        (Part(0, "slice", 0, 0), 1),
-        (Part(3, "slice", 12, 1), 20),
-        (Part(3, "slice", 332, 1), 20),
-        (Part(3, "gradient", 44, 1), 20),
-        (Part(1023, "slice", 2**40, 77), 7),
+        Part(0, "slice", 0, 0, 2),
+        Part(3, "slice", 12, 1, 20),
+        Part(3, "slice", 332, 1, 20),
+        Part(3, "slice", 332, 1, 5),
+        Part(3, "gradient", 44, 1),
+        Part(1023, "slice", 2**40, 77, 7),
     ]
     made = []
     for members in groups:
-        for part, count in parts_of:
-            first, second = replace(TERMS, slices=count).owners(part, members)
-            made.append({**_named(part), "slices": count, "members": members, "first": first, "second": second})
+        for part in parts_of:
+            first, second = TERMS.owners(part, members)
+            made.append({**_named(part), "members": members, "first": first, "second": second})
     return made
 
 
@@ -101,7 +103,7 @@ def int8() -> list[dict[str, Any]]:
     """Parts with their dither, and without any."""
     values = _values()
     made = []
-    for part in (Part(3, "slice", 12, 1), Part(0, "gradient", 0, 0), None):
+    for part in (Part(3, "slice", 12, 1, 20), Part(0, "gradient", 0, 0), None):
         dither = None if part is None else TERMS.dither_label(part)
         sent = PartCodec("int8").encode(values.clone(), dither)
         back = PartCodec("int8").decode(sent, len(values), dither)
