@@ -149,8 +149,11 @@ class LoadedSpan:
             if (lacking_tokens := self.replicas.tokens_until_origins_wait(0)) is not None:
                 before_mean = math.ceil(lacking_tokens / tokens_each)
                 return OpeningInputs(ready, None, path_s, before_mean=before_mean)
-            ceiling = opening.staleness_limit(manifest.schedule.staleness, per_step, rank, count)
-            return OpeningInputs(ready, None, path_s, ceiling)
+            schedule = manifest.schedule
+            staleness = opening.staleness_ceiling(
+                schedule.staleness, per_step, rank, count, predicts=schedule.predict_weights
+            )
+            return OpeningInputs(ready, None, path_s, staleness)
         lacking = math.ceil(self.replicas.missing_tokens(0) / tokens_each)
         return OpeningInputs(ready, StepState(self.compute.step_of(0), per_step, lacking, rank, count), path_s)
 
@@ -193,6 +196,7 @@ class LoadedSpan:
             metrics=self.origin.mean_metrics if self.origin else {},
             credit=self.origin.credit.reason if self.origin else "",
             shortage=self.origin.credit.shortage if self.origin else "",
+            correction=self.origin.credit.correction if self.origin else "",
         )
 
     def _steps_behind(self, stage: int) -> int:

@@ -55,6 +55,7 @@ class SpanReport:
     metrics: Mapping[str, float]  # the origin's averages; {} without an origin
     credit: str  # in words, how many microbatches the origin may have in flight
     shortage: str  # the setting that allows it fewer than it could use, in words; "" for none
+    correction: str  # that it has more in flight than schedule.staleness, in words; "" if it has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,8 @@ def notes_of(report: NodeReport) -> list[str]:
     """Returns remarks on this daemon, [] for none.
 
     They are: why it is paused, its emulated link, that its clock is wrong; and, while a span is loaded, stages that are
-    MIN_BEHIND or more steps behind their replicas, local steps, a limited format of gradients, and what keeps its
-    device idle.
+    MIN_BEHIND or more steps behind their replicas, local steps, a limited format of gradients, more microbatches in
+    flight than the manifest's staleness, and what keeps its device idle.
     """
     link_note = f"link {report.link}" if report.link else ""
     notes = [note for note in (report.pause_reason, link_note, report.clock_remark) if note]
@@ -155,6 +156,8 @@ def notes_of(report: NodeReport) -> list[str]:
         notes.append(f"stage {stage} takes {span.agreement.get(stage, 'local steps')}")
     if span.gradient_wire.is_limited and len(local_stages) < len(span.stages):
         notes.append(f"gradients are sent as {span.gradient_wire.reason}")
+    if span.correction:
+        notes.append(span.correction)
     if span.shortage and span.busy_fraction < IDLE_BELOW:
         notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
     return notes
@@ -214,6 +217,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
             for stage in span.stages
         },
         "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
+        "tokens_predicted": {str(stage.stage): stage.tokens_predicted for stage in span.stages},
         "waits_for": {str(stage): reason for stage, reason in span.waits_for.items()},
         "gradient_wire": span.gradient_wire.reason,
         "agreement": {str(stage): text for stage, text in span.agreement.items()},

@@ -197,6 +197,7 @@ class StepTaken(Event):
     learning_rate: float = 0.0  # 0.0 if it only set its number
     gradient_norm: float | None = None  # None if it only set its number
     staleness: float = 0.0  # mean age of this peer's gradients, in steps
+    predicted: float = 0.0  # fraction of `tokens` whose gradients were computed at predicted weights
     step_tokens: int | None = None  # of all replicas in the mean gradient; None if only this peer's gradient was used
 
 

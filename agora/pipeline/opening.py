@@ -20,6 +20,8 @@ PER_STAGE = 2
 """Minimum microbatches in flight for each stage, and the number at the start: one is computed while one travels."""
 MAX_GAP_PERIODS = 10.0
 """One gap between two completions counts as at most this number of mean periods."""
+PREDICTED_FACTOR = 2
+"""Where weights are predicted, so many times schedule.staleness may be in flight if the round trip needs it."""
 GRACE_S = 3.0
 """Seconds that an origin of a synchronous run waits with nothing open before it opens what the step still lacks."""
 
@@ -30,25 +32,45 @@ class Credit:
 
     shortage: if schedule.staleness keeps the limit below what the round trip would use, a sentence about it for
     users; "" otherwise.
+    correction: if the limit is above schedule.staleness, because gradients are corrected, a sentence; "" otherwise.
     """
 
     limit: int
     reason: str
     shortage: str = ""
+    correction: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessCeiling:
+    """How many microbatches schedule.staleness lets an origin have in flight.
+
+    usual: at any time. at_most: if the round trip needs them, since their gradients are taken at predicted weights.
+    """
+
+    usual: int = 2**31
+    at_most: int = 2**31
+
+
+NO_CEILING = StalenessCeiling()
 
 
 def measured_credit(
-    round_trip_s: float | None, period_s: float | None, stages: int, ceiling: int, staleness_ceiling: int = 2**31
+    round_trip_s: float | None,
+    period_s: float | None,
+    stages: int,
+    ceiling: int,
+    staleness: StalenessCeiling = NO_CEILING,
 ) -> Credit:
     """Returns a credit of x + SAFETY * sqrt(x) microbatches, rounded up; x = round_trip_s / period_s.
 
-    The limit is at least PER_STAGE for each stage. It is at most `ceiling` and `staleness_ceiling` (which comes from
-    schedule.staleness), even if those are lower, but never below 1. round_trip_s: seconds that a microbatch takes if it
-    never waits. period_s: mean seconds between two completions. While one of these two is None or not above 0, the
-    limit is the lowest that is allowed.
+    The limit is at least PER_STAGE for each stage. It is at most `ceiling`, and at most `staleness.usual`, or if x is
+    more, x and at most `staleness.at_most`; even if those are lower than PER_STAGE for each stage, but never below 1.
+    round_trip_s: seconds that a microbatch takes if it never waits. period_s: mean seconds between two completions.
+    While one of these two is None or not above 0, the limit is the lowest that is allowed.
     """
-    is_stale_beyond = staleness_ceiling <= ceiling
-    ceiling = max(1, min(ceiling, staleness_ceiling))
+    is_stale_beyond = staleness.usual <= ceiling
+    slots, ceiling = ceiling, max(1, min(ceiling, staleness.usual))
     setting = " by schedule.staleness" if is_stale_beyond else ""
     least = min(PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
@@ -62,21 +84,37 @@ def measured_credit(
     )
     if wanted <= ceiling:
         return Credit(limit, f"{limit}: {reason}")
+    needed = min(math.ceil(load), slots)
+    corrected = max(limit, min(needed, staleness.at_most))
+    trip = f"its round trip ({round_trip_s:.2f} s, one microbatch completed every {period_s:.2f} s)"
+    correction = ""
+    if corrected > limit:
+        correction = (
+            f"{trip} needs {needed} in flight; it has {corrected}, more than schedule.staleness ({ceiling}), since "
+            "gradients are computed at predicted weights"
+        )
     shortage = (
-        f"its round trip ({round_trip_s:.2f} s, one microbatch completed every {period_s:.2f} s) would use {wanted} in "
-        f"flight, schedule.staleness allows it {ceiling}; a larger schedule.staleness or optimizer.target_tokens, in "
-        "the manifest of a new run, allows more"
+        f"{trip} would use {wanted} in flight, schedule.staleness allows it {corrected}; a larger schedule.staleness "
+        "or optimizer.target_tokens, in the manifest of a new run, allows more"
     )
-    return Credit(limit, f"{limit}: {reason}, bounded by {ceiling}{setting}", shortage if is_stale_beyond else "")
+    reason = f"{corrected}: {reason}, bounded by {corrected}{setting}"
+    return Credit(corrected, reason, shortage if is_stale_beyond else "", correction)
 
 
-def staleness_limit(staleness: float, microbatches: int, rank: int, origins: int) -> int:
+def staleness_ceiling(
+    staleness: float, microbatches: int, rank: int, origins: int, *, predicts: bool
+) -> StalenessCeiling:
     """Returns how many microbatches the origin of number `rank` among `origins` may have in flight, at least 1.
 
-    All origins together may have staleness * microbatches, rounded; each has an equal part, see equal_quota.
-    microbatches: those of one step. staleness: the manifest's schedule.staleness.
+    All origins together may have staleness * microbatches, rounded; each has an equal part, see equal_quota. If weights
+    are predicted (`predicts`), PREDICTED_FACTOR times as many at most. microbatches: those of one step. staleness: the
+    manifest's schedule.staleness.
     """
-    return max(1, equal_quota(max(1, round(staleness * microbatches)), rank, origins))
+    usual, at_most = (
+        max(1, equal_quota(max(1, round(share * microbatches)), rank, origins))
+        for share in (staleness, (PREDICTED_FACTOR if predicts else 1) * staleness)
+    )
+    return StalenessCeiling(usual, at_most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +176,7 @@ class OpeningInputs:
     ready: whether enough replicas serve the run.
     step: how far stage 0 is in its step; None in an asynchronous run.
     path_s: seconds of the path to the last stage and back, see Hop.path_s.
-    staleness_ceiling: how many may be in flight by schedule.staleness, see staleness_limit.
+    staleness: how many may be in flight by schedule.staleness.
     before_mean: how many microbatches may be open until the mean gradient, to which this peer gives its share of a
     step, is applied; more would be computed on weights without that mean. None where origins do not wait for means.
     """
@@ -146,7 +184,7 @@ class OpeningInputs:
     ready: bool = True
     step: StepState | None = None
     path_s: float | None = None
-    staleness_ceiling: int = 2**31
+    staleness: StalenessCeiling = NO_CEILING
     before_mean: int | None = None
 
 

@@ -272,7 +272,7 @@ class Origin:
             return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
         ceiling = min(self._credit_ceiling, config.ceiling)
         period_s = self._pace.period_s.value
-        return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness_ceiling)
+        return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         """Returns a microbatch of these tokens, started now, with a new id: the session's 8 bytes and a counter."""

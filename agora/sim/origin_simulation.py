@@ -82,7 +82,7 @@ class OriginSimulation:
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
             inputs = OpeningInputs(
-                path_s=median(peer.paths_s) if peer.paths_s else None, staleness_ceiling=self._staleness_ceiling(peer)
+                path_s=median(peer.paths_s) if peer.paths_s else None, staleness=self._staleness_ceiling(peer)
             )
             state.credit = self._credit(state, inputs)
             decision = opening.next_opening(now, state.quota, state.credit, inputs, state.open_count)
@@ -104,16 +104,17 @@ class OriginSimulation:
             return opening.Credit(limit, f"{limit}: schedule.max_in_flight")
         ceiling = min(state.credit_ceiling, rules.slots)
         return opening.measured_credit(
-            inputs.path_s, state.pace.period_s.value, rules.stages, ceiling, inputs.staleness_ceiling
+            inputs.path_s, state.pace.period_s.value, rules.stages, ceiling, inputs.staleness
         )
 
-    def _staleness_ceiling(self, peer: SimulatedPeer) -> int:
-        """Returns how many microbatches this origin may have in flight by schedule.staleness; 2**31 without a bound."""
+    def _staleness_ceiling(self, peer: SimulatedPeer) -> opening.StalenessCeiling:
+        """Returns how many microbatches this origin may have in flight by schedule.staleness, if that is a bound."""
         rules = self._rules
         if not rules.staleness or not rules.step_microbatches:
-            return 2**31
+            return opening.NO_CEILING
         origins = max(1, self._origins())
-        return opening.staleness_limit(rules.staleness, rules.step_microbatches, peer.number % origins, origins)
+        rank = peer.number % origins
+        return opening.staleness_ceiling(rules.staleness, rules.step_microbatches, rank, origins, predicts=True)
 
     def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
         """Starts the next attempt of a microbatch at its origin's own hop, with a deadline; adds 1 to `attempts`.

@@ -31,13 +31,14 @@ class GradientShare:
 class SumTotals:
     """The totals of a gradient sum: the microbatches, their tokens, and the sum of their losses.
 
-    tokens: the microbatches' weights, see Objective.loss_weight. forward_steps: sum over the microbatches of the step
-    count that the weights had at the forward.
+    tokens: the microbatches' weights, see Objective.loss_weight; predicted_tokens: those whose gradient was computed at
+    predicted weights. forward_steps: sum over the microbatches of the step count that the weights had at the forward.
     """
 
     tokens: int = 0
     loss: float = 0.0
     microbatches: int = 0
+    predicted_tokens: int = 0
     forward_steps: int = 0
 
     def staleness(self, step: int) -> float:
@@ -68,6 +69,10 @@ class GradientSum:
         self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         self.tensors = [tensor_in(self.flat, slot) for slot in layout.slots]
         self.totals = SumTotals()
+
+    def mean(self) -> Tensor:
+        """Returns the mean gradient for each token, [numel], a new tensor; zeros without tokens."""
+        return self.flat / max(self.totals.tokens, 1)
 
     def clear(self) -> SumTotals:
         """Sets the sum and its totals to zero, and returns the totals from before."""

@@ -163,11 +163,14 @@ class StageOptimizer:
 
     @torch.no_grad()
     def preview(self, weights: Tensor, gradient: Tensor, step: int) -> None:
-        """Changes `weights` [numel] in place as step `step` along `gradient`, a finite mean, would; no moment changes.
+        """Changes `weights` [numel] in place as step `step` along the mean `gradient` would; no moment changes.
 
-        Overwrites `gradient`. Not for adamw8bit.
+        Overwrites `gradient`. Does nothing if its norm is not finite. Not for adamw8bit.
         """
-        gradient.mul_(self._clip_factor(float(torch.linalg.vector_norm(gradient))))
+        norm = float(torch.linalg.vector_norm(gradient))
+        if not math.isfinite(norm):
+            return
+        gradient.mul_(self._clip_factor(norm))
         rate = learning_rate(step, self.section)
         for part in self._parts:
             UPDATES[self.section.name](part.copy(), weights[part.elements], gradient[part.elements], rate)

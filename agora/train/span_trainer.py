@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from agora.observe.events import MicrobatchCounted, Report
 from agora.stepping import StepEvent
 from agora.train import memory
 from agora.train.device import has_native_bf16
+from agora.train.graph_memory import GraphMemory
 from agora.train.layer_graphs import GraphMeasure, repeat_in_backward
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 from agora.train.stage_replica import StageReplica
@@ -32,7 +32,6 @@ from agora.train.state_place import StatePlace
 from agora.train.weight_prediction import predicts_weights
 from agora.train.weight_versions import LIMIT_FACTOR, StashedForward, StashedForwards, WeightVersion
 
-MEASURE_MEMORY_S = 1.0  # for which a measurement of the available memory is used
 MAX_LOSS_SUM = 1e30
 """A larger sum of losses counts as not finite: the message Processed cannot carry it."""
 
@@ -109,11 +108,7 @@ class SpanTrainer:
         self._dropout = manifest.model.dropout
         self._report = report
         self._bf16 = has_native_bf16(device)
-        self._activations = manifest.schedule.activations
-        self._in_flight = in_flight
-        self._available_bytes, self._measured_at = 0, -MEASURE_MEMORY_S
-        self.activation_bytes: dict[int, int] = {}
-        """Bytes of one microbatch's graph, by the stage that it entered, as measured on the first one ("auto" only)."""
+        self.graphs = GraphMemory(manifest.schedule.activations, device, in_flight)
         self.stashed = StashedForwards(LIMIT_FACTOR * in_flight)
         self.stages: dict[int, StageReplica] = {}
         family = family_of(manifest.model)
@@ -182,11 +177,11 @@ class SpanTrainer:
         does not take. After an error nothing was added.
         """
         tokens = self.objective.loss_weight(batch)
-        run_layer = (
-            self._run_layer_for_gradients(microbatch, entry_stage, entry, batch) if purpose == "train" else keep_graph
-        )
-        with torch.set_grad_enabled(purpose == "train"):
-            logits = self._run(microbatch, entry_stage, entry, batch, purpose, run_layer)
+        trains = purpose == "train"
+        run_layer = self._run_layer_for_gradients(microbatch, entry_stage, entry, batch) if trains else keep_graph
+        versions = self._versions_from(entry_stage) if trains else ()
+        with torch.set_grad_enabled(trains):
+            logits = self._run(microbatch, entry_stage, entry, batch, purpose, run_layer, versions)
             if purpose == "reference":
                 return self._reference(microbatch, entry_stage, logits, batch)
             loss, metrics = self.objective.loss(logits, batch, references)
@@ -195,9 +190,8 @@ class SpanTrainer:
         self._require_finite(
             loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, entry_stage, microbatch, "the loss"
         )
-        if purpose != "train":
+        if not trains:
             return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
-        versions = self._versions_from(entry_stage)
         steps = self._steps_from(entry_stage)
         forward = StashedForward(entry_stage, entry, batch, tokens, steps, 0.0, loss, versions)
         gradient = self._add_gradients(microbatch, forward, loss, None, loss_sum)
@@ -229,9 +223,10 @@ class SpanTrainer:
         output = forward.output
         if output is None:
             run_layer = self._run_layer_for_gradients(microbatch, entry_stage, forward.entry, forward.batch)
+            forward.versions = self._versions_from(entry_stage)
+            again = microbatch, entry_stage, forward.entry, forward.batch, "train", run_layer, forward.versions
             with torch.enable_grad():
-                output = self._run(microbatch, entry_stage, forward.entry, forward.batch, "train", run_layer)
-                forward.versions = self._versions_from(entry_stage)
+                output = self._run(*again)
         return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
     def _stages_from(self, entry_stage: int) -> list[StageReplica]:
@@ -242,9 +237,15 @@ class SpanTrainer:
         """Returns how many steps each of the span's stages from `entry_stage` on has taken."""
         return tuple(stage.step for stage in self._stages_from(entry_stage))
 
-    def _versions_from(self, entry_stage: int) -> tuple[WeightVersion, ...]:
-        """Returns the weights on which each of the span's stages from `entry_stage` on trains now."""
-        return tuple(stage.training_version for stage in self._stages_from(entry_stage))
+    def _versions_from(self, entry_stage: int, *, is_stashed: bool = False) -> tuple[WeightVersion, ...]:
+        """Returns the weights for the gradients of a microbatch, for each of the span's stages from `entry_stage` on.
+
+        is_stashed: whether its backward comes after those of the microbatches that are stashed already.
+        """
+        return tuple(
+            stage.training_version(self.stashed.tokens_in(stage.number) if is_stashed else 0)
+            for stage in self._stages_from(entry_stage)
+        )
 
     def _run(
         self,
@@ -254,23 +255,20 @@ class SpanTrainer:
         batch: TokenBatch,
         purpose: str,
         run_layer: RunLayer = keep_graph,
+        versions: Sequence[WeightVersion] = (),
     ) -> Tensor:
         """Runs stages `entry_stage` to the span's last; returns their output: a boundary, or the logits.
 
-        | purpose   | weights                                     |
-        |-----------|---------------------------------------------|
-        | train     | those of TrainedStage.training_version      |
-        | evaluate  | those of TrainedStage.evaluated             |
-        | reference | those of evaluate, but adapters are off     |
-
-        With gradients enabled, an `entry` that is a boundary is set to require a gradient.
+        versions: for the purpose "train", the weights of each of these stages. Other purposes use those of
+        TrainedStage.evaluated, "reference" without adapters. With gradients enabled, an `entry` that is a boundary is
+        set to require a gradient.
         """
         if entry_stage > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
         hidden = entry
+        stages = self._stages_from(entry_stage)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            for stage in self._stages_from(entry_stage):
-                version = stage.training_version if purpose == "train" else stage.evaluated
+            for stage, version in zip(stages, versions or (stage.evaluated for stage in stages), strict=True):
                 with self._mode_for(version.module, purpose, microbatch, stage.number):
                     hidden = version.module(hidden, batch.inputs, batch.segments, run_layer)
         return hidden
@@ -300,25 +298,34 @@ class SpanTrainer:
         Keeps the graph or not, by the class's table. With "auto", the first forward that enters at `entry_stage`
         measures the graph's bytes and keeps no graph.
         """
-        if self._activations == "auto" and entry_stage not in self.activation_bytes:
-            return self._measure_graph(microbatch, entry_stage, entry, batch), ()
-        versions = self._versions_from(entry_stage)
-        keeps_graph = self._must_keep_graph(entry_stage)
+        versions = self._versions_from(entry_stage, is_stashed=True)
+        if self.graphs.must_measure(entry_stage):
+            return self._measure_graph(microbatch, entry_stage, entry, batch, versions), ()
+        without_second = [stage.weights for stage in self.stages.values() if stage.weights.previous is None]
+        second_version = sum(weights.current.flat.nbytes for weights in without_second)
+        keeps_graph = self.graphs.keeps_another(entry_stage, self.stashed.count_graphs(), second_version)
         with torch.set_grad_enabled(keeps_graph):
-            return self._run(microbatch, entry_stage, entry, batch, "train"), versions if keeps_graph else ()
+            output = self._run(microbatch, entry_stage, entry, batch, "train", keep_graph, versions)
+        return output, versions if keeps_graph else ()
 
-    def _measure_graph(self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch) -> Tensor:
+    def _measure_graph(
+        self,
+        microbatch: MicrobatchId,
+        entry_stage: int,
+        entry: Tensor,
+        batch: TokenBatch,
+        versions: Sequence[WeightVersion],
+    ) -> Tensor:
         """Calls `_run` with one layer's graph at a time; returns the output without a graph.
 
-        Records the bytes of all these graphs together in activation_bytes[entry_stage], without those of the weights.
+        Records the bytes of all these graphs together in `graphs`, without those of the weights.
         """
-        versions = self._versions_from(entry_stage)
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
         output, others = memory.measure_saved_bytes(
-            lambda: self._run(microbatch, entry_stage, entry, batch, "train", measure.run_layer), weights
+            lambda: self._run(microbatch, entry_stage, entry, batch, "train", measure.run_layer, versions), weights
         )
-        self.activation_bytes[entry_stage] = sum(measure.layer_bytes) + others
+        self.graphs.bytes_by_entry[entry_stage] = sum(measure.layer_bytes) + others
         return output.detach()
 
     def _run_layer_for_gradients(
@@ -326,38 +333,11 @@ class SpanTrainer:
     ) -> RunLayer:
         """Returns the RunLayer for a forward with an immediate backward: keep_graph or repeat_in_backward.
 
-        That is keep_graph with "keep", and with "auto" if the graph fits into memory. With "auto", first runs the
-        forward once more to measure the graph, if none was measured for `entry_stage` yet.
+        First measures the graph if that is necessary to decide, by running the forward once more.
         """
-        if self._activations == "auto" and entry_stage not in self.activation_bytes:
-            self._measure_graph(microbatch, entry_stage, entry, batch)
-        if self._activations == "auto":
-            fits = memory.graphs_fit(self.activation_bytes[entry_stage], 1, 0, self._available_memory())
-        else:
-            fits = self._activations == "keep"
-        return keep_graph if fits else repeat_in_backward
-
-    def _must_keep_graph(self, entry_stage: int) -> bool:
-        """Returns whether to keep the graph of a forward that enters at `entry_stage`, rather than recompute it.
-
-        With "keep" always, with "recompute" never; with "auto" if memory suffices for the graphs of all microbatches in
-        flight that are not kept yet, at least one, and for a second version of the weights of each stage that has none.
-        "auto" needs activation_bytes[entry_stage].
-        """
-        if self._activations != "auto":
-            return self._activations == "keep"
-        graphs_to_come = max(self._in_flight - self.stashed.count_graphs(), 1)
-        without_second = [stage.weights for stage in self.stages.values() if stage.weights.previous is None]
-        second_version = sum(weights.current.flat.nbytes for weights in without_second)
-        graph_bytes, available = self.activation_bytes[entry_stage], self._available_memory()
-        return memory.graphs_fit(graph_bytes, graphs_to_come, second_version, available)
-
-    def _available_memory(self) -> int:
-        """Returns how many bytes the device has available, as measured at most MEASURE_MEMORY_S ago."""
-        now = time.monotonic()
-        if now - self._measured_at >= MEASURE_MEMORY_S:
-            self._available_bytes, self._measured_at = memory.available_bytes(self.device), now
-        return self._available_bytes
+        if self.graphs.must_measure(entry_stage):
+            self._measure_graph(microbatch, entry_stage, entry, batch, self._versions_from(entry_stage))
+        return keep_graph if self.graphs.keeps_one(entry_stage) else repeat_in_backward
 
     def _add_gradients(
         self,
@@ -383,8 +363,9 @@ class SpanTrainer:
         self._require_finite(float(norm), entry_stage, microbatch, "the gradient it computed")
         entry_gradient = computed.pop(0) if entry_stage > 0 else None
         torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
-        for stage, step_at_forward in zip(stages, forward.steps, strict=True):
-            stage.record_microbatch(name, forward.tokens, loss_sum, step_at_forward)
+        for stage, step, version in zip(stages, forward.steps, forward.versions, strict=True):
+            predicted = stage.prediction is not None and stage.prediction.owns(version)
+            stage.record_microbatch(name, forward.tokens, loss_sum, step, is_predicted=predicted)
         self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.tokens))
         return entry_gradient
 

@@ -25,6 +25,7 @@ class StageProgress:
     tokens_total: int  # this replica's tokens in all steps and shares, those of a loaded state included
     staleness: tuple[int, ...]
     """Number of microbatches by how many steps old their gradient was; the last bin has all older ones."""
+    tokens_predicted: int  # of those counted here, tokens whose gradient was computed at predicted weights
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
     account: StageAccount  # what became of the tokens counted here
     plan: StepPlan  # which of the stage's steps are local, in how many slices

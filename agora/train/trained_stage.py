@@ -93,6 +93,7 @@ class TrainedStage:
         self._closed_shares: deque[ClosedShare] = deque()
         self._accounts = TokenAccounts()
         self._refused = 0
+        self._tokens_predicted = 0
         self._staleness = [0] * STALENESS_BINS
         self._stepped_at = time.monotonic()
         self._update_progress()
@@ -109,27 +110,32 @@ class TrainedStage:
             tokens_counted=self._accounts.computed,
             tokens_total=self.tokens_stepped + waiting,
             staleness=tuple(self._staleness),
+            tokens_predicted=self._tokens_predicted,
             refused_nonfinite=self._refused,
             account=self._accounts.account(waiting),
             plan=self.plan,
             lineages=self._lineages,
         )
 
-    def record_microbatch(self, microbatch: str, tokens: int, loss: float, step_at_forward: int) -> None:
+    def record_microbatch(
+        self, microbatch: str, tokens: int, loss: float, step_at_forward: int, *, is_predicted: bool = False
+    ) -> None:
         """Adds a microbatch to the totals of the sum and of the stage; the caller has added its gradient to the sum.
 
         microbatch: its name in events. loss: the sum over the microbatch's `tokens`. step_at_forward: the stage's step
         count at the forward. The microbatch's staleness is max(0, open step - step_at_forward): steps whose shares are
-        closed count as taken. In a synchronous run, reports GradientLate if a closed share waits: the microbatch then
-        counts for a later step.
+        closed count as taken. is_predicted: whether its gradient is at predicted weights. In a synchronous run, reports
+        GradientLate if a closed share waits: the microbatch then counts for a later step.
         """
         staleness = max(self._open_step - step_at_forward, 0)
         totals = self.sum.totals
         totals.tokens += tokens
         totals.loss += loss
         totals.microbatches += 1
+        totals.predicted_tokens += tokens if is_predicted else 0
         totals.forward_steps += self._open_step - staleness
         self._accounts.computed += tokens
+        self._tokens_predicted += tokens if is_predicted else 0
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
         if self._closed_shares and self._synchronous:
@@ -165,15 +171,27 @@ class TrainedStage:
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
     def predict_weights(self) -> None:
-        """Makes `training_version` predict weights from now on, in as much more memory as the weights take."""
+        """Makes `training_version` predict weights from now on; its copies take as much memory as the weights."""
         self.prediction = WeightPrediction(self.weights, self.optimizer, self._stashed)
 
-    @property
-    def training_version(self) -> WeightVersion:
-        """The weights for a forward that begins now: predicted ones while closed shares await their means."""
+    def training_version(self, tokens_before: int = 0) -> WeightVersion:
+        """Returns the weights for the gradient of a microbatch: predicted ones if steps come before it counts.
+
+        These are the steps whose closed shares await their means, and the open step if its share will be complete by
+        then. tokens_before: of the microbatches in progress here that will be counted before this one.
+        """
         if self.prediction is None:
             return self.weights.current
-        return self.prediction.version([share.gradient for share in self._closed_shares])
+        gradients = [share.gradient for share in self._closed_shares]
+        if tokens_before and self._ends_within(tokens_before):
+            gradients.append(GradientShare(self._open_step, self.sum.totals.tokens, self.sum.mean()))
+        return self.prediction.version(gradients)
+
+    def _ends_within(self, tokens: int) -> bool:
+        """Returns whether the open share will be complete, and its step taken or awaited, once `tokens` more count."""
+        step, counted = self._open_step, self.sum.totals.tokens
+        ends_here = self.policy.must_close(step, self.plan) or not self.policy.uses_mean_gradient(step, self.plan)
+        return ends_here and counted + tokens >= self.policy.tokens_needed(step)
 
     def writable_weights(self) -> Tensor:
         """Returns the flat current weights [numel], which may be changed in place, see StageWeights.make_writable.
@@ -239,7 +257,7 @@ class TrainedStage:
         A mean that is not finite is counted as refused, and becomes zeros over 0 tokens.
         """
         step = self._open_step
-        mean = (self.sum.flat / max(self.sum.totals.tokens, 1)).cpu()
+        mean = self.sum.mean().cpu()
         totals = self.sum.clear()
         if not bool(mean.isfinite().all()):
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
@@ -366,6 +384,7 @@ class TrainedStage:
                 learning_rate=result.learning_rate if result else 0.0,
                 gradient_norm=result.gradient_norm if result else None,
                 staleness=staleness,
+                predicted=totals.predicted_tokens / max(totals.tokens, 1),
                 step_tokens=step_tokens,
             )
         )

@@ -1,12 +1,13 @@
-"""Predicts the weights that a step will give while its mean gradient is still being formed.
+"""Predicts the weights of the step for which a microbatch will count, before the steps until then are taken.
 
 Knows: this replica's own gradients of the steps to come, the optimizer. Must not know: peers, rounds, microbatches.
 
-A microbatch whose forward begins between a share's end and the arrival of its mean gradient counts for the step after.
-At the present weights its gradient would be one step old. It is computed at predicted weights instead: the present ones
-after the optimizer's step along this replica's own gradient, which stands for the mean of all. Moments stay as they
-are. Measured in docs/notes/routing.md; predicting by the last step (SpecTrain, arXiv 1809.02839) does harm where steps
-are large.
+A microbatch counts for a later step than its forward sees in two cases: a share is closed and its mean gradient is
+still being formed; or the microbatches in progress before this one complete the open share. At the present weights its
+gradient would be a step old. It is computed at predicted weights instead: the present ones after the optimizer's step
+along this replica's own gradient, as far as it is known, which stands for the mean of all. Moments stay as they are.
+Measured in docs/notes/routing.md; predicting by the last step (SpecTrain, arXiv 1809.02839) does harm where steps are
+large.
 """
 
 from __future__ import annotations
@@ -49,10 +50,15 @@ class WeightPrediction:
         """Makes the prediction void, because the weights were replaced."""
         self._steps = ()
 
-    def version(self, shares: Sequence[GradientShare]) -> WeightVersion:
-        """Returns the weights predicted for after the steps of `shares`, this replica's shares that await their means.
+    def owns(self, version: WeightVersion) -> bool:
+        """Returns whether `version` is one of predicted weights."""
+        return version in (self._predicted.current, self._predicted.previous)
 
-        Without a share that has tokens, returns the stage's own weights. Computes only once for the same shares.
+    def version(self, shares: Sequence[GradientShare]) -> WeightVersion:
+        """Returns the weights predicted for after the steps of `shares`: this replica's, in the order of their steps.
+
+        Without a share that has tokens, returns the stage's own weights. Weights are predicted only once for the same
+        steps: what an open share gains afterwards does not change them.
         """
         shares = [share for share in shares if share.tokens]
         if not shares:

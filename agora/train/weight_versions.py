@@ -170,6 +170,10 @@ class StashedForwards:
             if only is None or self._forwards.get((microbatch, entry_stage)) is only:
                 self._forwards.pop((microbatch, entry_stage), None)
 
+    def tokens_in(self, stage: int) -> int:
+        """Returns the tokens of the stashed forwards that have passed stage number `stage` of the span."""
+        return sum(forward.tokens for forward in list(self._forwards.values()) if forward.entry_stage <= stage)
+
     def count_graphs(self) -> int:
         """Returns the number of stashed forwards whose graph is kept."""
         return sum(forward.output is not None for forward in list(self._forwards.values()))

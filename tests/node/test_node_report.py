@@ -34,8 +34,8 @@ ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
     (
-        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), ALL_EXACT, {}),
-        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 1, StageAccount(), ALL_EXACT, {}),
+        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 64, 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), ALL_EXACT, {}),
+        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 0, 1, StageAccount(), ALL_EXACT, {}),
     ),
     {0: "96 tokens are missing", 1: ""},
     {0: 0, 1: 1},
@@ -50,6 +50,7 @@ SPAN = SpanReport(
     metrics={},
     credit="8: twice what is on its way",
     shortage="",
+    correction="",
 )
 
 
@@ -78,6 +79,7 @@ def report(**fields: object) -> NodeReport:
 def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:
     answer = json.loads(json.dumps(report_json(report())))
     assert answer["span"] == [0, 1] and answer["steps"] == {"0": 7, "1": 8}
+    assert answer["tokens_predicted"] == {"0": 64, "1": 0}
     assert answer["staleness"] == {"0": [3, 1], "1": [0, 2]} and answer["refused_nonfinite"] == 1
     assert answer["gradient_wire"] == "normal4: nothing waits for its uplink"
     assert answer["waits_for"] == {"0": "96 tokens are missing", "1": ""} and answer["behind"] == {"0": 0, "1": 1}
@@ -138,6 +140,8 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
         "stage 1 takes local steps since step 3",
         "gradients are sent as normal2: too slow",
     ]
+    corrected = dataclasses.replace(SPAN, behind={}, correction="it has 4 in flight, at predicted weights")
+    assert notes_of(report(span=corrected)) == ["it has 4 in flight, at predicted weights"]
     local = dataclasses.replace(short, span=Span(1, 1), stages=(second,))
     assert notes_of(report(span=local)) == ["stage 1 takes local steps since step 3"], "no gradients are sent"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.pipeline.hop import is_hopeless
-from agora.pipeline.opening import Pace, equal_quota, measured_credit, staleness_limit
+from agora.pipeline.opening import Pace, StalenessCeiling, equal_quota, measured_credit, staleness_ceiling
 from agora.pipeline.peer_choice import (
     MAX_BACKOFF_IF_ALL_FAIL_S,
     MAX_BACKOFF_S,
@@ -360,16 +360,37 @@ def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() ->
 
 
 def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_settings_change_that() -> None:
-    free, bounded = measured_credit(0.4, 0.1, 2, 64), measured_credit(0.4, 0.1, 2, 64, staleness_ceiling=2)
+    free, bounded = measured_credit(0.4, 0.1, 2, 64), measured_credit(0.4, 0.1, 2, 64, StalenessCeiling(2, 2))
     assert (free.limit, free.shortage) == (12, "")
     assert bounded.limit == 2
     assert bounded.reason.endswith("bounded by 2 by schedule.staleness")
     assert "would use 12 in flight, schedule.staleness allows it 2" in bounded.shortage
     assert "optimizer.target_tokens" in bounded.shortage
-    assert measured_credit(0.4, 0.1, 2, 64, staleness_ceiling=12).shortage == "", "it has all that it would use"
-    assert measured_credit(0.4, 0.1, 2, 8, staleness_ceiling=9).shortage == "", "memory bounds it before staleness does"
-    unmeasured = measured_credit(None, None, 2, 64, staleness_ceiling=1)
+    assert measured_credit(0.4, 0.1, 2, 64, StalenessCeiling(12, 24)).shortage == "", "it has all that it would use"
+    assert measured_credit(0.4, 0.1, 2, 8, StalenessCeiling(9, 9)).shortage == "", "memory bounds it before that"
+    unmeasured = measured_credit(None, None, 2, 64, StalenessCeiling(1, 2))
     assert unmeasured.reason == "1: 2 per stage until the round trip is measured, bounded by 1 by schedule.staleness"
+
+
+@pytest.mark.parametrize(
+    ("round_trip", "slots", "limit", "corrected"),
+    [
+        (0.1, 64, 4, False),  # it needs 1
+        (0.4, 64, 4, False),
+        (0.55, 64, 6, True),
+        (5.0, 64, 8, True),
+        (5.0, 6, 6, True),
+    ],
+)
+def test_where_weights_are_predicted_more_are_in_flight_if_the_round_trip_needs_them(
+    round_trip: float, slots: int, limit: int, corrected: bool
+) -> None:
+    credit = measured_credit(round_trip, 0.1, 1, slots, StalenessCeiling(4, 8))
+    assert credit.limit == limit and bool(credit.correction) == corrected
+    if corrected:
+        needed = min(round(round_trip / 0.1 + 0.499), slots)
+        assert f"needs {needed} in flight; it has {limit}, more than schedule.staleness (4)" in credit.correction
+    assert measured_credit(round_trip, 0.1, 1, slots, StalenessCeiling(4, 4)).limit == 4
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 64), st.integers(1, 512))
@@ -390,10 +411,17 @@ def test_credit_finds_the_bottleneck_by_itself() -> None:
 @pytest.mark.parametrize("origins", [1, 2, 3, 8, 40])
 def test_all_origins_together_keep_at_most_the_allowed_share_of_a_step_in_flight(origins: int) -> None:
     for staleness, microbatches in ((0.5, 16), (1.0, 16), (2.0, 100), (0.01, 16)):
-        limits = [staleness_limit(staleness, microbatches, rank, origins) for rank in range(origins)]
+        ceilings = [
+            staleness_ceiling(staleness, microbatches, rank, origins, predicts=rank % 2 == 0) for rank in range(origins)
+        ]
+        limits = [ceiling.usual for ceiling in ceilings]
         assert sum(limits) <= max(staleness * microbatches, origins), "but each has at least one"
         assert min(limits) >= 1
         assert max(limits) - min(limits) <= 1
+        assert all(
+            ceiling.at_most == ceiling.usual if rank % 2 else ceiling.usual <= ceiling.at_most <= 2 * ceiling.usual + 1
+            for rank, ceiling in enumerate(ceilings)
+        )
 
 
 def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:

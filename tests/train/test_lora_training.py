@@ -119,5 +119,5 @@ def test_what_is_kept_of_a_forward_does_not_count_the_frozen_weights(base: Path)
         batch = torch.zeros(manifest.tokens_shape(), dtype=torch.int32)
         tokens = TokenBatch.from_wire(batch, has_marks=False)
         trainer.forward(microbatch_id(0), 0, tokens.inputs, tokens, "train")
-        sizes[frozen_as] = trainer.activation_bytes[0]
+        sizes[frozen_as] = trainer.graphs.bytes_by_entry[0]
     assert sizes["float32"] == pytest.approx(sizes["bf16"], rel=0.05)

@@ -282,7 +282,7 @@ def test_auto_keeps_graphs_when_memory_allows_and_recomputes_otherwise(
         bench.forward(number)  # the first one is measured, and recomputed
     assert bench.trainer.stashed.count_graphs() == graphs
     b, s, width = bench.manifest.boundary_shape()
-    measured = bench.trainer.activation_bytes[0]
+    measured = bench.trainer.graphs.bytes_by_entry[0]
     assert 10 * b * s * width * 4 < measured < 100 * b * s * width * 4
 
 
