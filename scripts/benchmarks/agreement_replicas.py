@@ -20,7 +20,6 @@ import torch
 from agora_protocol.codec_names import WireName
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
-from agora_protocol.parts import slice_count
 from torch import Tensor
 
 from agora.averaging.part_averager import Part, PartAverager, RoundConfig
@@ -33,7 +32,7 @@ from agora.stepping import StepPolicy
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks
-from benchmarks.agreement_settings import DEFAULTS, Setting, sequences_of
+from benchmarks.agreement_settings import Setting, sequences_of
 from benchmarks.worker import Channel
 
 WHOLE: Final = Span(0, 0)
@@ -126,27 +125,34 @@ class Exact:
 
     def __init__(self, replicas: Sequence[Replica], wire: WireName, missing: float = 0.0, seed: int = 0) -> None:
         self.bytes_each, self.rounds = 0.0, 0
-        self._replicas, self._missing = replicas, missing
-        self._rng = random.Random(seed)
+        self._replicas = replicas
+        self._in_time = InTime(missing, seed, len(replicas))
         self._members = members_of(len(replicas), gradient_wire=wire)
         for replica in replicas:
             replica.step_together()
 
-    def end(self) -> None:
-        """Lets every replica take its own steps from now on."""
-        for replica in self._replicas:
-            replica.step_alone()
-
     def after(self, step: int) -> None:
         """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
         shares = [replica.stage.take_gradient_share() for replica in self._replicas]
-        counted = [self._rng.random() >= self._missing for _ in shares]
         values, weights = [share.values for share in shares], [float(share.tokens) for share in shares]
-        found, sent = exchange(values, weights, self._members, shares[0].step, "gradient", counted)
+        in_time = self._in_time.draw()
+        found, sent = exchange(values, weights, self._members, shares[0].step, "gradient", in_time)
         for replica, share, mean in zip(self._replicas, shares, found, strict=True):
             replica.stage.step_with_gradient(share.step, mean, int(sum(weights)))
         self.bytes_each += sent
         self.rounds += 1
+
+
+class InTime:
+    """Draws which contributions to a round come in time: all but a share `missing` of them, always at least one."""
+
+    def __init__(self, missing: float, seed: int, members: int) -> None:
+        self._missing, self._members, self._rng = missing, members, random.Random(seed)
+
+    def draw(self) -> list[bool]:
+        """Draws the next round's; returns for each member whether its contribution comes in time."""
+        drawn = [self._rng.random() >= self._missing for _ in range(self._members)]
+        return drawn if any(drawn) else [True] * self._members
 
 
 class RoundMember:
@@ -169,20 +175,19 @@ def exchange(
     members: Sequence[RoundMember],
     number: int,
     what: What,
-    counted: Sequence[bool] = (),
+    in_time: Sequence[bool],
     slices: int = EXACT,
 ) -> tuple[list[Tensor], int]:
     """Runs a round; returns what each member gets as the answer, float32 [n], and the bytes that each member sends.
 
     One member owns all parts, for ROUNDS_PER_OWNER rounds of the same elements; then the next member does.
 
-    counted: for each member, whether its values come in time; by default all do. slices: of a stage in such a round.
+    in_time: for each member, whether its values count. slices: of the stage, EXACT in a round of gradients.
     """
     answers = [torch.empty_like(value) for value in values]
     terms, sent = members[0].config, 0
     turn = number // max(slices, 1) // ROUNDS_PER_OWNER
     owner = members[turn % len(members)].averager
-    in_time = list(counted) if any(counted) else [True] * len(values)
     for index, cut in enumerate(cut_into_parts(len(values[0]))):
         part = Part(0, what, number, index, slices)
         made = [
@@ -217,8 +222,9 @@ class Anchored:
     def __init__(self, setting: Setting, replicas: Sequence[Replica], seed: int) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._setting, self._replicas = setting, replicas
-        self._slices = Slices(len(replicas[0].flat), slice_count(setting.fraction), seed)
-        self._members = members_of(len(replicas), slice_wire=setting.slice_wire)
+        self._slices = Slices(len(replicas[0].flat), setting.slices, seed)
+        self._in_time = InTime(setting.missing, seed, len(replicas))
+        self._members = members_of(len(replicas), slice_wire=setting.wire)
         self._flights: list[Flight] = []
 
     def after(self, step: int) -> None:
@@ -233,9 +239,8 @@ class Anchored:
         blocks = self._slices.blocks(number)
         found = [self._difference_of(replica, blocks) for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
-        means, sent = exchange(
-            [difference for difference, _ in found], weights, self._members, number, "slice", (), self._slices.count
-        )
+        differences, in_time = [difference for difference, _ in found], self._in_time.draw()
+        means, sent = exchange(differences, weights, self._members, number, "slice", in_time, self._slices.count)
         self.bytes_each += sent
         self.rounds += 1
         snapshots = [snapshot for _, snapshot in found]
@@ -254,32 +259,6 @@ class Anchored:
             done = (True,) * len(cut_into_parts(len(flight.mean)))
             for replica, snapshot in zip(self._replicas, flight.snapshots, strict=True):
                 replica.stage.step_anchor(flight.step, flight.blocks, snapshot, (flight.mean, done))
-
-
-class ExactAtFirst:
-    """Replicas step along their mean gradient for some steps, and agree in another way after them."""
-
-    def __init__(self, steps: int, first: Exact, later: Agreement) -> None:
-        self._steps, self._first, self._later = steps, first, later
-
-    @property
-    def bytes_each(self) -> float:
-        """Bytes that each replica has sent so far."""
-        return self._first.bytes_each + self._later.bytes_each
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds so far."""
-        return self._first.rounds + self._later.rounds
-
-    def after(self, step: int) -> None:
-        """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
-        if step <= self._steps:
-            self._first.after(step)
-        if step == self._steps:
-            self._first.end()
-        elif step > self._steps:
-            self._later.after(step)
 
 
 def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, heldout: int) -> dict[str, float]:
@@ -317,13 +296,13 @@ def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, f
 
 def agree(setting: Setting, replicas: Sequence[Replica], seed: int) -> Agreement:
     """Returns the way to agree that a setting names."""
-    if setting.scheme == "synchronous":
-        return Exact(replicas, "float32")
-    later: Agreement = NoAgreement() if setting.scheme == "none" else Anchored(setting, replicas, seed)
-    if not setting.exact:
-        return later
-    first = Exact(replicas, setting.gradient_wire, setting.missing, seed)
-    return first if setting.exact >= DEFAULTS.exact_steps else ExactAtFirst(setting.exact, first, later)
+    match setting.scheme:
+        case "none":
+            return NoAgreement()
+        case "slices":
+            return Anchored(setting, replicas, seed)
+        case _:
+            return Exact(replicas, setting.wire, setting.missing, seed)
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:

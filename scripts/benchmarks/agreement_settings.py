@@ -5,13 +5,14 @@ Knows: names and numbers, the manifest. Must not know: torch, processes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from agora_protocol.codec_names import WireName
-from agora_protocol.manifest import AveragingSection, Manifest, preset
+from agora_protocol.manifest import ALL_STEPS, AveragingSection, Manifest, preset
+
+from agora.step_kinds import EXACT
 
 DEFAULTS: Final = AveragingSection()
 DEFAULT_OPTIMIZER: Final = preset("tiny").optimizer.name
@@ -20,46 +21,48 @@ RATES: Final[Mapping[str, float]] = {"adamw": 6e-3, "muon": 1.2e-2}
 
 
 DELAY: Final = 0.125
-"""Share of a step that is computed before the mean of the step before is applied; more than measured of daemons."""
+"""Share of a step whose forwards begin before the mean of the step before is applied; more than measured of daemons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`fraction` of the anchor every `every` local steps, taken in `delay` steps after the snapshot; or another scheme.
+    """A way to agree, by its `scheme`, and on what it is tried.
 
-    The first `exact` steps are along the mean gradient of all, whatever the scheme is. Gradients travel as
-    `gradient_wire`, differences to the anchor as `slice_wire`.
+    | scheme | the replicas |
+    |---|---|
+    | none | train alone |
+    | synchronous | step along the mean of their gradients, in float32 |
+    | gradients | the same, as `wire` |
+    | slices | step alone; every `every` steps they average one of `slices` slices of the weights, as `wire` |
 
-    outer_rate, outer_momentum: of the anchor.
-    stale: share of a step's sequences that are computed before the mean of the step before is applied.
+    delay: steps from a slice's snapshot until its mean is applied.
+    outer_rate, outer_momentum: of the anchor; the momentum for each step of a pass over all slices.
+    stale: share of a step's sequences whose forward begins before the mean of the step before is applied.
     unequal: replica i of n computes in proportion to i + 1.
     missing: share of the contributions that come too late.
     """
 
-    scheme: Literal["none", "synchronous", "slices"] = "slices"
-    fraction: float = DEFAULTS.fraction
-    every: int = DEFAULTS.every
+    scheme: Literal["none", "synchronous", "gradients", "slices"]
+    wire: WireName = "float32"
+    slices: int = EXACT
+    every: int = 1
     delay: int = 1
     stale: float = DELAY
-    slice_wire: WireName = DEFAULTS.slice_wire
     outer_rate: float = DEFAULTS.outer_rate
     outer_momentum: float = DEFAULTS.outer_momentum
-    gradient_wire: WireName = DEFAULTS.gradient_wire
-    exact: int = DEFAULTS.exact_steps
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT_OPTIMIZER
     replicas: int = 4
     unequal: bool = False
     missing: float = 0.0
 
     @property
     def name(self) -> str:
-        """As the table shows it: the optimizer, the exact steps if they end, the scheme, what is not the default."""
+        """As the table shows it: the optimizer, the scheme, what is not the default."""
         label: str = self.scheme
         if self.scheme == "slices":
-            label = f"all weights in {math.ceil(1 / self.fraction) * self.every} local steps as {self.slice_wire}"
-        first: str = f"{self.exact} exact steps as {self.gradient_wire}, then " if self.exact else ""
-        if self.exact >= DEFAULTS.exact_steps:
-            first, label = "", f"every gradient as {self.gradient_wire}"
+            label = f"all weights in {self.slices * self.every} local steps as {self.wire}"
+        elif self.scheme == "gradients":
+            label = f"every gradient as {self.wire}"
         more = [f"delay {self.delay}"] if self.delay != 1 else []
         usual = DEFAULTS.outer_rate, DEFAULTS.outer_momentum
         outer = self.outer_rate, self.outer_momentum
@@ -68,7 +71,7 @@ class Setting:
         more += [f"{self.replicas} replicas"] if self.replicas != 4 else []
         more += ["unequal shares"] if self.unequal else []
         more += [f"{100 * self.missing:g} % of contributions missing"] if self.missing else []
-        return f"{self.optimizer}: {first}" + ", ".join([label, *more])
+        return f"{self.optimizer}: " + ", ".join([label, *more])
 
     def manifest(self, plain: Manifest, seed: int) -> Manifest:
         """Returns the benchmark's manifest with this setting's optimizer, its learning rate, and a seed."""
@@ -76,7 +79,9 @@ class Setting:
             seed=seed,
             optimizer={"name": self.optimizer, "learning_rate": RATES[self.optimizer]},
             averaging={
-                "exact_steps": self.exact if self.scheme != "synchronous" else DEFAULTS.exact_steps,
+                "exact_steps": 0 if self.scheme in ("none", "slices") else ALL_STEPS,
+                "fraction": 1 / max(self.slices, 1),
+                "every": self.every,
                 "outer_rate": self.outer_rate,
                 "outer_momentum": self.outer_momentum,
             },
@@ -85,30 +90,36 @@ class Setting:
     @property
     def baseline(self) -> Setting:
         """Synchronous steps with the same optimizer and as many replicas."""
-        return Setting("synchronous", exact=0, stale=0.0, optimizer=self.optimizer, replicas=self.replicas)
+        return Setting("synchronous", stale=0.0, optimizer=self.optimizer, replicas=self.replicas)
 
 
-FEWEST_BITS: Final = Setting(optimizer=DEFAULT_OPTIMIZER, gradient_wire="normal2")
+FEWEST_BITS: Final = Setting("gradients", "normal2")
 """What a peer sends whose uplink carries 0.28 bytes for each parameter in a step: the fewest bits."""
 SYNCHRONOUS: Final = FEWEST_BITS.baseline
 SYNCHRONOUS_ADAMW: Final = replace(SYNCHRONOUS, optimizer="adamw")
-NONE: Final = Setting("none", exact=0, optimizer=DEFAULT_OPTIMIZER)
-BITS: Final[Mapping[WireName, Setting]] = {
-    "normal3": replace(FEWEST_BITS, gradient_wire="normal3"),
-    "normal4": replace(FEWEST_BITS, gradient_wire="normal4"),
-    "int8": replace(FEWEST_BITS, gradient_wire="int8"),
-}
-AT_ONCE: Final = replace(FEWEST_BITS, stale=0.0)
-SIXTEEN: Final = replace(FEWEST_BITS, replicas=16)
-UNEQUAL: Final = replace(FEWEST_BITS, unequal=True)
-MISSING: Final = replace(FEWEST_BITS, missing=0.1)
-SLICES: Final = replace(FEWEST_BITS, exact=0)
-"""Slices from the first step on: the fewest bytes."""
-SLICES_LATER: Final = {steps: replace(FEWEST_BITS, exact=steps) for steps in (267, 400)}
-"""2-bit gradients for a third of a run, then slices: by the steps of a quick run's third, and of a full one's."""
-NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, FEWEST_BITS)
+NONE: Final = Setting("none")
+SLICES: Final = {count: Setting("slices", DEFAULTS.slice_wire, count) for count in (2, 3, 5, 10, 20)}
+"""What replicas agree by whose uplinks carry less, by the number of slices."""
+NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, FEWEST_BITS, SLICES[3], SLICES[20])
 """What the ratios are made of."""
-MORE: Final = (*BITS.values(), AT_ONCE, SIXTEEN, UNEQUAL, MISSING, SLICES, *SLICES_LATER.values())
+HARDER: Final = tuple(
+    changed
+    for setting in (FEWEST_BITS, SLICES[3])
+    for changed in (
+        replace(setting, replicas=16),
+        replace(setting, unequal=True),
+        replace(setting, missing=0.1),
+    )
+)
+"""More replicas, unequal ones, contributions that come too late."""
+MORE: Final = (
+    replace(FEWEST_BITS, wire="normal3"),
+    replace(FEWEST_BITS, wire="normal4"),
+    replace(FEWEST_BITS, wire="int8"),
+    replace(FEWEST_BITS, stale=0.0),
+    *SLICES.values(),
+    *HARDER,
+)
 """What is trained with the first seed only."""
 
 

@@ -21,7 +21,6 @@ from benchmarks.agreement_settings import (
     NONE,
     QUICK,
     SYNCHRONOUS,
-    SYNCHRONOUS_ADAMW,
     Effort,
     Setting,
     sequences_of,
@@ -91,24 +90,9 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
     assert together.bytes_each == 5 * 4 * len(alone.flat)
 
 
-def test_exact_at_first_is_synchronous_so_long_and_the_other_way_from_there(
-    manifest: Manifest, sampler: Sampler
-) -> None:
-    alone = Setting("none", exact=4, gradient_wire="float32", stale=0.0)
-    synchronous, within = (trained(manifest, sampler, setting, 4) for setting in (SYNCHRONOUS_ADAMW, alone))
-    assert within == synchronous and within["apart"] == pytest.approx(0, abs=1e-6)
-    after = trained(manifest, sampler, alone, 6)
-    assert after["apart"] > 1e-4 and after["rounds"] == 4
-    sliced = Setting(fraction=1.0, delay=0, slice_wire="float32", gradient_wire="float32", exact=4, **PLAIN_MEAN)
-    averaged = trained(manifest, sampler, sliced, 6)
-    assert averaged["apart"] == pytest.approx(0, abs=1e-6) and averaged["rounds"] == 6
-
-
-def test_exact_steps_in_int8_are_the_same_for_all_and_near_those_in_float32(
-    manifest: Manifest, sampler: Sampler
-) -> None:
+def test_gradients_in_int8_are_the_same_for_all_and_near_those_in_float32(manifest: Manifest, sampler: Sampler) -> None:
     rough, plain = (
-        trained(manifest, sampler, Setting("none", exact=6, gradient_wire=wire), 6)
+        trained(manifest, sampler, Setting("gradients", wire), 6)
         for wire in ("int8", "float32")  # the first in few bits travel as int8
     )
     assert rough["apart"] == pytest.approx(0, abs=1e-6) and rough["bytes"] < 0.26 * plain["bytes"]
@@ -117,12 +101,12 @@ def test_exact_steps_in_int8_are_the_same_for_all_and_near_those_in_float32(
 
 @pytest.mark.parametrize("wire", ["normal2", "int8", "float32"])
 def test_a_round_puts_in_the_bytes_of_its_slice(manifest: Manifest, sampler: Sampler, wire: str) -> None:
-    setting = Setting(fraction=0.25, every=2, delay=1, slice_wire=wire, exact=0)  # type: ignore[arg-type]
+    setting = Setting("slices", wire, 4, every=2)  # type: ignore[arg-type]
     found = trained(manifest, sampler, setting, 6)
     flat = replicas_of(manifest, sampler)[0].flat
     slices = Slices(len(flat), 4, manifest.seed)
     taken = [torch.zeros(slices.numel_of(number)) for number in (1, 2, 3)]
-    sent = sum(tensor.nbytes for values in taken for tensor in PartCodec(setting.slice_wire).encode(values))
+    sent = sum(tensor.nbytes for values in taken for tensor in PartCodec(setting.wire).encode(values))
     assert found["rounds"] == 3 and found["bytes"] == pytest.approx(sent / len(flat) / 6)
 
 
@@ -134,7 +118,7 @@ def test_replicas_that_never_average_send_nothing_and_part(manifest: Manifest, s
 
 
 def test_agreeing_on_everything_at_once_makes_replicas_equal(manifest: Manifest, sampler: Sampler) -> None:
-    setting = Setting(fraction=1.0, every=3, delay=0, slice_wire="float32", exact=0, **PLAIN_MEAN)
+    setting = Setting("slices", slices=1, every=3, delay=0, **PLAIN_MEAN)
     assert trained(manifest, sampler, setting, 6)["apart"] < 1e-5
     assert trained(manifest, sampler, replace(setting, every=4), 6)["apart"] > 1e-5
 
@@ -142,7 +126,7 @@ def test_agreeing_on_everything_at_once_makes_replicas_equal(manifest: Manifest,
 def test_rounds_under_way_are_taken_in_by_their_numbers(manifest: Manifest, sampler: Sampler) -> None:
     manifest = manifest.with_values(averaging={"exact_steps": 0})
     replicas = replicas_of(manifest, sampler)
-    averaging = agree(Setting(every=1, delay=3, exact=0), replicas, 0)
+    averaging = agree(Setting("slices", slices=20, delay=3), replicas, 0)
     assert isinstance(averaging, Anchored)
     for step in range(1, 7):
         averaging.after(step)
@@ -162,15 +146,13 @@ def test_judging_leaves_the_first_replica_with_the_mean(manifest: Manifest, samp
 def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> None:
     names = [setting.name for setting in {*NEEDED, *MORE}]
     assert len(set(names)) == len(names)
-    assert Setting(exact=400, gradient_wire="int8").name == (
-        "adamw: 400 exact steps as int8, then all weights in 20 local steps as normal2"
-    )
-    assert Setting(gradient_wire="normal2", replicas=16).name == "adamw: every gradient as normal2, 16 replicas"
-    assert Setting(exact=0, optimizer="muon").name == "muon: all weights in 20 local steps as normal2"
+    sixteen = Setting("gradients", "normal2", replicas=16, optimizer="adamw")
+    assert sixteen.name == "adamw: every gradient as normal2, 16 replicas"
+    assert Setting("slices", "normal2", 10, every=2).name == "muon: all weights in 20 local steps as normal2"
     for effort in (QUICK, FULL):
         assert len(set(effort.jobs)) == len(effort.jobs) and effort.manifest().optimizer.total_steps == effort.steps
         found = {setting: [{"loss_of_replica": 2.0, "bytes": 0.5}] for setting, _ in effort.jobs}
-        assert [ratio.value for ratio in agreement.ratios(found).values()] == [1.0, 1.0, 0.5]
+        assert [ratio.value for ratio in agreement.ratios(found).values()] == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0]
 
 
 def test_the_sequences_of_a_step_are_all_dealt() -> None:
@@ -183,7 +165,7 @@ def test_the_sequences_of_a_step_are_all_dealt() -> None:
 def test_replicas_whose_gradients_travel_in_few_bits_are_the_same_bits(
     manifest: Manifest, sampler: Sampler, stale: float, missing: float
 ) -> None:
-    setting = Setting(gradient_wire="normal2", stale=stale, missing=missing, unequal=True)
+    setting = Setting("gradients", "normal2", stale=stale, missing=missing, unequal=True)
     found = trained(manifest, sampler, setting, 24)
     assert found["apart"] == pytest.approx(0, abs=1e-6) and found["rounds"] == 24
     assert (20 * 1.0 + 4 * 0.25) / 24 < found["bytes"] < (20 * 1.02 + 4 * 0.28) / 24, "the first 20 as int8"
