@@ -55,7 +55,8 @@ def choose_gradient_wire(
     numel: elements of the stages held.
     replicas: n, the number of replicas, this one included.
     uplink: measured bytes per second, None while nothing is queued for the uplink.
-    step_s: average duration of a step in seconds, None before the first.
+    step_s: seconds in which all replicas count a step's tokens, None if unknown. Not the measured duration of steps: a
+    full uplink stretches it, and the longer steps would seem to leave room for more bytes.
     fraction: part of the uplink that gradients may use.
     """
     if uplink is None or step_s is None or replicas < 2:

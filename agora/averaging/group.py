@@ -262,7 +262,7 @@ class ReplicaGroup:
             return
         numel = sum(self._stages.layout(own).numel for own in self._stage_states)
         members, is_local = len(self.rounds.members(stage)), self._is_local_now(stage)
-        uplink, step_s = self._listing.uplink_bytes_per_s(), self._recent_step_s(stage)
+        uplink, step_s = self._listing.uplink_bytes_per_s(), self._stage_states[stage].meter.expected_s or None
         section, averager = self._averaging, self.reducer.averager
         chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
         if chosen.name != averager.gradient_wire and not is_local:
