@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from agora_protocol.errors import ProtocolError
@@ -24,7 +24,7 @@ from agora.averaging.background_tasks import start_reported
 from agora.averaging.divergence import replicas_to_fetch_from
 from agora.averaging.exact_steps import ExactSteps
 from agora.averaging.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
-from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
+from agora.averaging.gradient_wire import GradientWire, MeasuredUplink, choose_gradient_wire
 from agora.averaging.next_action import Action, ActionConfig, OtherReplicas, OwnStage
 from agora.averaging.quota import StepMeter, StepTokenPlan
 from agora.averaging.replica_progress import ReplicaCounts
@@ -49,13 +49,14 @@ LEADING_STEP_INTERVAL_S: Final = 5.0
 class _GroupStage:
     """What the group keeps for one stage. task: the latest step, fetch or catch-up. reason: of the latest decision.
 
-    plan: the step plan when it was last looked at. behind_at: if the stage is behind the run's
-    leading stage, its step and the loop time when that was noticed.
+    plan: the step plan when it was last looked at. uplink: the peer's, as it counts after the stage's latest step.
+    behind_at: if the stage is behind the run's leading stage, its step and the loop time when that was noticed.
     """
 
     slice_rounds: SliceRounds
     meter: StepMeter
     plan: StepPlan
+    uplink: MeasuredUplink = field(default_factory=MeasuredUplink)
     behind_at: tuple[int, float] | None = None
     task: asyncio.Task[None] | None = None
     reason: str = ""
@@ -254,7 +255,7 @@ class ReplicaGroup:
         return self._stages.step_plan(stage).is_local(self._stages.step_of(stage))
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients again, and reports a change; not if synchronous.
+        """Chooses the format of gradients after a step, and reports a change; not if synchronous.
 
         During local steps no gradient is sent; the choice still says what the uplink carries.
         """
@@ -262,7 +263,9 @@ class ReplicaGroup:
             return
         numel = sum(self._stages.layout(own).numel for own in self._stage_states)
         members, is_local = len(self.rounds.members(stage)), self._is_local_now(stage)
-        uplink, step_s = self._listing.uplink_bytes_per_s(), self._stage_states[stage].meter.expected_s or None
+        state = self._stage_states[stage]
+        state.uplink = uplink = state.uplink.after_step(self._listing.uplink_bytes_per_s())
+        step_s = state.meter.expected_s or None
         section, averager = self._averaging, self.reducer.averager
         chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
         if chosen.name != averager.gradient_wire and not is_local:

@@ -24,7 +24,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
 from agora import step_kinds
-from agora.averaging.gradient_wire import GradientWire, choose_gradient_wire
+from agora.averaging.gradient_wire import GradientWire, MeasuredUplink, choose_gradient_wire
 from agora.plan.assignment import Plan
 from agora.plan.cost import RunCost
 
@@ -70,8 +70,8 @@ def _gradient_wire(
     """Returns the format in which a machine that holds `span` will send gradients. upload: in bytes per second."""
     values = round(sum(cost.stages[stage].trained_values for stage in span.stages))
     section = manifest.averaging
-    replicas = _replicas(plan, span)
-    return choose_gradient_wire(section.gradient_wire, values, replicas, upload, step_s, section.share_of_uplink)
+    replicas, uplink = _replicas(plan, span), MeasuredUplink(upload)
+    return choose_gradient_wire(section.gradient_wire, values, replicas, uplink, step_s, section.share_of_uplink)
 
 
 def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire], step_s: float) -> str:
