@@ -200,6 +200,18 @@ def weights_of(daemon: Daemon, stage: int) -> dict[str, np.ndarray]:
     return dict(load_file(files[str(stage)]))
 
 
+def checkpoint_at(daemon: Daemon, stage: int, step: int) -> dict[str, np.ndarray]:
+    """The weights of a stage's checkpoint."""
+    found, *_ = daemon.root.glob(f"runs/*/checkpoints/stage-{stage}/step-{step}-*/weights.safetensors")
+    return dict(load_file(found))
+
+
+def newest_common(daemons: Sequence[Daemon]) -> int:
+    """Returns the newest step of which all have written a checkpoint; 0 without one."""
+    written = [{int(event["step"]) for event in daemon.events("CheckpointWritten")} for daemon in daemons]
+    return max(set.intersection(*written), default=0)
+
+
 def p2pd_of(daemon: Daemon) -> psutil.Process:
     """The daemon's network process."""
     (found,) = [c for c in psutil.Process(daemon.process.pid).children(recursive=True) if "p2pd" in c.name()]

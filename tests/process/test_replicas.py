@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 from agora_protocol.manifest import Manifest
-from safetensors.numpy import load_file
 
 from agora.averaging.part_averager import INT8_ROUNDS
 from tests.oracle import relative_difference, run_plain_loop
 from tests.process.harness import (
     Daemon,
     Swarm,
+    checkpoint_at,
     drained,
     drawn_by,
     fired,
     last_step,
     microbatches_of_a_step,
+    newest_common,
     nothing_lost,
     oracle_manifest,
     sampler_of,
@@ -156,19 +157,14 @@ def test_replicas_whose_gradients_travel_in_two_bits_are_the_same_bits_after_a_k
         peers.append(made.start("d", "0"))
         made.until(lambda: min(map(last_step, peers)) >= last, "steps of three again")
 
-        def newest_common() -> int:
-            """The newest step of which all have written a checkpoint; 0 without one."""
-            written = [{event["step"] for event in daemon.events("CheckpointWritten")} for daemon in peers]
-            return max(set.intersection(*written), default=0)
-
         def are_equal() -> bool:
-            step = newest_common()
+            step = newest_common(peers)
             first, *others = (checkpoint_at(daemon, 0, step) for daemon in peers) if step >= last else ({}, {1: 1})
             return all(np.array_equal(first.get(name), other[name]) for other in others for name in other)
 
         made.until(are_equal, "the same bits in a state of all")
         rounds = [event for daemon in peers for event in rounds_of(daemon, "gradient") if event["round"] >= INT8_ROUNDS]
-        numel = sum(weights.size for weights in checkpoint_at(peers[0], 0, newest_common()).values())
+        numel = sum(weights.size for weights in checkpoint_at(peers[0], 0, newest_common(peers)).values())
         sent = [event["bytes_out"] / numel for event in rounds if event["bytes_out"]]
         assert statistics.median(sent) < 0.28, "two bits for each element, and eight for each block of 64"
         assert not [event for daemon in peers for event in daemon.events("TaskFailed", task="averaging")]
@@ -238,12 +234,6 @@ def test_a_synchronous_replica_that_joins_later_becomes_exactly_what_the_others_
         made.stop()
     for name, weights in second.items():
         assert relative_difference(third[name], weights) < 1e-4, name
-
-
-def checkpoint_at(daemon: Daemon, stage: int, step: int) -> dict[str, np.ndarray]:
-    """The weights of a stage's checkpoint."""
-    found, *_ = daemon.root.glob(f"runs/*/checkpoints/stage-{stage}/step-{step}-*/weights.safetensors")
-    return dict(load_file(found))
 
 
 def rounds_of(daemon: Daemon, what: str = "slice") -> list[dict[str, Any]]:
