@@ -22,7 +22,7 @@ from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.model import stage_loss
 from agora.stepping import StepPolicy
-from agora.train.device import has_native_bf16
+from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
@@ -41,7 +41,7 @@ class PlainLoop:
         """manifest: with one stage. cache: where the tokenized corpus lies. chunk: sequences of one forward."""
         corpus = open_corpus(manifest.data.corpus, ByteTokenizer(), cache_dir=cache)
         self._sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-        self._manifest, self._device = manifest, torch.device("cpu")
+        self._manifest, self._device = manifest, choose_device("auto")
         trainer = SpanTrainer(manifest, Span(0, 0), self._device, report=lambda event: None, in_flight=1)
         self._trainer, self._stage = trainer, trainer.stage(0)
         self._stage.policy = StepPolicy(manifest.optimizer.target_tokens)
@@ -58,9 +58,9 @@ class PlainLoop:
         return self._manifest.optimizer.target_tokens // self._manifest.model.context
 
     def draw(self, first: int, count: int) -> Tensor:
-        """Returns `count` samples from number `first` on, token ids [count, s + 1]."""
+        """Returns `count` samples from number `first` on, token ids [count, s + 1], on the device."""
         ids = [sample_id(ORIGIN, number) for number in range(first, first + count)]
-        return torch.from_numpy(self._sampler.batch(ids)).long()
+        return torch.from_numpy(self._sampler.batch(ids)).long().to(self._device)
 
     def take_step(self) -> None:
         """Takes the next optimizer step, on samples that no step had before."""
@@ -73,7 +73,7 @@ class PlainLoop:
         """Adds the gradients of token ids [b, s + 1] to the step's sum. Returns the loss, summed over tokens."""
         losses = []
         for chunk in torch.split(tokens, self._chunk):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_native_bf16(self._device)):
+            with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=has_native_bf16(self._device)):
                 logits = self._module(chunk[:, :-1], chunk[:, :-1])
             loss = stage_loss(logits, chunk[:, 1:])
             loss.backward()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class PlainLoop:
         """Returns the mean loss per held-out token, in nats, over so many microbatches: of the averaged weights."""
         loss_sum, count = 0.0, 0
         for windows in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
-            batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False)
+            batch = TokenBatch.from_wire(torch.from_numpy(windows).long().to(self._device), has_marks=False)
             done = self._trainer.run_last_stages(NO_MICROBATCH, 0, batch.inputs, batch, "evaluate")
             loss_sum, count = loss_sum + done.loss_sum, count + done.tokens
         return loss_sum / count

@@ -1,7 +1,7 @@
 """What a benchmark ran on: processor, cores, memory, versions, and how calm it was.
 
-Knows: /proc, the platform and package metadata. Must not know: torch as an import (its version is read from metadata),
-what is being measured.
+Knows: /proc, the platform, nvidia-smi, package metadata. Must not know: torch as an import (its version is read from
+metadata), what is being measured.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
+import subprocess
 import time
 from collections.abc import Iterable
 from importlib import metadata
@@ -34,10 +36,20 @@ def processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def gpus() -> list[str]:
+    """The names of the GPUs, as their driver's own tool gives them; none without that tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    asked = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+    return asked.stdout.splitlines() if asked.returncode == 0 else []
+
+
 def describe() -> dict[str, object]:
     """The machine of the JSON output: plain values only; `load` is the one-minute load average before the run."""
     return {
         "processor": processor(),
+        "gpus": gpus(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",

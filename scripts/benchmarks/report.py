@@ -143,9 +143,11 @@ def _json_cell(value: Cell) -> Cell:
 def _machine_sentence(machine: Mapping[str, object]) -> str:
     versions = machine["versions"]
     listed = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, Mapping) else str(versions)
+    gpus = machine.get("gpus") or ()
+    with_gpus = f" with {', '.join(map(str, gpus))}" if isinstance(gpus, Sequence) and gpus else ""
     return (
-        f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, {machine['system']}, "
-        f"Python {machine['python']}, {listed}"
+        f"{machine['cores']} cores of {machine['processor']}{with_gpus}, {machine['memory_gib']} GiB, "
+        f"{machine['system']}, Python {machine['python']}, {listed}"
     )
 
 
