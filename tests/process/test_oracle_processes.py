@@ -34,6 +34,12 @@ MIN_STEPS = 6
 ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 32, 32
 
 
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets all daemons compute in float32, as the plain loop does: a GPU's products in bf16 differ by 1e-4."""
+    monkeypatch.setenv("AGORA_DEVICE", "cpu")
+
+
 def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) -> Batches:
     """What an only origin drew for its first `steps` steps: a pure function, so nobody has to tell."""
     return drawn_by(manifest, sampler, origin, [microbatches_of_a_step(manifest)] * steps)
