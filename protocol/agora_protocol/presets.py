@@ -43,7 +43,13 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         },
         "stages": {"count": 4},
         "boundary": {"codec": LINK_CODEC},
-        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 100, "total_steps": 20_000, "target_tokens": 65_536},
+        "optimizer": {
+            "name": "muon",
+            "learning_rate": 3e-3,
+            "warmup_steps": 100,
+            "total_steps": 20_000,
+            "target_tokens": 65_536,
+        },
     },
     "150m": {
         "name": "150m",
