@@ -83,7 +83,7 @@ class LoadedSpan:
         source: MicrobatchSource | None = data.batches if isinstance(data, Epochs) else data
         self.origin = None if source is None else self._make_origin(source)
         self.collector = StageCollector(
-            signed.run_id,
+            manifest,
             startup.home.runs / signed.run_id / "collected",
             layouts=lambda: [stage_layout(manifest, stage) for stage in range(manifest.stage_count)],
             stages=compute,
@@ -149,10 +149,8 @@ class LoadedSpan:
             if (lacking_tokens := self.replicas.tokens_until_origins_wait(0)) is not None:
                 before_mean = math.ceil(lacking_tokens / tokens_each)
                 return OpeningInputs(ready, None, path_s, before_mean=before_mean)
-            schedule = manifest.schedule
-            staleness = opening.staleness_ceiling(
-                schedule.staleness, per_step, rank, count, predicts=schedule.predict_weights
-            )
+            allowed, predicts = manifest.schedule.staleness, self.compute.predicts_weights
+            staleness = opening.staleness_ceiling(allowed, per_step, rank, count, predicts=predicts)
             return OpeningInputs(ready, None, path_s, staleness)
         lacking = math.ceil(self.replicas.missing_tokens(0) / tokens_each)
         return OpeningInputs(ready, StepState(self.compute.step_of(0), per_step, lacking, rank, count), path_s)
@@ -184,7 +182,7 @@ class LoadedSpan:
             span=self.span,
             stages=self.compute.progress(),
             waits_for={stage: self.replicas.reason(stage) for stage in self.span.stages},
-            gradient_wire=self.replicas.gradient_wire,
+            gradient_wires={stage: self.replicas.gradient_wire(stage) for stage in self.span.stages},
             agreement={stage: self.replicas.agreement(stage) for stage in self.span.stages},
             behind={stage: self._steps_behind(stage) for stage in self.span.stages},
             busy_fraction=self.compute.busy_fraction(),

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from agora_protocol.errors import Busy, DiskError, LocalError, Unavailable
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest import Manifest
 
 from agora.calls import Caller
 from agora.clock import loop_time
@@ -25,6 +26,7 @@ from agora.state.layout import Layout, StageState
 from agora.state.merged_model import SOURCE_BYTES, StageFile
 from agora.state.rules import LAG_LIMIT, most_advanced_first, plausibility_bound
 from agora.state.transfer import StateFetch
+from agora.step_kinds import ChangeRule
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
@@ -42,7 +44,7 @@ class StageCollector:
 
     def __init__(
         self,
-        run: RunId,
+        manifest: Manifest,
         folder: Path,
         layouts: Callable[[], Sequence[Layout]],
         stages: KeptStages,
@@ -54,7 +56,8 @@ class StageCollector:
 
         serving: returns the peers that serve a stage, with their claimed steps.
         """
-        self._run = run
+        self._run = manifest.run_id
+        self._change_rule = ChangeRule.from_manifest(manifest)
         self._folder = folder
         self._layouts = layouts
         self._stages = stages
@@ -155,6 +158,7 @@ class StageCollector:
             stage,
             layout,
             self._report_offence,
+            self._change_rule,
             highest_plausible_step=lambda: plausibility_bound(self._serving(stage).values(), LAG_LIMIT),
         )
         asked: set[PeerId] = set()

@@ -25,6 +25,7 @@ from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoin
 from agora.state.layout import Layout, StageState
 from agora.state.snapshot import SnapshotServer
 from agora.state.transfer import StateFetch
+from agora.step_kinds import ChangeRule
 from agora.swarm.conduct import ReportOffence
 from agora.threads import run_in_thread
 
@@ -243,6 +244,7 @@ class StateKeeper:
             stage,
             self._stages.layout(stage),
             self._report_offence,
+            ChangeRule.from_manifest(self._manifest),
             highest_plausible_step=lambda: self._highest_plausible_step(stage),
         )
         at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())

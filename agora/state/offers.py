@@ -16,7 +16,7 @@ from agora_protocol.messages import Chunk, StateIndex
 from agora.calls import Reply
 from agora.clock import loop_time
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chunk
-from agora.step_kinds import StepPlan
+from agora.step_kinds import EXACT, ChangeRule, StepPlan
 
 
 class CorruptStateError(ProtocolError):
@@ -73,19 +73,25 @@ def milliseconds_until(moment: float) -> int:
     return min(max(int((moment - loop_time()) * 1000), 1), MAX_DEADLINE_MS)
 
 
-def check_offer(reply: Reply, exact_layout: Layout) -> Offer:
+def check_offer(reply: Reply, exact_layout: Layout, change_rule: ChangeRule) -> Offer:
     """Returns the offer in an answer to GetState. exact_layout: that of the stage during exact steps.
 
-    Raises Refused if the source has no snapshot, CorruptStateError for another message and for an offer whose size or
-    number of hashes does not fit the stage, whose name is not the hash of the hashes, or whose moments have more
-    updates than steps were taken. Whether the steps themselves are plausible is not checked.
+    Raises Refused if the source has no snapshot, or none that takes part in local steps since they began.
+    Raises CorruptStateError for another message and for an offer whose size or number of hashes does not fit the stage,
+    whose name is not the hash of the hashes, whose moments have more updates than steps were taken, or whose step plan
+    no stage of the run can have. Whether the steps themselves are plausible is not checked.
     """
     index = reply.message
     if not isinstance(index, StateIndex):
         raise CorruptStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
     if index.size == 0:
         raise Refused("has no snapshot of this stage to give")
-    layout = exact_layout.at_step(index.step, plan_of(index))
+    plan = plan_of(index)
+    if not change_rule.is_possible(plan, index.step):
+        raise CorruptStateError("bad-message", f"No stage of this run has the plan {tuple(plan)} at step {index.step}.")
+    if plan.slices == EXACT and plan.is_local(index.step) and index.agreed < plan.change_at:
+        raise Refused("has a snapshot without the weights at which its local steps began")
+    layout = exact_layout.at_step(index.step, plan)
     if index.size != layout.nbytes:
         raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
     if index.updates > index.step:

@@ -116,7 +116,8 @@ class SnapshotServer:
             factor = FRESH_FACTOR if newest.state.step >= at_least else REMAKE_FACTOR
             if started_at - newest.made_at < min(factor * newest.copying_s, FRESH_S):
                 return newest
-        if not self._make_room(self._nbytes_of(stage)):
+        expected_bytes = max(self._nbytes_of(stage), newest.state.layout.nbytes if newest else 0)
+        if not self._make_room(expected_bytes):
             if newest is None:
                 raise Busy("copies that others are fetching take all room; ask another peer", RETRY_MS)
             return newest  # older than it should be, but its joiner may still find a newer one elsewhere

@@ -25,6 +25,7 @@ from agora.state.layout import Layout, StageState
 from agora.state.offers import CorruptStateError, Offer, check_chunk, check_offer, milliseconds_until, mixing_key
 from agora.state.partial_state import ArrivedChunk, PartialState
 from agora.state.sample_check import ChunkSample, find_corrupt_sources
+from agora.step_kinds import ChangeRule
 from agora.swarm.conduct import Offence, ReportOffence
 
 OFFER_S: Final = 30.0  # seconds a source may take to make its snapshot
@@ -67,11 +68,13 @@ class StateFetch:
         stage: int,
         layout: Layout,
         report_offence: ReportOffence,
+        change_rule: ChangeRule,
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """layout: of the stage during exact steps. report_offence: called for sources that send corrupt data.
 
+        change_rule: of the run; offers whose step plan it does not allow are corrupt.
         highest_plausible_step: offers above the step that it returns are not used.
         """
         self._caller = caller
@@ -79,6 +82,7 @@ class StateFetch:
         self._exact_layout = layout
         self._partial = PartialState(layout)
         self._report_offence = report_offence
+        self._change_rule = change_rule
         self._highest_plausible_step = highest_plausible_step
         self._sources: list[_Source] = []
         self._deadline = 0.0
@@ -256,7 +260,7 @@ class StateFetch:
         request = GetState(self._stage, at_least, milliseconds_until(call_deadline))
         try:
             reply = await self._caller.call(source.peer, request, deadline=call_deadline)
-            offer = check_offer(reply, self._exact_layout)
+            offer = check_offer(reply, self._exact_layout, self._change_rule)
         except AgoraError as error:
             self._handle_failure(source, error, None)
             return

@@ -55,8 +55,8 @@ class Compute:
 
     def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
         """Use `create` instead. events: the queue into which the trainer's `on_step` puts."""
-        self.span = trainer.span
-        self.device = trainer.device
+        self.span, self.device = trainer.span, trainer.device
+        self.predicts_weights = trainer.predicts_weights
         self.trainer = trainer
         self._queue = queue
         self._events = events

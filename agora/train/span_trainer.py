@@ -117,7 +117,8 @@ class SpanTrainer:
             place = StatePlace(device, state_in_host)
             self.stages[number] = StageReplica(number, module, place, manifest, self.stashed, report, on_step)
         weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
-        if predicts_weights(manifest, weights_bytes, memory.available_bytes(device)):
+        self.predicts_weights = predicts_weights(manifest, weights_bytes, memory.available_bytes(device))
+        if self.predicts_weights:
             for stage in self.stages.values():
                 stage.predict_weights()
 

@@ -80,7 +80,7 @@ class Scene:
         self.add("last", 2)
         self.folder = folder / "run" / "collected"
         self.collector = StageCollector(
-            signed.run_id,
+            signed.manifest,
             self.folder,
             lambda: [stage_layout(signed.manifest, stage) for stage in range(3)],
             self.held,

@@ -13,7 +13,7 @@ from agora.net.incoming import IncomingCall
 from agora.state.snapshot import SnapshotServer
 from agora.state.transfer import StateFetch
 from tests.net.helpers import after, echo, peers, run
-from tests.state.world import WINDOW, World, chunks, layout_of, state
+from tests.state.world import CHANGE_RULE, WINDOW, World, chunks, layout_of, state
 
 NUMEL = chunks(11.5)
 
@@ -41,7 +41,7 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
     async def main() -> None:
         async with peers(echo, handle, handle, handle) as (joiner, *sources):
             first_source.append(sources[0])
-            fetch = StateFetch(joiner.network, 0, layout_of(NUMEL), World().report_offence)
+            fetch = StateFetch(joiner.network, 0, layout_of(NUMEL), World().report_offence, CHANGE_RULE)
             got = await fetch.run([source.id for source in sources], deadline=after(60))
             for name in ("weights", "mean", "square"):
                 np.testing.assert_array_equal(got.arrays[name], given.arrays[name])

@@ -20,7 +20,7 @@ from agora.state import sample_check, transfer
 from agora.state.layout import ANCHOR, StageState
 from agora.state.transfer import StateFetch
 from agora.step_kinds import ALL_EXACT, StepPlan
-from tests.state.world import WINDOW, World, chunks, flipped, layout_of, state
+from tests.state.world import CHANGE_RULE, WINDOW, World, chunks, flipped, layout_of, state
 
 NUMEL = chunks(11.5)
 COUNT = 12
@@ -42,7 +42,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fetcher(world: World) -> StateFetch:
-    return StateFetch(world, 0, layout_of(NUMEL), world.report_offence)  # type: ignore[arg-type]
+    return StateFetch(world, 0, layout_of(NUMEL), world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
 
 
 async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
@@ -328,6 +328,35 @@ def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> Non
     run(work())
 
 
+@pytest.mark.parametrize(
+    "plan", [StepPlan(0, 40, 21), StepPlan(0, 40, 1), StepPlan(6, 40, 6), StepPlan(0, 54, 20), StepPlan(0, 0, 20)]
+)
+def test_a_plan_that_no_stage_of_the_run_can_have_is_an_offence(plan: StepPlan) -> None:
+    """With it a replica would take other steps than all others, whatever its weights: they may be the honest ones."""
+
+    async def work() -> None:
+        world = World()
+        world.add("honest", state(NUMEL, agreed=40, lineage=7, step=40))
+        world.add("liar", state(NUMEL, agreed=50, lineage=7, step=50, plan=plan))
+        got, _ = await fetched(world, fetcher(world))
+        assert got.plan == ALL_EXACT and [peer for peer, *_ in world.offences] == ["liar"]
+
+    run(work())
+
+
+def test_a_snapshot_that_slept_through_the_first_local_step_is_not_used() -> None:
+    """Its replica has no anchor that is anybody's; that is no offence, and it fetches a state itself."""
+
+    async def work() -> None:
+        world = World()
+        world.add("honest", state(NUMEL, agreed=45, lineage=7, step=45, plan=StepPlan(0, 40, 20)))
+        world.add("asleep", state(NUMEL, value=9.0, agreed=38, lineage=5, step=50, plan=StepPlan(0, 40, 20)))
+        got, _ = await fetched(world, fetcher(world))
+        assert got.step == 45 and not world.offences
+
+    run(work())
+
+
 def test_when_sources_of_local_steps_die_a_state_of_exact_steps_is_fetched_instead() -> None:
     async def work() -> None:
         world = World()
@@ -423,7 +452,10 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
         sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
         liars = [world.add("ahead", state(NUMEL, step=10**9)), world.add("agreed", state(NUMEL, step=500, agreed=601))]
         got, _ = await fetched(
-            world, StateFetch(world, 0, layout_of(NUMEL), world.report_offence, highest_plausible_step=lambda: 600.0)
+            world,
+            StateFetch(
+                world, 0, layout_of(NUMEL), world.report_offence, CHANGE_RULE, highest_plausible_step=lambda: 600.0
+            ),
         )
         assert got.step == 500
         assert all(source.given for source in sound)
@@ -592,7 +624,7 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
                 replica.die()
         sound = world.add("sound", of_step(100), uplink=1e6)
         stepping = asyncio.create_task(step_on())
-        fetch = StateFetch(world, 0, layout_of(small), world.report_offence)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, layout_of(small), world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
         got = await fetch.run(list(world.replicas), deadline=began + 600)
         stepping.cancel()
         assert_equal(got, of_step(got.step))

@@ -20,9 +20,10 @@ from agora.calls import Reply
 from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.snapshot import SnapshotServer
-from agora.step_kinds import ALL_EXACT, StepPlan
+from agora.step_kinds import ALL_EXACT, ChangeRule, StepPlan
 from agora.swarm.conduct import Offence
 
+CHANGE_RULE = ChangeRule(may_change=True, every=1, most_slices=20)
 WINDOW = 3
 
 

@@ -19,7 +19,7 @@ from agora.state.layout import StageState
 from agora.state.transfer import StateFetch
 from agora.train.compute import Compute
 from agora.train.trained_stage import stage_layout
-from tests.state.world import World
+from tests.state.world import CHANGE_RULE, World
 from tests.train.support import batches_for, pipeline_of, small_manifest, train_step
 
 RUN = "ab" * 32
@@ -107,7 +107,7 @@ def test_a_fetched_state_has_come_in_as_many_bytes_as_the_optimizer_keeps(name: 
 
         world = World()
         world.add("a", state, fault=count)
-        fetch = StateFetch(world, 0, compute.layout(0), world.report_offence)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, compute.layout(0), world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
         fetched = await fetch.run(list(world.replicas), deadline=loop_time() + 30)
         weights = 4 * state.layout.numel
         expected = 4 * weights - (hidden_bytes(manifest) if name == "muon" else 0)
@@ -122,7 +122,7 @@ def test_a_peer_of_a_run_with_adamw_gives_a_state_of_another_size() -> None:
         world = World()
         world.add("liar", state)
         layout = stage_layout(manifest_of("muon"), 0)
-        fetch = StateFetch(world, 0, layout, world.report_offence)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, layout, world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
         with pytest.raises(Exception, match=f"has {16 * layout.numel} bytes, not {layout.nbytes}"):
             await fetch.run(list(world.replicas), deadline=loop_time() + 30)
 

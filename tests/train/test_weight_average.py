@@ -22,7 +22,7 @@ from agora.train.objectives import TokenBatch
 from agora.train.optimizer import average_decay
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import StageReplica
-from tests.state.world import World
+from tests.state.world import CHANGE_RULE, World
 from tests.train.support import batches_for, microbatch_id, small_manifest
 
 START = 120
@@ -174,12 +174,12 @@ def test_a_fetched_state_has_it_and_one_that_is_not_finite_is_an_offence() -> No
     async def whole() -> None:
         world = World()
         world.add("honest", state)
-        fetch = StateFetch(world, 0, state.layout, world.report_offence)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, state.layout, world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
         check_that_it_goes_on(await fetch.run(list(world.replicas), deadline=loop_time() + 30), stage)
         assert not world.offences
         liars = World()
         liars.add("liar", StageState(0, 123, 3, 0, state.layout, state.weights, {**state.moments, AVERAGE: spoiled}))
-        fetch = StateFetch(liars, 0, state.layout, liars.report_offence)  # type: ignore[arg-type]
+        fetch = StateFetch(liars, 0, state.layout, liars.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
         with pytest.raises(Exception, match="not finite"):
             await fetch.run(list(liars.replicas), deadline=loop_time() + 30)
         assert len(liars.offences) == 1
