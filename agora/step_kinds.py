@@ -8,7 +8,8 @@ of n slices of the weights is averaged afterwards: all weights in n steps. Fewer
 
 Every owner of a part answers how many slices it wants; if all owners of a round want something else than now, all
 replicas that apply its means change at the same later step. So no replica has to ask, and no single owner of several
-can force a change.
+can force a change. An owner asks for a change only once it has wanted one of that kind for WISH_S seconds: rates that
+are measured over some seconds are wrong for as long after a stall or a join.
 
 | the stage takes | an owner wants, if most uplinks carry b bytes for each value and step | from which step on |
 |---|---|---|
@@ -47,6 +48,9 @@ NOTICE_STEPS: Final = 3
 """Steps from an exact step to the first local one that its round may decide: two later shares may be closed already."""
 NOTICE_PASSES: Final = 2
 """Passes over all slices from a slice round to the change that it may decide: replicas may be a pass apart."""
+WISH_S: Final = 20.0
+"""Seconds for which an owner has wanted a change until it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3 seconds
+after a stall, however long, rates are within RETURN_FACTOR of what they were."""
 MIN_STEPS_BETWEEN: Final = 100
 """Minimum number of steps from one change to the next, if one is to exact steps: replicas fetch a whole state then."""
 
@@ -125,17 +129,40 @@ def wanted_slices(present: int, uplinks: Sequence[ReplicaUplink], most_slices: i
     return present if is_near else wanted, reason
 
 
+class Wish(NamedTuple):
+    """What kind of change an owner wants for a stage, and since when it has wanted that without a break.
+
+    kind: "none", "exact steps", "more slices" (local steps instead of exact ones, too) or "fewer slices". since: in
+    seconds, on the clock of `now`.
+    """
+
+    kind: str = "none"
+    since: float = 0.0
+
+    def after(self, present: int, wanted: int, now: float) -> Wish:
+        """Returns the wish of an owner that wants `wanted` slices now, where the stage has `present`."""
+        kind = "more slices" if wanted > present else "fewer slices"
+        if wanted in (present, EXACT):
+            kind = "none" if wanted == present else "exact steps"
+        return self if kind == self.kind else Wish(kind, now)
+
+    def is_held(self, now: float) -> bool:
+        """Returns whether it has been wanted for WISH_S seconds, so that the owner may ask for it."""
+        return now - self.since >= WISH_S
+
+
 @dataclass(frozen=True, slots=True)
 class ChangeRule:
     """When a stage's step plan changes, by the means that its replicas apply: equal at all of them.
 
     may_change: whether it may at all: in asynchronous runs whose manifest leaves it to the links. every: local steps
-    from one slice round to the next. most_slices: the manifest's number of slices.
+    from one slice round to the next. most_slices: the manifest's number of slices. first: the run's first plan.
     """
 
     may_change: bool
     every: int
     most_slices: int
+    first: StepPlan = ALL_EXACT
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> ChangeRule:
@@ -143,7 +170,17 @@ class ChangeRule:
         section = manifest.averaging
         most_slices = slice_count(section.fraction)
         is_free = section.exact_steps == ALL_STEPS and section.local_steps == "auto" and most_slices >= MIN_SLICES
-        return cls(is_free and manifest.schedule.kind == "asynchronous", section.every, most_slices)
+        may_change = is_free and manifest.schedule.kind == "asynchronous"
+        return cls(may_change, section.every, most_slices, first_step_plan(manifest))
+
+    def is_possible(self, plan: StepPlan, step: int) -> bool:
+        """Returns whether a stage of this run that has taken `step` steps can have `plan`.
+
+        It has the first plan, or one whose numbers of slices the rule allows, and whose change came or is near.
+        """
+        notice = max(NOTICE_STEPS, NOTICE_PASSES * self.every * max(plan.slices, 1))
+        is_change = plan.slices != plan.later_slices and 0 < plan.change_at <= step + notice
+        return plan == self.first or (is_change and all(self._may_become(count) for count in (plan[0], plan[2])))
 
     def after_exact_step(self, plan: StepPlan, step: int, wanted: int) -> StepPlan:
         """Returns the plan after the means of exact step `step` were applied, all of which want `wanted` slices.

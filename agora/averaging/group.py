@@ -49,13 +49,16 @@ LEADING_STEP_INTERVAL_S: Final = 5.0
 class _GroupStage:
     """What the group keeps for one stage. task: the latest step, fetch or catch-up. reason: of the latest decision.
 
-    plan: the step plan when it was last looked at. uplink: the peer's, as it counts after the stage's latest step.
+    plan: the step plan when it was last looked at; slices: of the step that was the next one then. wire: how gradients
+    are sent, and what the uplink carries. uplink: the peer's, as it counts after the stage's latest step.
     behind_at: if the stage is behind the run's leading stage, its step and the loop time when that was noticed.
     """
 
     slice_rounds: SliceRounds
     meter: StepMeter
     plan: StepPlan
+    slices: int
+    wire: GradientWire
     uplink: MeasuredUplink = field(default_factory=MeasuredUplink)
     behind_at: tuple[int, float] | None = None
     task: asyncio.Task[None] | None = None
@@ -102,13 +105,14 @@ class ReplicaGroup:
         meters = {stage: StepMeter(microbatch_tokens, StepTokenPlan(target)) for stage in stages.span.stages}
         self.rounds = rounds = StageRounds(signed, me, stages, gossip, listing, meters, caller, report)
         self.reducer = rounds.reducer
-        self.gradient_wire = GradientWire(self.reducer.averager.gradient_wire, "")
         self._exact = ExactSteps(me, config.synchronous, stages, rounds, self, report)
         self._stage_states: dict[int, _GroupStage] = {}
         most_slices = slice_count(averaging.fraction)
         for stage, meter in meters.items():
             slice_rounds = SliceRounds(stage, averaging.every, most_slices, stages, rounds, report)
-            self._stage_states[stage] = _GroupStage(slice_rounds, meter, stages.step_plan(stage))
+            wire = GradientWire(self.reducer.config.gradient_wire, "")
+            plan, step = stages.step_plan(stage), stages.step_of(stage)
+            self._stage_states[stage] = _GroupStage(slice_rounds, meter, plan, plan.slices_at(step), wire)
             stages.set_step_policy(stage, StepPolicy(config.target_tokens, averages=True))
 
     async def run(self) -> None:
@@ -167,11 +171,16 @@ class ReplicaGroup:
         """Returns the sentence with next_action's latest reason for what the stage does; "" before the first."""
         return self._stage_states[stage].reason
 
+    def gradient_wire(self, stage: int) -> GradientWire:
+        """Returns how this peer sends the stage's gradients, as chosen after its latest step."""
+        return self._stage_states[stage].wire
+
     def agreement(self, stage: int) -> str:
         """Returns in words how the stage agrees with its replicas now: by gradients or by slices, and why."""
         slices = self._stages.step_plan(stage).slices_at(self._stages.step_of(stage))
         if slices == EXACT:
-            return f"mean gradients, sent as {self.gradient_wire.reason or self.gradient_wire.name}"
+            wire = self.gradient_wire(stage)
+            return f"mean gradients, sent as {wire.reason or wire.name}"
         text = f"local steps, all weights in {slices * self._averaging.every} as {self._averaging.slice_wire}"
         return f"{text}: {self.rounds.explain_slices(stage, slices)[1]}"
 
@@ -234,6 +243,7 @@ class ReplicaGroup:
             state.meter.on_share_closed(loop_time())
         self._choose_gradient_wire(stage)
         self._notice_change(stage, step)
+        self.rounds.update_wish(stage, state.plan.slices_at(step))
         if state.plan.is_local(step - 1):
             state.meter.record_local_step(tokens)
             state.slice_rounds.record_local_step(tokens)
@@ -255,22 +265,26 @@ class ReplicaGroup:
         return self._stages.step_plan(stage).is_local(self._stages.step_of(stage))
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of gradients after a step, and reports a change; not if synchronous.
+        """Chooses the format of the stage's gradients after a step, and reports a change; not if synchronous.
 
-        During local steps no gradient is sent; the choice still says what the uplink carries.
+        During local steps no gradient is sent; the choice still says what the uplink carries. Only elements of stages
+        with other replicas are sent. While the rate of a replica is unknown, as after a join, the last choice stays.
         """
         if self._config.synchronous:
             return
-        numel = sum(self._stages.layout(own).numel for own in self._stage_states)
-        members, is_local = len(self.rounds.members(stage)), self._is_local_now(stage)
         state = self._stage_states[stage]
         state.uplink = uplink = state.uplink.after_step(self._listing.uplink_bytes_per_s())
-        step_s = state.meter.expected_s or None
-        section, averager = self._averaging, self.reducer.averager
-        chosen = choose_gradient_wire(section.gradient_wire, numel, members, uplink, step_s, section.share_of_uplink)
-        if chosen.name != averager.gradient_wire and not is_local:
-            self._report(events.GradientWireChosen(chosen.name, chosen.reason))
-        self.gradient_wire, averager.gradient_wire = chosen, chosen.name
+        members = {own: len(self.rounds.members(own)) for own in self._stage_states}
+        numel = sum(self._stages.layout(own).numel for own, count in members.items() if count > 1)
+        if not state.meter.expected_s and uplink.rate is not None and members[stage] > 1:
+            return
+        section, step_s = self._averaging, state.meter.expected_s or None
+        most, share = section.gradient_wire, section.share_of_uplink
+        chosen = choose_gradient_wire(most, numel, members[stage], uplink, step_s, share)
+        if chosen.name != state.wire.name and not self._is_local_now(stage):
+            self._report(events.GradientWireChosen(stage, chosen.name, chosen.reason))
+        state.wire = chosen
+        self.reducer.averager.gradient_wires[stage] = chosen.name
 
     def _notice_change(self, stage: int, step: int) -> None:
         """Reports a change of the stage's step plan, and drops what belongs to steps of the kind that has ended.
@@ -281,11 +295,14 @@ class ReplicaGroup:
         if plan != state.plan:
             _, reason = self.rounds.explain_slices(stage, plan.slices)
             self._report(events.StepPlanChanged(stage, plan.change_at, plan.slices, plan.later_slices, reason))
-        if plan.slices_at(step) != plan.slices_at(step - 1):
+        before, slices = state.slices, plan.slices_at(step)
+        if slices != before:
             self.reducer.averager.drop_stage(stage)
-        if plan.is_local(step - 1) and not plan.is_local(step):
+        if before == EXACT != slices:
+            state.slice_rounds.forget_tokens()
+        elif before != EXACT == slices:
             start_reported(state.slice_rounds.stop(), self._report, "end of slice rounds")
-        state.plan = plan
+        state.plan, state.slices = plan, slices
 
     def _decide_and_start(self, stage: int) -> None:
         """Updates the stage's meter, StepPolicy and reason; starts what next_action chooses; reports why it fetches."""
@@ -362,14 +379,19 @@ class ReplicaGroup:
 
     def _counts(self) -> Mapping[int, ReplicaCounts]:
         """Returns this peer's own progress in each stage of its span, by stage."""
-        starts, bytes_carried = self._start_steps, self.gradient_wire.carried
-        carried = 0 if math.isinf(bytes_carried) else 1 + min(int(1000 * bytes_carried), MAX_CARRIED)
+        starts, carried = self._start_steps, self._reported_carried
         return {
             p.stage: ReplicaCounts(
-                p.step, p.open_step, p.tokens_in_share, p.tokens_counted, p.agreed, p.lineage, starts[p.stage], carried
+                *(p.step, p.open_step, p.tokens_in_share, p.tokens_counted, p.agreed, p.lineage),
+                *(starts[p.stage], carried(p.stage)),
             )
             for p in self._stages.progress()
         }
+
+    def _reported_carried(self, stage: int) -> int:
+        """Returns what gossip reports of the uplink for a stage: see ReplicaCounts.carried, 0 for infinite."""
+        carried = self._stage_states[stage].wire.carried
+        return 0 if math.isinf(carried) else 1 + min(int(1000 * carried), MAX_CARRIED)
 
     def _lineages(self, stage: int) -> Mapping[int, int]:
         """Returns the stage's latest lineages (train.lineage), by the step up to which each counts the means."""

@@ -139,8 +139,8 @@ class PartAverager:
     """
 
     def __init__(self, config: RoundConfig) -> None:
-        self.gradient_wire = config.gradient_wire
-        """Format in which this peer sends gradients: the manifest's, or one of fewer bits if the uplink is too slow."""
+        self.gradient_wires: dict[int, WireName] = {}
+        """By stage, the format in which this peer sends its gradients; the manifest's for other stages."""
         self.contributions = ContributionBuilder(config)
         self._config = config
         self._owner_residuals: dict[Region, Tensor] = {}
@@ -160,8 +160,8 @@ class PartAverager:
         """
         if part.kind == "slice":
             return self._config.slice_wire
-        is_early = self.gradient_wire in NORMAL_BITS and part.round < INT8_ROUNDS
-        return "int8" if is_early else self.gradient_wire
+        wire = self.gradient_wires.get(part.stage, self._config.gradient_wire)
+        return "int8" if wire in NORMAL_BITS and part.round < INT8_ROUNDS else wire
 
     def drop_stage(self, stage: int) -> None:
         """Drops the residuals and late gradients of a stage whose state was replaced by another replica's.

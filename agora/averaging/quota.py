@@ -21,8 +21,8 @@ from agora.moving_average import MovingAverage
 
 RATE_DECAY_S: Final = 10.0
 """Seconds after which a counted token weighs 1/e of one counted now."""
-MIN_MEASURED_S: Final = 1.0
-"""Seconds of measurement, older ones decayed, from which a replica's rate counts as known."""
+MIN_MEASURED_S: Final = 0.9
+"""Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second."""
 MAX_MEAN_WAIT_FRACTION: Final = 0.5
 """Largest fraction of a step for which origins wait for a mean gradient."""
 ASSUMED_STEP_S: Final = 2.0
@@ -42,9 +42,12 @@ class TokenRate:
     seconds: float = 0.0
 
     def after(self, tokens: int, seconds: float) -> TokenRate:
-        """Returns the rate after a further `seconds`, in which the replica counted `tokens`."""
+        """Returns the rate after a further `seconds`, in which the replica counted `tokens`, at a constant rate."""
+        if seconds <= 0:
+            return self
         decay = math.exp(-seconds / RATE_DECAY_S)
-        return TokenRate(self.tokens * decay + tokens, self.seconds * decay + seconds)
+        added_s = RATE_DECAY_S * (1 - decay)
+        return TokenRate(self.tokens * decay + tokens * added_s / seconds, self.seconds * decay + added_s)
 
     @property
     def per_second(self) -> float | None:

@@ -206,13 +206,15 @@ class PartReducer:
         record = self._round_record(part)
         if part.position in record.means or mean.encoded is None:
             return
-        record.means[part.position] = KeptPartMean(mean.message, mean.encoded.tensors, len(mean.values))
+        record.means[part.position] = KeptPartMean(mean.message, mean.encoded.tensors, len(mean.values), part.slices)
         record.nbytes += mean.encoded.nbytes
         drop_oldest_means({name[2]: kept for name, kept in self._rounds.items() if name[:2] == part[:2]})
 
     def _find_kept_mean(self, part: Part) -> KeptPartMean | None:
         """Returns the part's mean if it is kept here, else None."""
-        return self._rounds[part.round_key].means.get(part.position) if part.round_key in self._rounds else None
+        record = self._rounds.get(part.round_key)
+        kept = record.means.get(part.position) if record else None
+        return kept if kept is not None and kept.slices == part.slices else None
 
     # --- gathering
 

@@ -22,11 +22,15 @@ replica that has just joined asks for the means of the steps that were taken whi
 
 
 class KeptPartMean(NamedTuple):
-    """A part's mean of `numel` elements, encoded by its owner as `tensors`, with the owner's message about it."""
+    """A part's mean of `numel` elements, encoded by its owner as `tensors`, with the owner's message about it.
+
+    slices: of the part, since parts of other slices have other elements.
+    """
 
     message: Averaged
     tensors: Sequence[WireTensor]
     numel: int
+    slices: int
 
     def recalled(self) -> Recalled:
         """Returns the message that answers Recall with this mean."""

@@ -56,17 +56,26 @@ class SliceRounds:
         """Records the tokens of a local step; a round's weight is the sum over the last slices * every steps."""
         self._step_tokens.append(tokens)
 
+    def forget_tokens(self) -> None:
+        """Forgets the recorded steps, because exact ones came after them: what they learnt is in no difference."""
+        self._step_tokens.clear()
+
     def next_due(self, step: int, agreed: int) -> int | None:
         """Returns the number of the round to begin now, after `step` steps; None if none is due or no more may run.
 
         agreed: the step of the last round whose mean was applied. At most MAX_RUNNING_SLICE_ROUNDS run at the same
-        time, and never two of one slice.
+        time, and never two over the same weights: neither two of one slice, nor two of other numbers of slices.
         """
         number = max(self._last_begun, agreed // self._every) + 1
         if number > step // self._every:
             return None
-        may_begin = len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, self._rounds.slices(self._stage, number).count)
-        return number if may_begin else None
+        count = self._count_at(number)
+        is_of_running = all(self._count_at(running) == count for running in self._running)
+        return number if is_of_running and len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, count) else None
+
+    def _count_at(self, number: int) -> int:
+        """Returns the number of slices of which round `number` averages one."""
+        return self._rounds.slices(self._stage, number).count
 
     def begin(self, number: int, step: int) -> None:
         """Starts round `number` as a background task, and reports an error in it as TaskFailed.

@@ -70,6 +70,7 @@ class StageRounds:
         self._meters = meters
         self._report = report
         self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
+        self._wishes = {stage: step_kinds.Wish(since=loop_time()) for stage in stages.span.stages}
 
     # --- members
 
@@ -160,10 +161,23 @@ class StageRounds:
     # --- exact or local steps
 
     def wanted_slices(self, part: Part) -> int:
-        """Returns in how many slices the part's stage should agree later, or EXACT; see step_kinds."""
+        """Returns in how many slices the part's stage should agree later, or EXACT; see step_kinds.
+
+        That is the part's own number, which asks for no change, until the wish for a change is held.
+        """
+        wanted = self.update_wish(part.stage, part.slices)
+        return wanted if self._wishes[part.stage].is_held(loop_time()) else part.slices
+
+    def update_wish(self, stage: int, present: int) -> int:
+        """Returns how many slices this peer wants for a stage that has `present`, or EXACT; notes since when it does.
+
+        Called at least after every step: a wish is held only if nothing else was wanted in between.
+        """
         if not self._change_rule.may_change:
-            return part.slices
-        return self.explain_slices(part.stage, part.slices)[0]
+            return present
+        wanted, _ = self.explain_slices(stage, present)
+        self._wishes[stage] = self._wishes[stage].after(present, wanted, loop_time())
+        return wanted
 
     def explain_slices(self, stage: int, present: int) -> tuple[int, str]:
         """Returns step_kinds.wanted_slices for a stage, by what its live replicas have reported, with its reason.

@@ -44,7 +44,7 @@ class SpanReport:
     stages: Sequence[StageProgress]  # the progress of each, in stage order
     waits_for: Mapping[int, str]  # what each stage does or waits for, in words
     behind: Mapping[int, int]  # how many steps each stage is behind the live replica with the most
-    gradient_wire: GradientWire  # how gradients are sent, and why
+    gradient_wires: Mapping[int, GradientWire]  # how the gradients of each stage are sent, and why
     agreement: Mapping[int, str]  # how each stage agrees with its replicas, in words
     busy_fraction: float  # fraction of its time that the device thread works
     in_progress: int  # microbatches in progress or opened here
@@ -154,8 +154,9 @@ def notes_of(report: NodeReport) -> list[str]:
     local_stages = {stage.stage for stage in span.stages if stage.plan.is_local(stage.step)}
     for stage in sorted(local_stages):
         notes.append(f"stage {stage} takes {span.agreement.get(stage, 'local steps')}")
-    if span.gradient_wire.is_limited and len(local_stages) < len(span.stages):
-        notes.append(f"gradients are sent as {span.gradient_wire.reason}")
+    for stage, wire in span.gradient_wires.items():
+        if wire.is_limited and stage not in local_stages:
+            notes.append(f"stage {stage} sends gradients as {wire.reason}")
     if span.correction:
         notes.append(span.correction)
     if span.shortage and span.busy_fraction < IDLE_BELOW:
@@ -219,7 +220,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
         "tokens_predicted": {str(stage.stage): stage.tokens_predicted for stage in span.stages},
         "waits_for": {str(stage): reason for stage, reason in span.waits_for.items()},
-        "gradient_wire": span.gradient_wire.reason,
+        "gradient_wire": _join_by_stage({stage: wire.reason for stage, wire in span.gradient_wires.items()}),
         "agreement": {str(stage): text for stage, text in span.agreement.items()},
         "behind": {str(stage): steps for stage, steps in span.behind.items()},
         "notes": notes_of(report),

@@ -24,9 +24,10 @@ class RoundDone(Event):
     bytes_out: int
 
 
-class GradientWireChosen(Event, level="info", template="gradients are sent as {reason}"):
-    """Event: this peer sends gradients in another format from now on; `reason` has the measured rates."""
+class GradientWireChosen(Event, level="info", template="stage {stage}: gradients are sent as {reason}"):
+    """Event: this peer sends a stage's gradients in another format from now on; `reason` has the measured rates."""
 
+    stage: int
     wire: str
     reason: str
 

@@ -74,6 +74,8 @@ class StageReplica(TrainedStage):
             self.layout.clear_padding(flat)
             decided = bytes(has_mean) + wanted_slices.to_bytes(2, "big")
             checksum = zlib.crc32(decided, zlib.crc32(mean.contiguous().numpy().data))
+            if self.prediction:
+                self.prediction.forget()
         self.record_slice(step, checksum, wanted_slices)
 
     def export_state(self) -> StageState:

@@ -188,11 +188,11 @@ class FakeStage:
 
 
 class GroupPeer:
-    """One peer with a replica group; `sees` is its view, None for everyone."""
+    """One peer with a replica group; `sees` is its view, None for everyone; alone_in: stages without other replicas."""
 
-    def __init__(self, world: GroupWorld, peer: PeerId, number: int, rate: float) -> None:
-        self.world, self.peer = world, peer
-        self.stage = FakeStage(number, rate, world.signed.manifest)
+    def __init__(self, world: GroupWorld, peer: PeerId, stage: FakeStage) -> None:
+        self.world, self.peer, self.stage = world, peer, stage
+        self.alone_in: set[int] = set()
         self.sees: list[PeerId] | None = None
         self.uplink_rate: float | None = None
         self.events: list[Event] = []
@@ -224,6 +224,8 @@ class GroupPeer:
         return [event for event in self.events if isinstance(event, kind)]
 
     def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
+        if stage in self.alone_in:
+            return {self.peer: 0.0}
         return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
 
     def uplink_bytes_per_s(self) -> float | None:
@@ -268,7 +270,9 @@ class GroupPeer:
 class GroupWorld:
     """Groups of one run, and their network; requests of a kind in `failing` fail."""
 
-    def __init__(self, rates: Sequence[float], target: int = 1024, **sections: Any) -> None:
+    def __init__(
+        self, rates: Sequence[float], target: int = 1024, stage_type: type[FakeStage] = FakeStage, **sections: Any
+    ) -> None:
         sections["optimizer"] = {"target_tokens": target}
         self.signed = SignedManifest.sign(small_manifest(**sections), Identity(bytes([9]) * 32))
         self.network = MemoryNetwork(NetworkFaults(latency_s=(0.0025, 0.0025)))
@@ -279,7 +283,7 @@ class GroupWorld:
         """Whether peers have connections to peers that are not in this world, of other stages."""
         self.peers: dict[PeerId, GroupPeer] = {}
         for number, (peer, rate) in enumerate(zip(identities(len(rates)), rates, strict=True)):
-            self.peers[peer] = GroupPeer(self, peer, number + 1, rate)
+            self.peers[peer] = GroupPeer(self, peer, stage_type(number + 1, rate, self.signed.manifest))
 
     @property
     def all(self) -> list[GroupPeer]:

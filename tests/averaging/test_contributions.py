@@ -279,6 +279,43 @@ def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothi
     run(main())
 
 
+@pytest.mark.parametrize(("at", "nth"), [("averaging.received", 1), ("averaging.answered", 2)])
+def test_a_dead_owner_loses_what_its_last_answer_lost_and_nothing_grows(at: str, nth: int) -> None:
+    """It dies in the sixth of 200 rounds: before it has averaged, or between its answers. The others stay equal.
+
+    The next owner begins without a loss of its own, and in that round the dead one's gradient may count or not. So all
+    that was answered differs from all means by one contribution's error, one answer's error and that gradient.
+    """
+
+    async def main() -> None:
+        world = World(SIZE, gradient_wire="normal2")
+        members = world.add(*identities(3))
+        total, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
+        victim, _ = (world.members[peer] for peer in members[0].reducer.config.owners(part(FIRST + 5), members[0].view))
+        for number in range(FIRST, FIRST + 200):
+            if number == FIRST + 5:
+                victim.dies_at = (at, victim.at.get(at, 0) + nth)
+            if number > FIRST + 5:
+                for member in members:
+                    member.sees = dict.fromkeys((other.peer for other in members), 0.0)
+            values = {m.peer: gradient(number + 1000 * index) for index, m in enumerate(members)}
+            works = asyncio.gather(
+                *(take_part(world, m, number, values[m.peer], 1.0) for m in members if m is not victim)
+            )
+            if victim in members:
+                deadline = asyncio.get_running_loop().time() + world.round_s
+                await victim.take_part(0, "gradient", number, values[victim.peer], 1.0, victim.view, deadline)
+            answers = await works
+            assert all(torch.equal(answer, answers[0]) for answer in answers)
+            total, wanted = total + answers[0], wanted + sum(values.values()) / len(values)
+            members = [member for member in members if member.peer not in world.network.dead]
+        assert len(members) == 2
+        assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
+        await world.close()
+
+    run(main())
+
+
 def test_who_comes_after_the_window_is_in_the_next_round_with_both_shares() -> None:
     """Its answer says that it did not count; the next mean holds the tokens of both of its shares."""
 

@@ -12,6 +12,7 @@ from agora.averaging import round_record
 from agora.averaging.exact_steps import FETCH_TRIES
 from agora.averaging.group import LEADING_STEP_INTERVAL_S
 from agora.averaging.next_action import RESUME_AFTER_S
+from agora.averaging.part_averager import INT8_ROUNDS, Part
 from agora.averaging.replica_progress import GONE_S, SILENT_S
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
 from agora.sim.virtual_time import run
@@ -282,6 +283,22 @@ def test_a_replica_that_missed_a_mean_gradient_fetches_the_state_of_one_that_has
     run(main())
 
 
+def test_what_encoding_had_lost_is_dropped_with_the_state_that_a_fetch_replaces() -> None:
+    """The other replica's state knows nothing of the gradient to which it belonged."""
+
+    async def main() -> None:
+        world = GroupWorld([0.0, 0.0], averaging={"gradient_wire": "normal2"})
+        peer, other = world.all
+        averager, part, gradient = peer.group.reducer.averager, Part(0, "gradient", INT8_ROUNDS, 0), peer.stage.gradient
+        made = averager.build_contribution(part, gradient, 1.0)
+        averager.contributions.record_outcome(part, made, counted=True)
+        assert not torch.equal(averager.build_contribution(part, gradient, 1.0).values, gradient)
+        await peer.group.fetch_state(0, [other.peer], 0)
+        assert torch.equal(averager.build_contribution(part, gradient, 1.0).values, gradient)
+
+    run(main())
+
+
 def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step_number() -> None:
     async def main() -> None:
         world = GroupWorld([0.0, 0.0], **SYNCHRONOUS)
@@ -349,13 +366,13 @@ def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_sa
             slow.uplink_rate = 5_000.0
             await asyncio.sleep(20.0)
             chosen = [[event.wire for event in peer.of(GradientWireChosen)] for peer in world.all]
-            assert chosen == [[], ["normal2"], []] and slow.group.gradient_wire.is_limited
+            assert chosen == [[], ["normal2"], []] and slow.group.gradient_wire(0).is_limited
             sent = [gradient_rounds(peer)[-1].bytes_out for peer in world.all]
             assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it owns the part"
             slow.uplink_rate = 10**9
             await asyncio.sleep(20.0)
             await at_one_step(*world.all)
-            assert slow.group.gradient_wire.name == "int8"
+            assert slow.group.gradient_wire(0).name == "int8"
             assert_equal_bits(*world.all)
 
     run(main())

@@ -428,6 +428,29 @@ def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     run(main())
 
 
+class FewerSlicesLater(SlowRounds):
+    """From round 7 on of two slices, not of four."""
+
+    def slices(self, stage: int, number: int) -> Slices:
+        return self.of if number < 7 else Slices(NUMEL, 2, 0)
+
+
+def test_the_first_round_of_another_number_of_slices_waits_for_the_rounds_before_it() -> None:
+    """Its slice has weights of theirs: what is learnt of those would be applied twice."""
+
+    async def main() -> None:
+        stages, group = Stages(), FewerSlicesLater({5: 3.0, 6: 5.0})
+        rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
+        rounds.begin(5, 5)
+        assert rounds.next_due(6, agreed=4) == 6, "of the same number"
+        rounds.begin(6, 6)
+        for waited_s, due in ((1.0, None), (3.0, None), (2.0, 7)):
+            await asyncio.sleep(waited_s)
+            assert rounds.next_due(8, agreed=4) == due
+
+    run(main())
+
+
 @pytest.mark.parametrize("error", [ProtocolError("bad-tensor", "it is wrong"), IndexError("it is wrong")])
 def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on(error: Exception) -> None:
     async def main() -> None:

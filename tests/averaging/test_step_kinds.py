@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 from agora_protocol.errors import Refused
+from agora_protocol.ids import Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
 from agora.averaging.part_averager import Part
+from agora.averaging.quota import TokenRate
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanChanged, StepsSkipped
 from agora.sim.virtual_time import run
 from agora.step_kinds import (
@@ -18,14 +21,17 @@ from agora.step_kinds import (
     MIN_STEPS_BETWEEN,
     NOTICE_PASSES,
     NOTICE_STEPS,
+    RETURN_FACTOR,
+    WISH_S,
     ChangeRule,
     ReplicaUplink,
     StepPlan,
+    Wish,
     carried_by_most,
     first_step_plan,
     wanted_slices,
 )
-from tests.averaging.group_world import GroupPeer, GroupWorld
+from tests.averaging.group_world import FakeStage, GroupPeer, GroupWorld
 from tests.train.support import small_manifest
 
 TARGET = 4096
@@ -134,11 +140,40 @@ def test_a_stage_that_may_not_change_does_not() -> None:
     assert fixed.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, EXACT) == plan
 
 
+def test_a_stage_can_have_only_the_first_plan_and_those_that_the_rule_makes() -> None:
+    plan = RULE.after_slice_round(RULE.after_exact_step(ALL_EXACT, 40, 6), 60, 12)
+    for step in (60, 10**6):
+        assert RULE.is_possible(ALL_EXACT, step) and RULE.is_possible(plan, step)
+    assert not RULE.is_possible(plan, plan.change_at - 6 * NOTICE_PASSES - 1), "it is decided no earlier"
+    fixed = ChangeRule(may_change=False, every=1, most_slices=20, first=StepPlan(EXACT, 5, 20))
+    assert fixed.is_possible(StepPlan(EXACT, 5, 20), 0) and not fixed.is_possible(ALL_EXACT, 0)
+    assert not fixed.is_possible(StepPlan(EXACT, 5, 4), 6) and not fixed.is_possible(plan, 60)
+
+
 @pytest.mark.parametrize("wanted", [1, 21, 1000])
 def test_no_owner_can_ask_for_more_slices_than_the_manifest_has(wanted: int) -> None:
     assert RULE.after_exact_step(ALL_EXACT, 40, wanted) == ALL_EXACT
     plan = StepPlan(EXACT, 10, 6)
     assert RULE.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, wanted) == plan
+
+
+def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
+    wish = Wish().after(6, 12, 100.0)
+    assert wish.kind == "more slices" and not wish.is_held(100.0 + WISH_S - 0.1)
+    assert wish.after(6, 9, 110.0) == wish and wish.is_held(100.0 + WISH_S), "how many more does not matter"
+    for other, kind in ((6, "none"), (EXACT, "exact steps"), (3, "fewer slices")):
+        assert wish.after(6, other, 110.0) == Wish(kind, 110.0)
+    assert Wish().after(EXACT, 2, 5.0) == Wish("more slices", 5.0) and Wish().after(EXACT, EXACT, 5.0) == Wish()
+
+
+def test_no_stall_keeps_rates_wrong_for_as_long_as_a_wish_must_be_held() -> None:
+    """After a stall of any length a rate is within RETURN_FACTOR of what it was long before WISH_S seconds are over."""
+    for stalled_s in (5.0, 60.0, 3600.0):
+        rate = TokenRate().after(100_000, 100.0).after(0, stalled_s)
+        for _ in range(12):
+            rate = rate.after(1000, 1.0)
+        assert rate.per_second is not None and 1000.0 / RETURN_FACTOR < rate.per_second <= 1000.0
+    assert WISH_S >= 12.0
 
 
 def test_changes_lie_apart() -> None:
@@ -154,8 +189,9 @@ def test_changes_lie_apart() -> None:
 # --- replicas
 
 
-def world_of(*rates: float) -> GroupWorld:
-    return GroupWorld(rates, target=TARGET, averaging={"fraction": 1 / SLICES, "round_s": 3.0})
+def world_of(*rates: float, stage_type: type[FakeStage] = FakeStage) -> GroupWorld:
+    section = {"fraction": 1 / SLICES, "round_s": 3.0}
+    return GroupWorld(rates, target=TARGET, stage_type=stage_type, averaging=section)
 
 
 def set_uplinks(world: GroupWorld, *uplinks: float) -> None:
@@ -214,7 +250,7 @@ def test_one_slow_uplink_of_many_does_not_make_all_take_local_steps() -> None:
             set_uplinks(world, SLOW, FAST, FAST, FAST, FAST)
             await asyncio.sleep(60.0)
             assert not any(changes_of(peer) for peer in world.all)
-            assert not world.all[0].group.gradient_wire.fits and world.all[1].group.gradient_wire.fits
+            assert [peer.group.gradient_wire(0).fits for peer in world.all] == [False, *[True] * 4]
 
     run(main())
 
@@ -243,6 +279,8 @@ def test_replicas_return_to_exact_steps_and_are_equal_again_once_the_slow_one_is
 
 
 def test_a_replica_that_joins_during_local_steps_takes_them_over_with_the_state() -> None:
+    """It joins when a change is allowed again. As long as its rate is unknown, uplinks carry what they carried."""
+
     async def main() -> None:
         world = world_of(4000.0, 4000.0, 4000.0)
         async with world:
@@ -250,7 +288,8 @@ def test_a_replica_that_joins_during_local_steps_takes_them_over_with_the_state(
             await world.kill(late)
             set_uplinks(world, SLOW, SLOW, FAST)
             first = world.all[0]
-            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].change_at + 30)
+            past = MIN_STEPS_BETWEEN + 30
+            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].change_at + past)
             world.network.dead.clear()
             late.start()
             await asyncio.sleep(10.0)
@@ -258,6 +297,39 @@ def test_a_replica_that_joins_during_local_steps_takes_them_over_with_the_state(
             last = [done for done in late.of(RoundDone) if done.what == "slice"][-1]
             assert last.contributors == 3
             await until(lambda: are_of_one_lineage(late, first), 5.0)
+            assert all(change.later_slices != EXACT for change in changes_of(first)[1:])
+
+    run(main())
+
+
+class TwoStages(FakeStage):
+    """Stage 1 goes with stage 0, and is nobody else's."""
+
+    span = Span(0, 1)
+
+    def progress(self) -> list[Any]:
+        (stage_0,) = super().progress()
+        return [stage_0, type(stage_0)(**{**vars(stage_0), "stage": 1})]
+
+
+def test_a_stage_without_replicas_says_nothing_of_what_its_peers_uplink_carries() -> None:
+    """Each stage has its own choice, and only what is sent has to fit."""
+
+    async def main() -> None:
+        async with world_of(4000.0, 4000.0, stage_type=TwoStages) as world:
+            for peer in world.all:
+                peer.alone_in.add(1)
+            await asyncio.sleep(10.0)
+            set_uplinks(world, 3_000.0, FAST)
+            await asyncio.sleep(2.0)
+            slow = world.all[0].group
+            slow.on_stepped(1, world.all[0].stage.step, 0)
+            assert slow.gradient_wire(0).is_limited and not slow.gradient_wire(1).is_limited
+            assert "MB in a step" in slow.gradient_wire(0).reason
+            (carried,) = {slow.gradient_wire(0).carried}
+            assert 0.1 < carried < 0.3 and slow.gradient_wire(1).carried == math.inf
+            told = world.all[1].group.gossip.known_progress(0)[world.all[0].peer].counts.bytes_carried
+            assert told == pytest.approx(carried, rel=0.2)
 
     run(main())
 

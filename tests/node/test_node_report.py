@@ -39,7 +39,7 @@ SPAN = SpanReport(
     ),
     {0: "96 tokens are missing", 1: ""},
     {0: 0, 1: 1},
-    gradient_wire=GradientWire("normal4", "normal4: nothing waits for its uplink"),
+    gradient_wires={0: GradientWire("normal4", "normal4: nothing waits for its uplink"), 1: GradientWire("int8", "")},
     agreement={0: "mean gradients, sent as normal4", 1: "local steps since step 3"},
     busy_fraction=0.51239,
     in_progress=2,
@@ -81,7 +81,7 @@ def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:
     assert answer["span"] == [0, 1] and answer["steps"] == {"0": 7, "1": 8}
     assert answer["tokens_predicted"] == {"0": 64, "1": 0}
     assert answer["staleness"] == {"0": [3, 1], "1": [0, 2]} and answer["refused_nonfinite"] == 1
-    assert answer["gradient_wire"] == "normal4: nothing waits for its uplink"
+    assert answer["gradient_wire"] == "stage 0: normal4: nothing waits for its uplink"
     assert answer["waits_for"] == {"0": "96 tokens are missing", "1": ""} and answer["behind"] == {"0": 0, "1": 1}
     assert answer["notes"] == [] and answer["target_tokens"] == 256
     assert answer["accounts"]["0"] == {
@@ -131,18 +131,19 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
         "its device works 51% of the time: schedule.staleness allows it 1",
     ]
     assert notes_of(report(span=dataclasses.replace(span, behind={}, busy_fraction=0.95))) == []
-    short = dataclasses.replace(SPAN, behind={}, gradient_wire=GradientWire("normal2", "normal2: too slow", True))
-    assert notes_of(report(span=short)) == ["gradients are sent as normal2: too slow"]
+    slow = GradientWire("normal2", "normal2: too slow", True)
+    short = dataclasses.replace(SPAN, behind={}, gradient_wires={0: slow, 1: slow})
+    assert notes_of(report(span=short)) == [f"stage {stage} sends gradients as normal2: too slow" for stage in (0, 1)]
     first, second = SPAN.stages
     second = dataclasses.replace(second, plan=StepPlan(0, 3, 20))
     partly_local = dataclasses.replace(short, stages=(first, second))
     assert notes_of(report(span=partly_local)) == [
         "stage 1 takes local steps since step 3",
-        "gradients are sent as normal2: too slow",
+        "stage 0 sends gradients as normal2: too slow",
     ]
     corrected = dataclasses.replace(SPAN, behind={}, correction="it has 4 in flight, at predicted weights")
     assert notes_of(report(span=corrected)) == ["it has 4 in flight, at predicted weights"]
-    local = dataclasses.replace(short, span=Span(1, 1), stages=(second,))
+    local = dataclasses.replace(short, span=Span(1, 1), stages=(second,), gradient_wires={1: slow})
     assert notes_of(report(span=local)) == ["stage 1 takes local steps since step 3"], "no gradients are sent"
 
 
