@@ -29,7 +29,7 @@ SAME_PRECISION = "float32"
 
 TIMES: Mapping[str, tuple[str, str, str, str]] = {
     "time_vs_hivemind_2": ("agora 2", "hivemind 2", "<= 0.5", "seconds of a round of 2, each side's defaults"),
-    "time_vs_hivemind_4": ("agora 4", "hivemind 4", "<= 0.5", "seconds of a round of 4, each side's defaults"),
+    "time_vs_hivemind_4": ("agora 4", "hivemind 4", "<= 0.4", "seconds of a round of 4, each side's defaults"),
     "time_vs_hivemind_8": ("agora 8", "hivemind 8", "<= 0.5", "seconds of a round of 8, each side's defaults"),
     "time_vs_hivemind_4_same_precision": ("agora 4 float32", "hivemind 4", "< 1", "the same, both in float32"),
 }

@@ -1,4 +1,4 @@
-"""What training loses to averaging: three local swarms that differ in nothing but what they average.
+"""What training loses to averaging: three local swarms that differ in nothing but how they agree.
 
 Knows: swarms as contenders. Must not know: torch, rounds as such.
 """
@@ -19,11 +19,11 @@ from benchmarks.turns import Readings, row, start, take_turns
 from benchmarks.window import Window
 
 STAGES, REPLICAS = 2, 2
-MICROBATCHES = 2
-"""Per optimizer step: few, so that rounds come often."""
+TARGET_TOKENS = 16_384
+"""Tokens of an optimizer step: the presets' for a model of this size."""
 NEVER = 10**6
 
-ON, EXACT, OFF = "swarm_averaging", "swarm_exact", "swarm_never"
+DEFAULT, LOCAL, OFF = "swarm_averaging", "swarm_slices", "swarm_never"
 
 
 @dataclass(slots=True)
@@ -54,7 +54,11 @@ def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
     """Measures the three swarms in turns; the others rest meanwhile."""
     manifest = training_manifest()
     prepare_corpus(folder, manifest)
-    kinds = {ON: {"exact_steps": 0}, EXACT: {"exact_steps": NEVER}, OFF: {"exact_steps": 0, "every": NEVER}}
+    kinds: dict[str, dict[str, object]] = {
+        DEFAULT: {},
+        LOCAL: {"exact_steps": 0},
+        OFF: {"exact_steps": 0, "every": NEVER},
+    }
     with Nursery(folder) as nursery:
         swarms = [AveragingSwarm(name, manifest.with_values(averaging=kinds[name]), nursery, folder) for name in kinds]
         start(swarms)
@@ -63,15 +67,14 @@ def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
 
 
 def training_manifest() -> Manifest:
-    """Returns the manifest: the pipeline benchmark's model in STAGES stages, small steps, averaging by the defaults."""
-    manifest = manifest_for(STAGES)
-    return manifest.with_values(optimizer={"target_tokens": MICROBATCHES * manifest.tokens_per_microbatch})
+    """Returns the manifest: the pipeline benchmark's model in STAGES stages, averaging by the defaults."""
+    return manifest_for(STAGES).with_values(optimizer={"target_tokens": TARGET_TOKENS})
 
 
 def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: Manifest) -> Slowdown:
     """Returns rows, ratio and notes; the ratio is NaN when the swarm that should average had no round."""
     averaging = swarms[0]
-    lost = 1.0 - paired_ratio(found[ON].rates, found[OFF].rates) if averaging.done else float("nan")
+    lost = 1.0 - paired_ratio(found[DEFAULT].rates, found[OFF].rates) if averaging.done else float("nan")
     slowdown = Slowdown(Ratio(lost, "< 0.03", "share of tokens/s that training loses to averaging"))
     for swarm in swarms:
         cells = row(swarm, found[swarm.name])
@@ -79,14 +82,13 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
         averaged = statistics.fmean(swarm.done) if swarm.done else None
         slowdown.rows.append({**shown, "averaged": averaged, **swarm.account_cells()})
     section = manifest.averaging
-    exact = 1 - paired_ratio(found[EXACT].rates, found[OFF].rates)
+    local = 1 - paired_ratio(found[LOCAL].rates, found[OFF].rates)
     slowdown.notes = [
-        f"`swarm_`: {STAGES} stages of {REPLICAS} agora-node daemons each, the pipeline benchmark's model, "
-        f"{MICROBATCHES} microbatches per step so that rounds come often. One takes local steps with slices "
-        f"({section.fraction:.0%} every {section.every} steps, {section.slice_wire}); one takes "
-        f"exact steps only ({section.gradient_wire}), each of {manifest.optimizer.target_tokens:,} tokens; one "
-        "never averages. They take turns. "
-        f"Exact steps so small cost {exact:.1%} of the throughput. "
+        f"`swarm_`: {STAGES} stages of {REPLICAS} agora-node daemons each, the pipeline benchmark's model, steps of "
+        f"{manifest.optimizer.target_tokens:,} tokens. One averages by the defaults, on loopback the gradient of every "
+        f"step ({section.gradient_wire}); one takes local steps with slices "
+        f"({section.fraction:.0%} every {section.every} steps, {section.slice_wire}), which costs {local:.1%} of the "
+        "throughput; one never averages. They take turns. "
         f"averaged: the share of replicas in a round, over {len(averaging.done)} rounds seen by a replica. "
         "steps, counted, step_fill: optimizer steps of each stage, the share of tokens that went into them, and the "
         "tokens of a step by its target."

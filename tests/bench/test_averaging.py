@@ -89,9 +89,9 @@ class Swarm:
 
 @pytest.mark.parametrize(("done", "lost"), [([1.0, 0.5], 0.1), ([], None)])
 def test_training_that_never_averaged_has_no_slowdown_to_show(done: list[float], lost: float | None) -> None:
-    rates = {averaging_slowdown.ON: 90.0, averaging_slowdown.EXACT: 80.0, averaging_slowdown.OFF: 100.0}
+    rates = {averaging_slowdown.DEFAULT: 90.0, averaging_slowdown.LOCAL: 80.0, averaging_slowdown.OFF: 100.0}
     found = {name: Readings([rate] * 2, [1.0], [0.0]) for name, rate in rates.items()}
-    swarms = [Swarm(averaging_slowdown.ON, done), Swarm(averaging_slowdown.OFF, [])]
+    swarms = [Swarm(averaging_slowdown.DEFAULT, done), Swarm(averaging_slowdown.OFF, [])]
     slowdown = averaging_slowdown.summary(swarms, found, averaging_slowdown.training_manifest())  # type: ignore[arg-type]
     if lost is None:
         assert slowdown.ratio.value != slowdown.ratio.value
@@ -99,7 +99,7 @@ def test_training_that_never_averaged_has_no_slowdown_to_show(done: list[float],
     else:
         assert slowdown.ratio.value == pytest.approx(lost)
         assert slowdown.rows[0]["averaged"] == 0.75 and slowdown.rows[1]["averaged"] is None
-        assert "cost 20.0%" in slowdown.notes[-1]
+        assert "costs 20.0%" in slowdown.notes[-1]
 
 
 @pytest.fixture
