@@ -143,11 +143,17 @@ def agreed_in_checkpoints(daemon: Daemon) -> dict[int, int]:
     return {about["agreed"]: about["lineage"] for about in found}
 
 
-def test_replicas_whose_gradients_travel_in_two_bits_are_the_same_bits_after_a_kill_and_a_join(tmp_path: Path) -> None:
-    """One that had to step without the others finds out, and fetches their state. The first rounds are in int8."""
-    killed, joined, last = INT8_ROUNDS + 3, INT8_ROUNDS + 6, INT8_ROUNDS + 20
+@pytest.mark.parametrize(("wire", "most"), [("normal2", 0.28), ("normal4", 0.53)])
+def test_replicas_whose_gradients_travel_in_few_bits_are_the_same_bits_after_a_kill_and_a_join(
+    wire: str, most: float, tmp_path: Path
+) -> None:
+    """After 50 steps, of which the first INT8_ROUNDS are in int8: weights of three replicas, one of which came late.
+
+    One that had to step without the others finds out, and fetches their state. most: bytes of an element.
+    """
+    killed, joined, last = INT8_ROUNDS + 3, INT8_ROUNDS + 6, 50
     base = averaging(1).model_dump()
-    base["averaging"] = {"gradient_wire": "normal2"}
+    base["averaging"] = {"gradient_wire": wire}
     base["checkpoint"] |= {"every": 1, "keep": 1000}
     with swarm(tmp_path, Manifest.model_validate(base)) as made:
         peers = [made.start(name, "0") for name in ("a", "b", "c")]
@@ -166,7 +172,7 @@ def test_replicas_whose_gradients_travel_in_two_bits_are_the_same_bits_after_a_k
         rounds = [event for daemon in peers for event in rounds_of(daemon, "gradient") if event["round"] >= INT8_ROUNDS]
         numel = sum(weights.size for weights in checkpoint_at(peers[0], 0, newest_common(peers)).values())
         sent = [event["bytes_out"] / numel for event in rounds if event["bytes_out"]]
-        assert statistics.median(sent) < 0.28, "two bits for each element, and eight for each block of 64"
+        assert statistics.median(sent) < most, "its bits for each element, and eight for each block of 64"
         assert not [event for daemon in peers for event in daemon.events("TaskFailed", task="averaging")]
         made.stop()
 
@@ -179,7 +185,7 @@ def tokens_lost(daemons: list[Daemon]) -> float:
 
 @pytest.mark.slow
 def test_a_join_and_a_death_each_cost_an_asynchronous_stage_less_than_half_a_step(tmp_path: Path) -> None:
-    """Of three replicas one dies, then one of two, whose part of a step is half of it: each loses what it had counted.
+    """Of three replicas one dies, and loses what it had counted; then one of two, whose part of a step is half of it.
 
     The last one takes its next step within three steps' duration, and waits for nobody any more. The fast tier claims
     the same in virtual time (tests/averaging/test_group.py).
@@ -203,7 +209,8 @@ def test_a_join_and_a_death_each_cost_an_asynchronous_stage_less_than_half_a_ste
             made.until(lambda at=died_at: min(map(last_step, peers)) >= at + 5, "steps of those left")
             counted = sum(event["tokens"] for event in dying.events("MicrobatchCounted"))
             own = counted - sum(event["tokens"] for event in steps_of(dying, 0))
-            assert own + tokens_lost(peers) - before < 0.6 * target, f"the death of {dying.name}"
+            most = 0.5 * target if len(peers) == 2 else 0.6 * target
+            assert own + tokens_lost(peers) - before < most, f"the death of {dying.name}"
         steps = [event["at_unix"] for event in steps_of(peers[0], 0)]
         usual_s = statistics.median(after - before for before, after in itertools.pairwise(steps[:8]))
         assert max(after - before for before, after in itertools.pairwise(steps[8:])) < 3 * usual_s + 2.0
