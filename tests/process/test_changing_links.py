@@ -63,8 +63,8 @@ def test_links_that_get_slow_bring_local_steps_and_links_that_get_fast_exact_one
         made.until(lambda: all(map(returns_of, peers)), "a decision for exact steps")
         back = returns_of(peers[0])[0]
         made.until(partial(are_past, peers, back + 20), "exact steps again")
-        made.until(lambda: newest_common(peers) > back + 10, "states of all after that")
-        first, *others = (checkpoint_at(peer, 0, newest_common(peers)) for peer in peers)
+        common = made.until(lambda: step if (step := newest_common(peers)) > back + 10 else 0, "states of all after")
+        first, *others = (checkpoint_at(peer, 0, common) for peer in peers)
         assert all(np.array_equal(first[name], other[name]) for other in others for name in first)
         for peer in peers:
             assert changes_of(peer)[0] == (change_at, EXACT, slices) and returns_of(peer)[0] == back
