@@ -37,14 +37,14 @@ class Joined:
 
 
 def manifest() -> Manifest:
-    """Returns a manifest of two stages of 26 M parameters each; steps are small, so that rounds come in seconds."""
+    """Returns a manifest of two stages of 26 M parameters each; steps last seconds, in which LINK carries a mean."""
     model = {"width": 1024, "layers": 4, "heads": 8, "key_value_heads": 4, "feed_forward": 3072, "context": 32}
     values = {
         "name": "join",
         "model": model,
         "stages": {"count": 2},
         "schedule": {"kind": "asynchronous", "microbatch": 1, "max_in_flight": 2},
-        "optimizer": {"target_tokens": 64, "warmup_steps": 10},
+        "optimizer": {"target_tokens": 320, "warmup_steps": 10},
         "checkpoint": {"every": 10**6},
     }
     return Manifest.from_values(values, "benchmark")
