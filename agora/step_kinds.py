@@ -49,8 +49,8 @@ NOTICE_STEPS: Final = 3
 NOTICE_PASSES: Final = 2
 """Passes over all slices from a slice round to the change that it may decide: replicas may be a pass apart."""
 WISH_S: Final = 20.0
-"""Seconds for which an owner has wanted a change until it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3 seconds
-after a stall, however long, rates are within RETURN_FACTOR of what they were."""
+"""Seconds for which an owner must have wanted a change before it asks for it: 2 * RATE_DECAY_S. Already RATE_DECAY_S * ln 3
+seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were."""
 MIN_STEPS_BETWEEN: Final = 100
 """Minimum number of steps from one change to the next, if one is to exact steps: replicas fetch a whole state then."""
 
@@ -180,7 +180,7 @@ class ChangeRule:
         """
         notice = max(NOTICE_STEPS, NOTICE_PASSES * self.every * max(plan.slices, 1))
         is_change = plan.slices != plan.later_slices and 0 < plan.change_at <= step + notice
-        return plan == self.first or (is_change and all(self._may_become(count) for count in (plan[0], plan[2])))
+        return plan == self.first or (is_change and all(map(self._may_become, (plan.slices, plan.later_slices))))
 
     def after_exact_step(self, plan: StepPlan, step: int, wanted: int) -> StepPlan:
         """Returns the plan after the means of exact step `step` were applied, all of which want `wanted` slices.
