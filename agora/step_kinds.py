@@ -49,7 +49,7 @@ NOTICE_STEPS: Final = 3
 NOTICE_PASSES: Final = 2
 """Passes over all slices from a slice round to the change that it may decide: replicas may be a pass apart."""
 WISH_S: Final = 20.0
-"""Seconds for which an owner must have wanted a change before it asks for it: 2 * RATE_DECAY_S. Already RATE_DECAY_S * ln 3
+"""Seconds for which an owner must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
 seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were."""
 MIN_STEPS_BETWEEN: Final = 100
 """Minimum number of steps from one change to the next, if one is to exact steps: replicas fetch a whole state then."""
