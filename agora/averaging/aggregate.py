@@ -1,7 +1,4 @@
-"""Reduces the contributions to a part to one mean: weighted, or by centered clipping. Arguments are never changed.
-
-Knows: tensors and weights. Must not know: which peers contributed, or when.
-"""
+"""Reduces the contributions to a part to one mean: weighted, or by centered clipping. Arguments are never changed."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from agora.codec import is_all_finite
 Aggregation = Literal["mean", "clip"]
 CLIP_ROUNDS: Final = 3  # enough, since clipping begins near, at the owner's own value: Karimireddy et al., ICML 2021
 MIN_NORM, MAX_NORM = 1e-15, 1e15
+# A contribution may be this many times as long as the lower median of all; a longer one is shortened to that.
 MAX_TIMES_LONGER: Final = 2.0
-"""A contribution may be this many times as long as the lower median of all; a longer one is shortened to that."""
+# Minimum number of contributions for one to be called too long: of two, either could be right.
 MIN_TO_COMPARE: Final = 3
-"""Minimum number of contributions for one to be called too long: of two, either could be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,8 @@ class PartMean:
     """The mean of one part of a round."""
 
     values: Tensor  # float32 [n]
+    # How many members contributed, and the tokens behind the mean; the part's owner sends it with the mean.
     message: Averaged
-    """How many members contributed, and the tokens behind the mean; the part's owner sends it with the mean."""
     encoded: EncodedPart | None = None  # the tensors that `values` were decoded from; None before the mean is encoded
 
 
@@ -110,13 +107,11 @@ def magnitude(values: Tensor) -> float:
 
 
 def _norm(values: Tensor) -> float:
-    """Returns the Euclidean norm: in float32, or computed again in float64 if not between MIN_NORM and MAX_NORM."""
     norm = float(torch.linalg.vector_norm(values))
     return norm if MIN_NORM < norm < MAX_NORM else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _mean(values: Sequence[Tensor], fractions: Sequence[float]) -> Tensor:
-    """Returns the weighted mean, as x0 + sum of fraction * (x - x0): the mean of equal values is exactly that value."""
     mean = values[0]
     for value, fraction in zip(values[1:], fractions[1:], strict=True):
         mean = torch.add(mean, value - values[0], alpha=fraction)
@@ -124,12 +119,9 @@ def _mean(values: Sequence[Tensor], fractions: Sequence[float]) -> Tensor:
 
 
 def _clip(values: Sequence[Tensor], fractions: Sequence[float], center: Tensor | None) -> Tensor:
-    """Returns the centered clip of `values`: CLIP_ROUNDS times v += sum of fraction * (x - v) * min(1, tau / |x - v|).
-
-    fractions: of the weights, with sum 1. v begins at `center`, or, if that is None, at the lower median of each
-    coordinate. tau, computed each time again, is the lower median of the |x - v| that are not 0, so that half of the
-    contributors cannot choose it. Ends early when every x equals v.
-    """
+    # CLIP_ROUNDS times v += sum of fraction * (x - v) * min(1, tau / |x - v|). fractions: of the weights, with sum 1. v
+    # begins at `center`, or, if that is None, at the lower median of each coordinate. tau, computed each time again, is
+    # the lower median of the |x - v| that are not 0, so that half of the contributors cannot choose it.
     clipped = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
     for _ in range(CLIP_ROUNDS):
         distances = [_norm(value - clipped) for value in values]

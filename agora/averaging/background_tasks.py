@@ -1,7 +1,4 @@
-"""Starts background work of averaging whose errors are reported as events, because nothing waits for its result.
-
-Knows: coroutines, tasks. Must not know: what the work does.
-"""
+"""Starts background work of averaging whose errors are reported as events, because nothing waits for its result."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name:
     """
 
     def report_failure(task: asyncio.Task[None]) -> None:
-        """Reports the error with which the task ended, if any."""
         if not task.cancelled() and (error := task.exception()) is not None:
             code = error.code if isinstance(error, AgoraError) else type(error).__name__
             report(events.TaskFailed("averaging", ": ".join(filter(None, (name, code, str(error))))))

@@ -1,7 +1,5 @@
 """Builds a member's contributions to rounds: its values, the residual of the last encoding, and late gradients.
 
-Knows: parts, values, their encoding. Must not know: owners, calls, time.
-
     x = (T g + T' g') / (T + T') + e
     e' = x - decode(encode(x))
 

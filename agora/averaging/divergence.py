@@ -1,8 +1,4 @@
-"""Finds out whether replicas that should be equal have diverged, and which of them are right. Deterministic.
-
-Knows: this replica's lineages by step (train.lineage), and those that others reported. Must not know: weights, calls,
-time.
-"""
+"""Finds out whether replicas that should be equal have diverged, and which of them are right. Deterministic."""
 
 from __future__ import annotations
 

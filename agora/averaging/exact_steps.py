@@ -1,8 +1,4 @@
-"""Takes exact steps, along the mean gradient of all replicas: by a round, by a replay, or by fetching a state.
-
-Knows: rounds of gradients, which replicas keep the mean of a step. Must not know: when a step is due (next_action), the
-view.
-"""
+"""Takes exact steps, along the mean gradient of all replicas: by a round, by a replay, or by fetching a state."""
 
 from __future__ import annotations
 
@@ -23,10 +19,9 @@ from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
 from agora.step_kinds import EXACT
 
-FETCH_AGAIN_S: Final = 1.0
-"""Seconds of pause after a failed fetch of a state."""
+FETCH_AGAIN_S: Final = 1.0  # seconds of pause after a failed fetch of a state
+# Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it.
 FETCH_TRIES: Final = 3
-"""Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it."""
 
 
 class ExactStepGroup(Protocol):
@@ -106,17 +101,6 @@ class ExactSteps:
                 self._group.record_exact_step(stage, result.weight)
 
     async def _fill_failed_parts(self, first_part: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
-        """Asks the other replicas for the means of the failed parts of `result`; writes a mean for each into it.
-
-        | another replica | the mean |
-        |---|---|
-        | keeps the part's mean | that one |
-        | exists, but none keeps it | 0, which is kept here for others that ask |
-        | does not exist | this replica's own `values` |
-
-        Returns the fraction of all parts whose mean is not 0. For a part with mean 0, this peer's values, over `tokens`
-        tokens, are carried over to the next step. If another replica used another mean, the lineages will differ.
-        """
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
         await recall_repeatedly(self._rounds, first_part, result)
         if len(self._rounds.members(first_part.stage)) == 1:
@@ -166,12 +150,6 @@ class ExactSteps:
                 await self._stages.catch_up(stage, reached)
 
     async def _fetch_until_taken(self, stage: int, at_least: int) -> bool:
-        """Fetches the stage's state from a member with at least `at_least` steps; returns whether one gave it.
-
-        Tries again every FETCH_AGAIN_S, and reports each failure. Returns False when no other member is left, or when
-        FETCH_TRIES tries have failed and this peer has the least id of all: then the caller takes the step itself, and
-        the other members fetch this peer's state.
-        """
         tries = 0
         while others := sorted(self._rounds.members(stage).keys() - {self._me}):
             tries += 1

@@ -1,8 +1,4 @@
-"""Step gossip: exchanges with the other replicas of each stage how many steps and tokens every replica has.
-
-Knows: GossipSteps and GossipedSteps, when to send them and to which replicas, what was received. Must not know: how a
-step is taken.
-"""
+"""Step gossip: exchanges with the other replicas of each stage how many steps and tokens every replica has."""
 
 from __future__ import annotations
 
@@ -23,14 +19,12 @@ from agora.calls import BROKEN, Caller
 from agora.clock import loop_time
 from agora.observe import faults
 
-INTERVAL_S: Final = 0.25
-"""Seconds between two calls of StepGossip.tick in asynchronous runs."""
+INTERVAL_S: Final = 0.25  # seconds between two calls of StepGossip.tick in asynchronous runs
+# Seconds between two calls of StepGossip.tick in synchronous runs, where every replica waits for the step.
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
-"""Seconds between two calls of StepGossip.tick in synchronous runs, where every replica waits for the step."""
+# Seconds after which a replica reports again although nothing has changed, so that it does not count as silent.
 HEARTBEAT_S: Final = 1.5
-"""Seconds after which a replica reports again although nothing has changed, so that it does not count as silent."""
-CALL_S: Final = 3.0
-"""Seconds after which a call that was not answered has failed."""
+CALL_S: Final = 3.0  # seconds after which a call that was not answered has failed
 
 
 @dataclass(slots=True)
@@ -191,21 +185,14 @@ class StepGossip:
         return GossipedSteps(self._compose(message.stage, own))
 
     def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
-        """Returns the entries to send about a stage: this peer's `own` counts, then those of live replicas in view.
-
-        See replica_progress.compose_gossip.
-        """
         own = own._replace(step=int(faults.say("gossip.step", own.step)))
         return replica_progress.compose_gossip(
             self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time()
         )
 
     async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
-        """Calls `peer` with one request and merges its answer; ignores an answer of another type.
-
-        If the call fails, records the failure, so that the peer is suspected. A connection that broke is recorded as
-        broken only while this peer has a connection to any peer: otherwise its own network may be down.
-        """
+        # If the call fails, records the failure, so that the peer is suspected. A connection that broke is recorded as
+        # broken only while this peer has a connection to any peer: otherwise its own network may be down.
         gossip = self._stages[stage]
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
@@ -218,10 +205,6 @@ class StepGossip:
             del self._calls[stage, peer]
 
     def _merge(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
-        """Merges what `sender` reported of itself and, if it is in view, of other replicas in view; calls `on_change`.
-
-        Drops entries with implausible steps, see _select_plausible.
-        """
         gossip = self._stages[stage]
         now = loop_time()
         entries = self._select_plausible(stage, entries, sender)
@@ -232,11 +215,6 @@ class StepGossip:
         self._on_change(stage)
 
     def _select_plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
-        """Returns the entries whose steps are plausible, or [] if the sender's entry about itself is implausible.
-
-        With [], reports the sender's offence, forgets its progress, and leaves it out of others_in_view for FORGIVE_S;
-        a plausible entry about the sender ends that time.
-        """
         gossip = self._stages[stage]
         bounds = self.bounds
         step = max((max(step, open_step) for peer, step, open_step, *_ in entries if peer == sender), default=0)

@@ -1,7 +1,5 @@
 """Chooses in how many bits a replica sends gradients, from what its uplink carries in a step. Pure.
 
-Knows: rates, sizes, durations. Must not know: how they were measured, gradients, calls.
-
 Each of n replicas sends (n - 1) / n of its gradient to owners, and its 1 / n of the mean to n - 1 members: in total
 2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
 """
@@ -15,6 +13,7 @@ from agora_protocol.codec_names import WIRE_NAMES, WireName
 from agora_protocol.limits import QUANTISER_BLOCK
 
 SCALE_BYTES: Final = 1 / QUANTISER_BLOCK
+# Bytes of one value in each format; the smallest format first.
 BYTES: Final[dict[WireName, float]] = {
     "normal2": 2 / 8 + SCALE_BYTES,
     "normal3": 3 / 8 + SCALE_BYTES,
@@ -23,13 +22,10 @@ BYTES: Final[dict[WireName, float]] = {
     "bf16": 2.0,
     "float32": 4.0,
 }
-"""Bytes of one value in each format; the smallest format first."""
 
-DOUBLING_STEPS: Final = 200
-"""An uplink counts as twice as fast after this many steps in which it was never full."""
+DOUBLING_STEPS: Final = 200  # an uplink counts as twice as fast after this many steps in which it was never full
 MAX_DOUBLINGS: Final = 20.0
-MENTIONED_GROWTH: Final = 1.05
-"""The least factor that the reason mentions."""
+MENTIONED_GROWTH: Final = 1.05  # the least factor that the reason mentions
 
 
 class MeasuredUplink(NamedTuple):
@@ -49,7 +45,6 @@ class MeasuredUplink(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """How many times as fast as measured the uplink counts: twice after DOUBLING_STEPS steps."""
         return math.exp2(min(self.steps / DOUBLING_STEPS, MAX_DOUBLINGS))
 
 
@@ -67,7 +62,6 @@ class GradientWire(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the uplink is fast enough for `name`."""
         return self.carried >= BYTES[self.name]
 
 

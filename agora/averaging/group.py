@@ -1,6 +1,5 @@
 """Keeps this peer's stages in step with their replicas at other peers: carries out what `next_action` decides.
 
-Knows: step gossip, rounds, stages (through ReplicatedStages). Must not know: networks, optimizers, files, the view.
 docs/averaging.md has what the rounds are for, and what follows when one fails.
 """
 
@@ -39,10 +38,10 @@ from agora.step_kinds import EXACT, StepPlan
 from agora.stepping import StepPolicy
 from agora.swarm.conduct import Offence, ReportOffence
 
+# Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
 MAX_CARRIED: Final = 1_000_000
-"""Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink."""
+# Seconds between two measurements, in a synchronous run, of how far the other stages are.
 LEADING_STEP_INTERVAL_S: Final = 5.0
-"""Seconds between two measurements, in a synchronous run, of how far the other stages are."""
 
 
 @dataclass(slots=True)
@@ -250,26 +249,18 @@ class ReplicaGroup:
         self.gossip.tick()
 
     def _origins_wait(self, stage: int) -> bool:
-        """Returns StepMeter.should_origins_wait; False if synchronous, at local steps, and while the quota is 0."""
         meter = self._stage_states[stage].meter
         if self._config.synchronous or self._is_local_now(stage):
             return False
         return meter.quota_now > 0 and meter.should_origins_wait(loop_time())
 
     def _recent_step_s(self, stage: int) -> float | None:
-        """Returns the moving average of the durations of the stage's steps in seconds, None before the first."""
         return self._stage_states[stage].meter.step_s.value
 
     def _is_local_now(self, stage: int) -> bool:
-        """Returns whether the stage's next step is local."""
         return self._stages.step_plan(stage).is_local(self._stages.step_of(stage))
 
     def _choose_gradient_wire(self, stage: int) -> None:
-        """Chooses the format of the stage's gradients after a step, and reports a change; not if synchronous.
-
-        During local steps no gradient is sent; the choice still says what the uplink carries. Only elements of stages
-        with other replicas are sent. While the rate of a replica is unknown, as after a join, the last choice stays.
-        """
         if self._config.synchronous:
             return
         state = self._stage_states[stage]
@@ -287,10 +278,6 @@ class ReplicaGroup:
         self.reducer.averager.gradient_wires[stage] = chosen.name
 
     def _notice_change(self, stage: int, step: int) -> None:
-        """Reports a change of the stage's step plan, and drops what belongs to steps of the kind that has ended.
-
-        step: steps taken so far. Called after each step.
-        """
         state, plan = self._stage_states[stage], self._stages.step_plan(stage)
         if plan != state.plan:
             _, reason = self.rounds.explain_slices(stage, plan.slices)
@@ -305,7 +292,6 @@ class ReplicaGroup:
         state.plan, state.slices = plan, slices
 
     def _decide_and_start(self, stage: int) -> None:
-        """Updates the stage's meter, StepPolicy and reason; starts what next_action chooses; reports why it fetches."""
         now, state, own = loop_time(), self._stage_states[stage], self._counts()[stage]
         others = OtherReplicas(self.gossip.known_progress(stage), self.gossip.others_in_view(stage), self._leading_step)
         replicas, live = next_action.counting_replicas(now, others)
@@ -336,10 +322,6 @@ class ReplicaGroup:
         self._start(stage, action, own.step)
 
     def _start(self, stage: int, action: Action, step: int) -> None:
-        """Starts the work of an action of the stage, which has taken `step` steps; reports why it fetches, if it does.
-
-        After a slice round decides again at once: more may be due beside it.
-        """
         state = self._stage_states[stage]
         match action.kind:
             case "slice round":
@@ -362,10 +344,7 @@ class ReplicaGroup:
                 state.task = start_reported(fetch, self._report)
 
     async def _watch_other_stages(self) -> None:
-        """In a synchronous run, records every few seconds the leading stage's step, and which stages here are behind.
-
-        Without this, stages that begin from checkpoints of different steps would wait for one another forever.
-        """
+        # Without this, stages that begin from checkpoints of different steps would wait for one another forever.
         while self._config.synchronous:
             await asyncio.sleep(LEADING_STEP_INTERVAL_S)
             of_run = self._bounds.plausible_of_run(self._listing.steps_of_run())
@@ -378,7 +357,6 @@ class ReplicaGroup:
                     state.behind_at = (step, loop_time())
 
     def _counts(self) -> Mapping[int, ReplicaCounts]:
-        """Returns this peer's own progress in each stage of its span, by stage."""
         starts, carried = self._start_steps, self._reported_carried
         return {
             p.stage: ReplicaCounts(
@@ -389,10 +367,8 @@ class ReplicaGroup:
         }
 
     def _reported_carried(self, stage: int) -> int:
-        """Returns what gossip reports of the uplink for a stage: see ReplicaCounts.carried, 0 for infinite."""
         carried = self._stage_states[stage].wire.carried
         return 0 if math.isinf(carried) else 1 + min(int(1000 * carried), MAX_CARRIED)
 
     def _lineages(self, stage: int) -> Mapping[int, int]:
-        """Returns the stage's latest lineages (train.lineage), by the step up to which each counts the means."""
         return next(progress.lineages for progress in self._stages.progress() if progress.stage == stage)

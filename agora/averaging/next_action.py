@@ -1,6 +1,5 @@
 """Decides what a stage does next together with its replicas. Pure.
 
-Knows: how far this replica and the others are, and the run's configuration. Must not know: calls, tensors, any clock.
 docs/averaging.md has the rules as a table. ReplicaGroup carries out what is decided.
 """
 
@@ -18,17 +17,17 @@ from agora.averaging.replica_progress import unreachable_replicas
 from agora.step_kinds import ALL_EXACT, StepPlan
 from agora.stepping import StepPolicy
 
+# A replica of an asynchronous run that is more steps than this behind the others fetches their state.
 MAX_STEPS_BEHIND: Final = 20
-"""A replica of an asynchronous run that is more steps than this behind the others fetches their state."""
+# Seconds that a synchronous stage stays behind the leading stage before it takes over that stage's step number.
 RESUME_AFTER_S: Final = 15.0
-"""Seconds that a synchronous stage stays behind the leading stage before it takes over that stage's step number."""
+# Fraction of a step's duration for which a replica still counts tokens after another one has closed its share.
 CLOSE_AFTER_FRACTION: Final = 0.25
-"""Fraction of a step's duration for which a replica still counts tokens after another one has closed its share."""
+# Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds while
+# the duration of a step is unknown.
 MAX_CLOSE_AFTER_S: Final = 2.0
-"""Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds
-while the duration of a step is unknown."""
+# Maximum number of steps that a replica with local steps may be behind the others; beyond it, it catches up.
 MAX_LOCAL_LAG: Final = 8
-"""Maximum number of steps that a replica with local steps may be behind the others; beyond it, it catches up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +74,17 @@ class OwnStage:
     """This replica of a stage: how far it is, and what it is doing."""
 
     counts: replica_progress.ReplicaCounts
+    # Which of the stage's steps are local; all others are exact, along the mean gradient of all replicas.
     plan: StepPlan = ALL_EXACT
-    """Which of the stage's steps are local; all others are exact, along the mean gradient of all replicas."""
     quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     is_leaving: bool = False  # whether this peer is leaving the run
     is_busy: bool = False  # whether a step, a fetch or a catch-up is running
     slice_due: int | None = None  # the slice round to begin, None if none is due
+    # When the stage fell behind the run's leading stage, on the loop's clock; None if it is not behind.
     behind_since: float | None = None
-    """When the stage fell behind the run's leading stage, on the loop's clock; None if it is not behind."""
+    # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
     diverged_from: tuple[PeerId, ...] = ()
-    """Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ()."""
     in_progress: int = 0  # number of microbatches in progress here that belong to the open share
 
 
@@ -143,11 +142,6 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
 def _action_if_behind(
     now: float, own: OwnStage, reached: int, leading_step: int, config: ActionConfig
 ) -> tuple[Action, str] | None:
-    """Returns what a stage does that is behind, and the reason in words; None if it goes on with its open step.
-
-    reached: the step that the other replicas have taken; leading_step: that of the run's leading stage. While a share
-    that was closed here awaits its mean, the stage only fetches.
-    """
     step, behind = own.counts.step, reached - own.counts.step
     if behind > config.max_steps_behind:
         at_least = reached if config.synchronous else step + 1
@@ -165,17 +159,6 @@ def _action_if_behind(
 
 
 def _why_incomplete(now: float, own: OwnStage, live: replica_progress.KnownReplicas, config: ActionConfig) -> str:
-    """Returns why this replica still counts tokens for its step; "" when the step, or its share of it, is complete.
-
-    | complete | when |
-    |---|---|
-    | the step | this replica and the live others have together counted its tokens |
-    | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
-    | the share, asynchronous | another replica closed its own share, and CLOSE_AFTER_FRACTION of a step has passed |
-
-    That fraction of a step counts as at most MAX_CLOSE_AFTER_S seconds, and as MAX_CLOSE_AFTER_S while the duration of
-    a step is unknown.
-    """
     step, tokens = own.counts.step, own.counts.tokens
     missing = config.target_tokens - tokens - replica_progress.count_tokens(live, step)
     if missing <= 0:

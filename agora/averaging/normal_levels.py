@@ -1,7 +1,5 @@
 """Quantises float32 vectors to 2, 3 or 4 bits: levels for normally distributed values, times a scale for each block.
 
-Knows: numbers and their bytes. Must not know: rounds, gradients.
-
 A value x of a block of QUANTISER_BLOCK elements becomes the level nearest to x / scale, the scale being the block's
 root mean square. The levels have the least mean squared error for a normal distribution (Lloyd 1982; Max 1960). The
 error is not random: a sender of successive gradients therefore uses error feedback (see contributions).
@@ -24,18 +22,15 @@ from torch.nn.functional import pad
 
 from agora.codec.bit_packing import pack, unpack
 
+# The positive half of the levels, by the number of bits; the negative half is its mirror image.
 POSITIVE_LEVELS: Final = {
     2: (0.4528, 1.5104),
     3: (0.2451, 0.7560, 1.3439, 2.1520),
     4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
 }
-"""The positive half of the levels, by the number of bits; the negative half is its mirror image."""
-MAX_EXPONENT: Final = 100
-"""Bound of a vector's exponent e, -100 to 100; scales are at most 2^100."""
-SCALES_PER_OCTAVE: Final = 8
-"""A block's scale is 2^(e - c / 8) with a whole code c: eight scales for each power of two."""
-ZERO_SCALE: Final = 255
-"""The scale code of a block whose values are all decoded as 0."""
+MAX_EXPONENT: Final = 100  # bound of a vector's exponent e, -100 to 100; scales are at most 2^100
+SCALES_PER_OCTAVE: Final = 8  # A block's scale is 2^(e - c / 8) with a whole code c: eight scales for each power of two
+ZERO_SCALE: Final = 255  # the scale code of a block whose values are all decoded as 0
 _SCALES: Final = torch.tensor(
     [2.0 ** (-code / SCALES_PER_OCTAVE) for code in range(ZERO_SCALE)] + [0.0], dtype=torch.float32
 )
@@ -83,12 +78,6 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
 
 
 def _scale_codes(sizes: Tensor) -> tuple[int, Tensor]:
-    """Returns the exponent e of a vector and the codes c of its blocks' scales 2^(e - c / 8), uint8 [blocks].
-
-    sizes: root mean square of each block, float32 [blocks]; above 2^MAX_EXPONENT it counts as that. e is log2 of the
-    largest size, rounded up, but at least -MAX_EXPONENT, also if all sizes are 0. A size of 0 or far below the largest
-    gets ZERO_SCALE.
-    """
     sizes = sizes.clamp(max=2.0**MAX_EXPONENT)
     largest = float(sizes.max()) if len(sizes) else 0.0
     if largest == 0.0:
@@ -99,12 +88,10 @@ def _scale_codes(sizes: Tensor) -> tuple[int, Tensor]:
 
 
 def _levels(bits: int) -> NDArray[np.float32]:
-    """Returns the quantiser's levels, ascending, float32 [2^bits], in units of a block's root mean square."""
     upper = POSITIVE_LEVELS[bits]
     return np.array([-level for level in reversed(upper)] + list(upper), np.float32)
 
 
 def _edges(bits: int) -> list[float]:
-    """Returns the 2^bits - 1 midpoints between neighbouring levels, in ascending order."""
     levels = _levels(bits)
     return [float(edge) for edge in (levels[1:] + levels[:-1]) / 2]

@@ -1,7 +1,5 @@
 """Turns a replica's values into contributions and contributions into means, and keeps the residuals of encoding.
 
-Knows: the run's averaging configuration, parts and their values. Must not know: calls, deadlines.
-
 An owner encodes a mean once, and every replica, the owner included, uses what these bytes decode to. So all replicas
 apply the same bits, whichever replica sent them the mean, and at any time.
 """
@@ -30,10 +28,9 @@ from agora.averaging.partition import Members, choose_owners, ownership_epoch
 from agora.averaging.plausibility import MagnitudeBound
 from agora.step_kinds import EXACT
 
-MAX_WEIGHT_ROUNDS: Final = 64
-"""A contribution is refused if its weight exceeds the tokens of this number of rounds."""
+MAX_WEIGHT_ROUNDS: Final = 64  # A contribution is refused if its weight exceeds the tokens of this number of rounds
+# Number of initial gradients of a run that are sent as int8 where later ones take 2 to 4 bits: they vary the most.
 INT8_ROUNDS: Final = 20
-"""Number of initial gradients of a run that are sent as int8 where later ones take 2 to 4 bits: they vary the most."""
 
 
 class Part(NamedTuple):
@@ -54,7 +51,6 @@ class Part(NamedTuple):
 
     @property
     def round_key(self) -> tuple[int, str, int]:
-        """What identifies the part's round: (stage, kind, round)."""
         return self[:3]
 
 
@@ -139,8 +135,8 @@ class PartAverager:
     """
 
     def __init__(self, config: RoundConfig) -> None:
+        # By stage, the format in which this peer sends its gradients; the manifest's for other stages.
         self.gradient_wires: dict[int, WireName] = {}
-        """By stage, the format in which this peer sends its gradients; the manifest's for other stages."""
         self.contributions = ContributionBuilder(config)
         self._config = config
         self._owner_residuals: dict[Region, Tensor] = {}

@@ -1,6 +1,6 @@
 """Encodes the parts of a round: as float32, bf16, in 2 to 4 bits, or as int8 with an exponent for each block.
 
-Knows: numbers and their bytes. Must not know: rounds, owners, peers. normal2 to normal4 are in normal_levels.py.
+normal2 to normal4 are in normal_levels.py.
 
 int8 is meant for values on which replicas nearly agree. A block's scale is a power of two, so that nearly equal blocks
 are rounded to the same grid. Before rounding, every member adds the same pseudo-random fraction to an element, and
@@ -28,12 +28,12 @@ from torch.nn.functional import pad
 from agora.averaging.normal_levels import dequantise, quantise
 from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 
+# Bits of an element, by the name of each format that is sent with error feedback.
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
-"""Bits of an element, by the name of each format that is sent with error feedback."""
 MAX_LEVEL: Final = 126.0  # largest magnitude before dither, so that it never clips
 MIN_EXPONENT, MAX_EXPONENT = -120, 100
+# Parts whose dither is cached, half a MiB to 2 MiB each: about as many as are being sent at the same time.
 CACHED_PARTS: Final = 32
-"""Parts whose dither is cached, half a MiB to 2 MiB each: about as many as are being sent at the same time."""
 
 
 @functools.lru_cache(maxsize=CACHED_PARTS)
@@ -57,7 +57,6 @@ class EncodedPart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -121,18 +120,15 @@ class PartCodec:
 
 
 def _block_rows(values: Tensor) -> Tensor:
-    """Returns `values` as [blocks, QUANTISER_BLOCK], the last block filled up with zeros."""
     missing = -len(values) % QUANTISER_BLOCK
     return (pad(values, (0, missing)) if missing else values).view(-1, QUANTISER_BLOCK)
 
 
 def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
-    """Returns 2 ** exponents as float32 [blocks, 1]. Exponents must lie in -126 to 127, the normal float32 numbers."""
     return torch.from_numpy(((exponents + 127) << 23).view(np.float32))[:, None]
 
 
 def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
-    """Returns a wire tensor's values, int8 [numel], read-only. Raises ProtocolError for another type or shape."""
     if wire.dtype != "int8" or wire.shape != (numel,):
         raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
     return np.frombuffer(wire.data, np.int8)

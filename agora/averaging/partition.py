@@ -1,6 +1,6 @@
 """Computes which weights a round averages, in which parts, and which peer owns each part. Pure.
 
-Knows: numbers of blocks, peers by id and bandwidth. Must not know: weights, calls, time. All peers compute the same
+All peers compute the same
 result, so none of it is sent: SPEC.md, section 12.
 """
 
@@ -18,13 +18,11 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.parts import part_elements
 from numpy.typing import NDArray
 
+# Number of successive rounds, of gradients or of one slice, in which a part has the same owner: an owner keeps the
+# residual of its means for the next round.
 ROUNDS_PER_OWNER: Final = 16
-"""Number of successive rounds, of gradients or of one slice, in which a part has the same owner: an owner keeps the
-residual of its means for the next round."""
-RELAYED_SHARE: Final = 0.25
-"""Fraction of a replica's bandwidth that counts if others reach it only through a relay."""
-MAX_RUNNING_SLICE_ROUNDS: Final = 4
-"""Maximum number of slice rounds that one replica may be running at the same time."""
+RELAYED_SHARE: Final = 0.25  # fraction of a replica's bandwidth that counts if others reach it only through a relay
+MAX_RUNNING_SLICE_ROUNDS: Final = 4  # maximum number of slice rounds that one replica may be running at the same time
 
 
 class Slices:
@@ -82,8 +80,8 @@ def ownership_epoch(number: int, slices: int) -> str:
     return f"{number % slices}.{number // slices // ROUNDS_PER_OWNER}"
 
 
+# The members of a round by id, with bandwidths in bytes per second: 0 if unknown, None if the member owns no part.
 Members = Mapping[PeerId, float | None]
-"""The members of a round by id, with bandwidths in bytes per second: 0 if unknown, None if the member owns no part."""
 
 
 def owning_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
@@ -118,7 +116,6 @@ def choose_owners(
     label = f"agora owner 1\0{run}\0{stage}\0{kind}\0{epoch}\0{part}\0"
 
     def rendezvous_key(peer: PeerId) -> tuple[float, PeerId]:
-        """Returns the sort key of a member: -ln(u) / bandwidth, then its id, which decides ties."""
         hashed = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
         return -math.log((hashed + 0.5) / 2.0**64) / (eligible[peer] or median), peer
 

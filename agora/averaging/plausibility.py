@@ -1,7 +1,4 @@
-"""Decides by their magnitudes whether means are plausible. Deterministic.
-
-Knows: magnitudes as root mean squares. Must not know: tensors, calls, time.
-"""
+"""Decides by their magnitudes whether means are plausible. Deterministic."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-NEW_WEIGHT: Final = 0.3
-"""Weight of a new magnitude in the moving average."""
+NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving average
+# A mean may be this many times as large as the average of earlier means, or as the peer's own values.
 MAX_RATIO: Final = 8.0
-"""A mean may be this many times as large as the average of earlier means, or as the peer's own values."""
 
 
 @dataclass(frozen=True, slots=True)

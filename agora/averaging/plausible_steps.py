@@ -1,7 +1,6 @@
 """Decides which step numbers that other replicas report are plausible: those possible since this peer's last step.
 
-Deterministic. Knows: this replica's last step, how long its steps last, a step's tokens. Must not know: calls, weights,
-any clock.
+Deterministic.
 
 All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. A report of more
 steps than MAX_SPEED_UP times as many as that pace allows is implausible, however many tokens it claims to have counted:
@@ -21,20 +20,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+# Steps by which others may lead at any time where all take each step together: two closed shares, and one step.
 LEAD: Final = 3
-"""Steps by which others may lead at any time where all take each step together: two closed shares, and one step."""
+# Steps by which others may lead where each takes local steps; a replica further behind fetches their state.
 LOCAL_LEAD: Final = 20
-"""Steps by which others may lead where each takes local steps; a replica further behind fetches their state."""
-MAX_SPEED_UP: Final = 4.0
-"""How many times as fast as before others may go on stepping without this replica."""
+MAX_SPEED_UP: Final = 4.0  # how many times as fast as before others may go on stepping without this replica
+# Seconds for which a busy machine may stand still without noticing it, while honest replicas go on.
 SLACK_S: Final = 10.0
-"""Seconds for which a busy machine may stand still without noticing it, while honest replicas go on."""
+# Maximum tokens per second that a stage's replicas can plausibly count together, until a step was measured here.
 FASTEST_TOKENS_PER_S: Final = 1e6
-"""Maximum tokens per second that a stage's replicas can plausibly count together, until a step was measured here."""
-JOIN_S: Final = 1800.0
-"""Maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer."""
+JOIN_S: Final = 1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
+# Seconds after an implausible report for which nothing that its sender reports of the stage counts.
 FORGIVE_S: Final = 10.0
-"""Seconds after an implausible report for which nothing that its sender reports of the stage counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Divides an optimizer step among the replicas of a stage: how many tokens each counts for its share. Deterministic.
 
-Knows: how many tokens each replica has counted, and when. Must not know: gradients, calls, the clock.
-
 A step has m = target / microbatch_tokens microbatches. With the replicas in the order of their ids, and R_i the sum of
 the first i rates over the sum of all, replica i counts microbatches round(m * R_(i-1)) to round(m * R_i). So the quotas
 of replicas that know the same rates add up to the target.
@@ -19,19 +17,17 @@ from agora_protocol.ids import PeerId
 
 from agora.moving_average import MovingAverage
 
-RATE_DECAY_S: Final = 10.0
-"""Seconds after which a counted token weighs 1/e of one counted now."""
+RATE_DECAY_S: Final = 10.0  # seconds after which a counted token weighs 1/e of one counted now
+# Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second.
 MIN_MEASURED_S: Final = 0.9
-"""Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second."""
-MAX_MEAN_WAIT_FRACTION: Final = 0.5
-"""Largest fraction of a step for which origins wait for a mean gradient."""
+MAX_MEAN_WAIT_FRACTION: Final = 0.5  # largest fraction of a step for which origins wait for a mean gradient
+# Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown.
 ASSUMED_STEP_S: Final = 2.0
-"""Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown."""
+# Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether means
+# come sooner now.
 MAX_SKIPPED_WAITS: Final = 32
-"""Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether means
-come sooner now."""
+# Fraction of the target by which a step may be made smaller or larger to correct earlier ones.
 MAX_CORRECTION: Final = 0.5
-"""Fraction of the target by which a step may be made smaller or larger to correct earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,6 @@ class TokenRate:
 
     @property
     def per_second(self) -> float | None:
-        """Tokens per second; None until MIN_MEASURED_S seconds have been measured."""
         return self.tokens / self.seconds if self.seconds >= MIN_MEASURED_S else None
 
 
@@ -87,7 +82,6 @@ class StepTokenPlan:
 
     @property
     def next_target(self) -> int:
-        """Number of tokens for the next step: target - surplus, rounded."""
         return round(self.target - self.surplus)
 
     def after_step(self, tokens: float) -> StepTokenPlan:
@@ -111,13 +105,13 @@ class StepMeter:
     token_plan: StepTokenPlan
     rate: TokenRate = field(default_factory=TokenRate)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
+    # Tokens at which this replica closes its share of the present step; 0 without another replica, or where this one is
+    # far slower than the others.
     quota_now: int = 0
-    """Tokens at which this replica closes its share of the present step; 0 without another replica, or where
-    this one is far slower than the others."""
+    # Seconds in which all replicas together count the target of a step, at their last known rates; 0 while a rate is
+    # unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured
+    # duration would fall further and further.
     expected_s: float = 0.0
-    """Seconds in which all replicas together count the target of a step, at their last known rates; 0 while a rate is
-    unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured
-    duration would fall further and further."""
     _closed_at: float | None = None
     _steps: int = 0
     _waits_from: int = 0  # the step from which origins wait for means
@@ -175,7 +169,6 @@ class StepMeter:
 
     @property
     def _max_wait_s(self) -> float:
-        """Maximum seconds that origins wait for a mean: MAX_MEAN_WAIT_FRACTION of expected_s, or of ASSUMED_STEP_S."""
         return MAX_MEAN_WAIT_FRACTION * (self.expected_s or ASSUMED_STEP_S)
 
     def on_stepped(self, now: float) -> None:

@@ -1,7 +1,4 @@
-"""Asks the other replicas for the means that they keep of a round's parts, where those parts have no mean here.
-
-Knows: which replicas may keep a mean, deadlines. Must not know: why a part failed, how steps are taken.
-"""
+"""Asks the other replicas for the means that they keep of a round's parts, where those parts have no mean here."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ from agora.averaging.reducer import PartReducer
 from agora.averaging.rounds import MAX_OPEN_PARTS, RoundGroup, RoundResult
 from agora.clock import loop_time
 
-RECALL_PAUSE: Final = 0.0625
-"""Pause before failed parts are asked for again, as a fraction of round_s."""
-MAX_RECALLS: Final = 8
-"""Maximum number of times that failed parts are asked for: others may get the mean later."""
+RECALL_PAUSE: Final = 0.0625  # pause before failed parts are asked for again, as a fraction of round_s
+MAX_RECALLS: Final = 8  # maximum number of times that failed parts are asked for: others may get the mean later
 
 
 async def recall_repeatedly(rounds: RoundGroup, first_part: Part, result: RoundResult) -> None:
@@ -54,10 +49,6 @@ async def recall_failed_parts(rounds: RoundGroup, first_part: Part, result: Roun
     free_calls = asyncio.Semaphore(MAX_OPEN_PARTS)
 
     async def recall(index: int) -> None:
-        """Asks one source after another for part `index` until one sends a plausible mean; puts that into `result`.
-
-        Successive parts begin with different sources. Leaves `result` unchanged if no source has a plausible mean.
-        """
         part = first_part._replace(position=index)
         own = result.mean[cuts[index]]
         async with free_calls:
@@ -75,10 +66,6 @@ async def recall_failed_parts(rounds: RoundGroup, first_part: Part, result: Roun
 
 
 def _is_plausible(reducer: PartReducer, part: Part, own: Tensor, mean: PartMean) -> bool:
-    """Returns whether `mean` is plausible given this replica's `own` values of `part`.
-
-    If so, updates the MagnitudeBound of the part's region, see PartAverager.check_magnitude.
-    """
     with contextlib.suppress(PeerFailed):
         reducer.averager.check_magnitude(part, own, mean.values)
         return True

@@ -2,9 +2,6 @@
 
 A part is a shard of what a round averages; its owner is the reducer of the shard.
 
-Knows: contributions, which members are expected, when to stop waiting. Must not know: how calls travel, steps,
-the view.
-
 | a part | is averaged |
 |---|---|
 | to which every expected member has contributed | immediately |
@@ -38,18 +35,16 @@ from agora.calls import Caller
 from agora.clock import loop_time
 from agora.observe import faults
 
+# Fraction of round_s for which a part's first owner waits for further contributions after the first one.
 FIRST_OWNER_WINDOW: Final = 0.4
-"""Fraction of round_s for which a part's first owner waits for further contributions after the first one."""
+# Fraction of round_s for which a part's second owner waits for further contributions after the first one.
 SECOND_OWNER_WINDOW: Final = 0.2
-"""Fraction of round_s for which a part's second owner waits for further contributions after the first one."""
+# The window ends early so that every contributor gets its answer with a third of its time to its deadline left.
 MAX_TIMEOUT_FRACTION: Final = 2 / 3
-"""The window ends early so that every contributor gets its answer with a third of its time to its deadline left."""
-RECALL_FRACTION: Final = 0.1
-"""Fraction of round_s in which the members asked by Recall must answer."""
-MAX_GATHERINGS: Final = 4096
-"""Maximum number of parts whose contributions are collected at the same time."""
+RECALL_FRACTION: Final = 0.1  # fraction of round_s in which the members asked by Recall must answer
+MAX_GATHERINGS: Final = 4096  # maximum number of parts whose contributions are collected at the same time
+# A round is remembered for this many times round_s after it began here, for late contributions and for Recall.
 RECORD_LIFETIME: Final = 10.0
-"""A round is remembered for this many times round_s after it began here, for late contributions and for Recall."""
 
 
 class ReducerView(Protocol):
@@ -93,12 +88,10 @@ class _Gathering:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every expected member has contributed; a recall may delay the mean, see _stop_expecting."""
         return self.expected <= self.values.keys()
 
     @property
     def is_recalling(self) -> bool:
-        """Whether the members are being asked for the mean that the first owner may have given them."""
         return self.recall is not None and not self.recall.done()
 
 
@@ -170,11 +163,6 @@ class PartReducer:
     async def _average_with(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> PartMean:
-        """Adds a contribution of `peer`, waits for the mean of its part, and returns that mean.
-
-        If the part was averaged before, returns the kept mean, without the contribution. `counted` in the mean's
-        message is whether the mean contains the contribution. Errors: see answer_contribution.
-        """
         part = Part(message.stage, message.what, message.round, message.part, message.slices)
         numel = self._view.check_part(part)
         if message.weight > self.config.max_weight:
@@ -211,7 +199,6 @@ class PartReducer:
         drop_oldest_means({name[2]: kept for name, kept in self._rounds.items() if name[:2] == part[:2]})
 
     def _find_kept_mean(self, part: Part) -> KeptPartMean | None:
-        """Returns the part's mean if it is kept here, else None."""
         record = self._rounds.get(part.round_key)
         kept = record.means.get(part.position) if record else None
         return kept if kept is not None and kept.slices == part.slices else None
@@ -219,7 +206,6 @@ class PartReducer:
     # --- gathering
 
     def _round_record(self, part: Part) -> RoundRecord:
-        """Returns the record of the part's round; if there is none, creates it, to be dropped after RECORD_LIFETIME."""
         if part.round_key not in self._rounds:
             self._rounds[part.round_key] = RoundRecord()
             asyncio.get_running_loop().call_later(
@@ -228,17 +214,11 @@ class PartReducer:
         return self._rounds[part.round_key]
 
     def _remember_members(self, part: Part) -> Members:
-        """Adds the stage's present members to the round's record; returns all in it, with their first bandwidths."""
         record = self._round_record(part)
         record.members = {**self._view.members(part.stage), **record.members}
         return record.members
 
     def _record_contribution(self, peer: PeerId, part: Part) -> None:
-        """Records that `peer` contributes to `part`, and so is no longer unresponsive in that round.
-
-        Earlier rounds of the stage that the peer has left by now stop waiting for it: rounds of gradients, and slice
-        rounds at least MAX_RUNNING_SLICE_ROUNDS earlier. ProtocolError if `peer` contributed to this part before.
-        """
         record = self._round_record(part)
         if peer in record.contributed[part.position]:
             raise ProtocolError("bad-message", "this part was contributed before")
@@ -250,22 +230,12 @@ class PartReducer:
                 self._stop_expecting(gathered, gathering, peer)
 
     def _stop_expecting(self, part: Part, gathering: _Gathering, peer: PeerId) -> None:
-        """Stops waiting for a member that has not contributed to `part`; does nothing if it has.
-
-        Averages the part now if that member was the last one missing. A running recall delays that to its own end.
-        """
         if peer in gathering.expected - gathering.values.keys():
             gathering.expected -= {peer}
             if gathering.is_complete and not gathering.is_recalling:
                 self._average_and_close(part, gathering)
 
     async def _gather(self, peer: PeerId, message: Contribute, part: Part, values: Tensor, deadline: float) -> PartMean:
-        """Adds a contribution, if the peer is a member; waits for the part's mean until `deadline` and returns it.
-
-        The first contribution opens the gathering. The first one that comes to this peer as the part's second owner
-        starts a recall; any other has the part averaged immediately if no expected one is missing then. Raises
-        TimeoutError at the deadline, Busy when MAX_GATHERINGS are open already, and Refused when there is no mean.
-        """
         is_second = message.first_owner_failed and self._first_owner(part) != self.config.me
         gathering = self._gatherings.get(part) or self._open_gathering(part, peer, len(values), is_second)
         if is_member := peer in self._remember_members(part):
@@ -280,11 +250,6 @@ class PartReducer:
             return await asyncio.shield(gathering.result)
 
     def _open_gathering(self, part: Part, peer: PeerId, numel: int, is_second: bool) -> _Gathering:
-        """Opens the gathering of a part, starts the timer of its window, and returns the gathering.
-
-        peer: the first contributor. is_second: whether this peer is the part's second owner, which waits for less time.
-        Raises Busy when MAX_GATHERINGS are open.
-        """
         if len(self._gatherings) >= MAX_GATHERINGS:
             raise Busy("too many parts are being averaged here; ask the second owner", 1000)
         loop = asyncio.get_running_loop()
@@ -296,18 +261,11 @@ class PartReducer:
         return gathering
 
     def _shorten_window(self, part: Part, gathering: _Gathering, at: float) -> None:
-        """Moves the end of the gathering's window to loop time `at`, if that is sooner and the gathering is open."""
         if at < gathering.timer.when() and part in self._gatherings:
             gathering.timer.cancel()
             gathering.timer = asyncio.get_running_loop().call_at(at, self._end_window, part)
 
     def _expected_members(self, part: Part, peer: PeerId, is_second: bool) -> frozenset[PeerId]:
-        """Returns the members whose contributions to wait for. peer: the one that contributed first.
-
-        These are all members, without the unresponsive ones and those that were answered with an earlier mean of this
-        part. Members that ReducerView.peers_not_awaited names are waited for only if fewer than two members are left
-        without them: they may be alive. A second owner does not wait for the first.
-        """
         members = frozenset(self._view.members(part.stage))
         awaited = members - self._view.peers_not_awaited(part, members)
         expected = awaited if len(awaited) > 1 else members
@@ -316,14 +274,9 @@ class PartReducer:
         return expected - {self._first_owner(part)} if is_second else expected
 
     def _first_owner(self, part: Part) -> PeerId:
-        """Returns the part's first owner among the recorded members of its round; first records the present ones."""
         return self.config.owners(part, self._remember_members(part))[0]
 
     def _end_window(self, part: Part) -> None:
-        """Called when a part's window ends: averages the contributions that came; marks missing members unresponsive.
-
-        Marks no member if this peer itself has not contributed yet.
-        """
         gathering = self._gatherings[part]
         missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
         self._average_and_close(part, gathering)
@@ -331,10 +284,6 @@ class PartReducer:
             self.mark_unresponsive(peer, part)
 
     def _average_and_close(self, part: Part, gathering: _Gathering) -> None:
-        """Averages the contributions that have come, and closes the gathering with their mean, or without one.
-
-        A centered clip begins at this peer's own values, if their weight is above 0.
-        """
         me = self.config.me
         weights = list(gathering.weights.values())
         center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
@@ -344,10 +293,6 @@ class PartReducer:
         self._close_gathering(part, gathering, mean)
 
     def _close_gathering(self, part: Part, gathering: _Gathering, mean: PartMean | None) -> None:
-        """Gives all waiting contributors `mean`, or Refused if it is None; cancels the gathering's timer and recall.
-
-        Keeps the mean (keep_mean), unless it is of one contribution alone. Does nothing if already closed.
-        """
         if self._gatherings.get(part) is not gathering:
             return
         del self._gatherings[part]
@@ -365,11 +310,6 @@ class PartReducer:
     # --- as second owner
 
     async def _recall_mean(self, part: Part, gathering: _Gathering) -> None:
-        """Asks the gathering's other members for the mean that the first owner may have given them before it failed.
-
-        They have RECALL_FRACTION of a round to answer. The first mean received closes the gathering. If there is none,
-        the part is averaged here as soon as all expected members have contributed.
-        """
         deadline = loop_time() + RECALL_FRACTION * self._view.round_s(part.stage)
         others = gathering.expected - {self.config.me}
         calls = [asyncio.create_task(self.recall_from(peer, part, gathering.numel, deadline)) for peer in others]

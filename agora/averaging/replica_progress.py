@@ -1,7 +1,6 @@
 """Keeps what a replica knows of its stage's other replicas: their progress, which are alive, which belong to a step.
 
-Deterministic. Knows: what each replica last reported. Must not know: calls, threads, weights, any clock or source of
-randomness.
+Deterministic.
 
 | a replica is | when | what follows |
 |---|---|---|
@@ -29,28 +28,26 @@ from agora_protocol.messages import GossipEntry
 
 from agora.averaging.quota import TokenRate
 
-SILENT_S: Final = 6.0
-"""Seconds without a report after which a replica is silent."""
+SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
+# Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent.
+#
+# Then its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs.
 GONE_S: Final = 1.0
-"""Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent.
-
-Then its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs."""
+# Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random.
 MAX_DIRECT_TARGETS: Final = 8
-"""Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random."""
+# Steps by which another replica's open step may lead this one's; a larger lead is implausible.
 MAX_PLAUSIBLE_LEAD: Final = 10
-"""Steps by which another replica's open step may lead this one's; a larger lead is implausible."""
-GOSSIP_FANOUT: Final = 4
-"""Number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS."""
+GOSSIP_FANOUT: Final = 4  # number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS
+# Number of steps in which a new replica owns no part: others learn of it one by one, but must agree on the owners.
 NEWCOMER_STEPS: Final = 3
-"""Number of steps in which a new replica owns no part: others learn of it one by one, but must agree on the owners."""
 
 
 class ReplicaCounts(NamedTuple):
     """How far a replica is with a stage, in the form in which it gossips that."""
 
     step: int = 0  # optimizer steps taken
+    # The step for whose share it counts now: `step` + its closed shares whose means are not known yet (0 to 2).
     open_step: int = 0
-    """The step for whose share it counts now: `step` + its closed shares whose means are not known yet (0 to 2)."""
     tokens: int = 0  # tokens counted for `open_step`
     tokens_counted: int = 0  # all tokens counted since the replica started
     agreed: int = 0  # steps it had taken at the last mean, of gradients or of a slice, that it has applied
@@ -60,7 +57,7 @@ class ReplicaCounts(NamedTuple):
 
     @property
     def bytes_carried(self) -> float:
-        """Bytes that its uplink carries for each value and step; infinite if it is never full."""
+        # Bytes that its uplink carries for each value and step; infinite if it is never full.
         return (self.carried - 1) / 1000 if self.carried else math.inf
 
 
@@ -146,8 +143,7 @@ class ReplicaProgress:
         return replace(self, failed_at=now, broken_since=min(now, self.broken_since), broken_at=now)
 
 
-KnownReplicas = Mapping[PeerId, ReplicaProgress]
-"""What is known of the other replicas of one stage, by id."""
+KnownReplicas = Mapping[PeerId, ReplicaProgress]  # what is known of the other replicas of one stage, by id
 
 
 def merge_gossip(

@@ -1,6 +1,6 @@
 """Protocols of what averaging calls in other packages: this peer's stages, its view, and the fetching of a state.
 
-Knows: flat weights by element, steps by number. Must not know: what implements them. The daemon passes in train.Compute
+The daemon passes in train.Compute
 and state.StateKeeper.
 """
 

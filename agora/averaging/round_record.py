@@ -1,6 +1,6 @@
-"""What an owner remembers of a round: its members, which of them have contributed to which part, and the parts' means.
+"""What an owner remembers of a round: its members, which of them have contributed to which part.
 
-Knows: peers, encoded means. Must not know: how values are averaged, calls, time.
+And the parts' means.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import Averaged, Recalled
 from agora_protocol.tensors import WireTensor
 
+# Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size.
 MIN_KEPT_ROUNDS: Final = 4
-"""Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size."""
+# Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
+# replica that has just joined asks for the means of the steps that were taken while it fetched the state.
 MAX_KEPT_BYTES: Final = 2**28
-"""Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
-replica that has just joined asks for the means of the steps that were taken while it fetched the state."""
 
 
 class KeptPartMean(NamedTuple):

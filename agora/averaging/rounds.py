@@ -1,7 +1,4 @@
-"""A member's side of a round: sends each part to its first or second owner, and concatenates the means.
-
-Knows: parts, owners, deadlines, bytes. Must not know: how values were computed, steps, the view.
-"""
+"""A member's side of a round: sends each part to its first or second owner, and concatenates the means."""
 
 from __future__ import annotations
 
@@ -27,14 +24,11 @@ from agora.clock import loop_time
 from agora.observe import events, faults
 from agora.step_kinds import EXACT
 
+# Fraction of a round's remaining time for which a member waits for the first owner before it asks the second.
 FIRST_OWNER_FRACTION: Final = 0.6
-"""Fraction of a round's remaining time for which a member waits for the first owner before it asks the second."""
-MAX_OPEN_PARTS: Final = 8
-"""Maximum number of parts that a peer sends, or asks for, at the same time."""
-MIN_CALL_S: Final = 0.05
-"""Seconds before the round's deadline in which no further owner is asked."""
-NO_ANSWER: Final = (BROKEN, "deadline")
-"""Codes of the errors with which a call ends when its peer is gone or hangs."""
+MAX_OPEN_PARTS: Final = 8  # maximum number of parts that a peer sends, or asks for, at the same time
+MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no further owner is asked
+NO_ANSWER: Final = (BROKEN, "deadline")  # codes of the errors with which a call ends when its peer is gone or hangs
 
 
 @dataclass(slots=True)
@@ -60,15 +54,10 @@ class RoundResult:
 
     @property
     def failed_parts(self) -> int:
-        """The number of parts that were not averaged."""
         return self.averaged.count(False)
 
     @property
     def wanted_slices(self) -> int:
-        """The number of slices in which the stage is to agree later.
-
-        The present one, unless the means of all parts want others: then the largest of those.
-        """
         return max(self.wanted) if self.wanted and self.slices not in self.wanted else self.slices
 
     @classmethod
@@ -168,18 +157,6 @@ class Round:
         return result
 
     async def _average_part(self, index: int, values: Tensor) -> _PartAnswer | None:
-        """Sends one part's values to its first owner or, if that fails, to its second; returns the owner's answer.
-
-        If the part fails, reports PartFailed and returns None. Records the outcome for the next round, see
-        ContributionBuilder.record_outcome.
-
-        | an owner's answer | what follows |
-        |---|---|
-        | is plausible | it is used, and kept for Recall |
-        | is implausible, malformed, or an error | the second owner is asked |
-        | does not come | the second owner is asked; no other part of this round waits for this owner |
-        | has no other contributor, although there are other members | the part fails |
-        """
         part = Part(self.stage, self.kind, self.number, index, self.slices)
         averager, config = self.reducer.averager, self.reducer.config
         async with self._free_calls:
@@ -209,12 +186,6 @@ class Round:
         return None
 
     async def _send_to_owner(self, part: Part, owner: PeerId, is_second: bool, contribution: Contribution) -> PartMean:
-        """Sends a contribution to an owner, which may be this peer; returns the mean from its answer.
-
-        The first owner has FIRST_OWNER_FRACTION of the time left to answer, the second (`is_second`) has all of it.
-        Raises PeerFailed when the round's time is over or the owner answers with another message, TimeoutError when
-        this peer as owner has no mean in time, and the AgoraError of a failed call or a malformed mean.
-        """
         now = loop_time()
         left_s = self.deadline - now
         if left_s < MIN_CALL_S:
@@ -234,10 +205,6 @@ class Round:
 
 
 def _set_statistics(result: RoundResult, answers: Sequence[_PartAnswer], max_weight: float) -> None:
-    """Sets contributors, lost and weight of `result` from the answers to its averaged parts; without answers, nothing.
-
-    max_weight: a larger weight in an answer, which its owner may have made up, counts as this.
-    """
     if answers:
         result.lost = sum(answer.lost for answer in answers) / len(result.averaged)
         messages = [answer.mean.message for answer in answers]

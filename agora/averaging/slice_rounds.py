@@ -1,8 +1,5 @@
 """Runs the slice rounds of runs with local steps: replicas average their slice's difference to the common anchor.
 
-Knows: rounds, their slices, which rounds are running. Must not know: whether to begin one now (next_action),
-optimizers, the view.
-
 Round r begins after local step r * every, over slice r mod the number of slices. Its mean difference moves anchor and
 weights (train.outer_step). Up to MAX_RUNNING_SLICE_ROUNDS rounds run while training goes on; their means are applied in
 the order of their numbers. A failed part whose mean no replica keeps changes nothing: the slice's next round averages
@@ -25,8 +22,8 @@ from agora.averaging.replicated_stages import ReplicatedStages
 from agora.averaging.rounds import RoundGroup, RoundResult
 from agora.observe import events
 
+# In a round that begins this many rounds late or more, a replica first asks for the means, and then takes part.
 RECALL_FIRST: Final = 2
-"""In a round that begins this many rounds late or more, a replica first asks for the means, and then takes part."""
 
 
 class SliceRounds:
@@ -74,7 +71,6 @@ class SliceRounds:
         return number if is_of_running and len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, count) else None
 
     def _count_at(self, number: int) -> int:
-        """Returns the number of slices of which round `number` averages one."""
         return self._rounds.slices(self._stage, number).count
 
     def begin(self, number: int, step: int) -> None:
@@ -103,12 +99,7 @@ class SliceRounds:
         self._last_begun = -1
 
     async def _run(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
-        """Averages the difference to the anchor in round `number`, and moves anchor and weights by the mean.
-
-        First waits for the end of the `previous` round, so that means are applied in order. Without another member
-        nothing is averaged: the weights become the anchor. Does nothing if the local steps are over by now.
-        rounds_late: how many later rounds are due already.
-        """
+        # First waits for the end of the `previous` round, so that means are applied in order.
         slices = self._rounds.slices(self._stage, number)
         blocks = slices.blocks(number)
         found = await self._stages.difference_to_anchor(self._stage, blocks)
@@ -125,21 +116,13 @@ class SliceRounds:
         await self._stages.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
 
     async def _average(self, number: int, slices: int, difference: Tensor, rounds_late: int) -> RoundResult:
-        """Averages `difference` with those of the other members in slice round `number`; failed parts have the mean 0.
-
-        slices: how many the stage has.
-
-        | rounds_late | the means come from |
-        |---|---|
-        | below RECALL_FIRST | the round; for failed parts, replicas that keep their means |
-        | RECALL_FIRST or more | replicas that keep them; if a part is missing then, as above |
-        | `slices` or more, and contributions wait here | as for RECALL_FIRST or more |
-        | `slices` or more otherwise | replicas that keep them, which are asked once |
-
-        The waiting contributions show which rounds the others are in: without that, replicas that are all late might
-        take part in different rounds forever. A round that was cancelled before is not repeated, see `stop`: its means
-        come from replicas only. Those of failed parts are not asked for again once the slice's next round is due.
-        """
+        # Averages `difference` with those of the other members in slice round `number`; failed parts have the mean 0.
+        # slices: how many the stage has. | rounds_late | the means come from | |---|---| | below RECALL_FIRST | the
+        # round; for failed parts, replicas that keep their means | | RECALL_FIRST or more | replicas that keep them; if
+        # a part is missing then, as above | | `slices` or more, and contributions wait here | as for RECALL_FIRST or
+        # more | | `slices` or more otherwise | replicas that keep them, which are asked once | The waiting
+        # contributions show which rounds the others are in: without that, replicas that are all late might take part in
+        # different rounds forever.
         first_part = Part(self._stage, "slice", number, 0, slices)
         cuts = cut_into_parts(len(difference))
         result = RoundResult.of_failed_parts(difference.clone(), slices)

@@ -1,8 +1,4 @@
-"""The rounds of this peer's stages: who is a member, which parts are averaged now, how long a round may take.
-
-Knows: the replicas' progress (gossip), the view, the stages. Must not know: when a step or a round is due
-(ReplicaGroup), how parts are averaged (PartReducer).
-"""
+"""The rounds of this peer's stages: who is a member, which parts are averaged now, how long a round may take."""
 
 from __future__ import annotations
 
@@ -28,12 +24,12 @@ from agora.clock import loop_time
 from agora.observe import events
 from agora.step_kinds import EXACT, ReplicaUplink
 
+# An owner refuses a part more than this many gradient rounds, or passes over all slices, away from its own round.
 MAX_ROUNDS_APART: Final = 2
-"""An owner refuses a part more than this many gradient rounds, or passes over all slices, away from its own round."""
+# Steps by which a replica's last report may lag behind the step of a slice round in which it takes part.
 MAX_REPORT_LAG: Final = 2
-"""Steps by which a replica's last report may lag behind the step of a slice round in which it takes part."""
+# A round of an asynchronous run may take max(MIN_ROUND_S, ROUND_STEPS * the average duration of a step).
 ROUND_STEPS: Final = 2.0
-"""A round of an asynchronous run may take max(MIN_ROUND_S, ROUND_STEPS * the average duration of a step)."""
 MIN_ROUND_S: Final = 4.0
 
 

@@ -1,8 +1,4 @@
-"""Judges the steps that other replicas report by the time since this one's last step, and reports impossible ones.
-
-Knows: this replica's stages and how long their steps last, the clocks. Must not know: calls, or how gossip travels; the
-rule is in plausible_steps.py.
-"""
+"""Judges the steps that other replicas report by the time since this one's last step, and reports impossible ones."""
 
 from __future__ import annotations
 
@@ -96,5 +92,4 @@ class StepBounds:
 
 
 def _time_with_suspend() -> float:
-    """Returns the loop's time, with the time for which this machine was suspended added to it."""
     return loop_time() + slept_s()
