@@ -1,7 +1,4 @@
-"""A call to another peer, as every package that makes one sees it: a request, progress while it is open, a reply.
-
-Knows: the form of a call. Must not know: what carries it (net.network.Network, or memory in tests) or what it is about.
-"""
+"""A call to another peer, as every package that makes one sees it: a request, progress while it is open, a reply."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from agora_protocol.message_base import Message
 from agora_protocol.messages import CallProgress
 from agora_protocol.tensors import WireTensor
 
-BROKEN: Final = "broken"
-"""The code of the error that ends a call when its connection broke or could not be opened."""
+BROKEN: Final = "broken"  # the code of the error that ends a call when its connection broke or could not be opened
+# Takes one progress message (CallProgress) of a call that is still open. Must not block and must not raise.
 OnProgress = Callable[[CallProgress], None]
-"""Takes one progress message (CallProgress) of a call that is still open. Must not block and must not raise."""
 
 
 @dataclass(slots=True)
