@@ -1,7 +1,4 @@
-"""The commands `swarm invite` and `swarm ban`: their flags and help.
-
-Knows: flags. Must not know: how anything is signed or sent (signing_command.py).
-"""
+"""The commands `swarm invite` and `swarm ban`: their flags and help."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prints and ends all commands alike: exit codes, one sentence for an error, progress, only JSON on standard output.
-
-Knows: streams, terminals, exit codes. Must not know: any command; imports the standard library and typer only.
-"""
+"""Prints and ends all commands alike: exit codes, one sentence for an error, progress, only JSON on standard output."""
 
 from __future__ import annotations
 
@@ -149,7 +146,6 @@ class ProgressDisplay:
         self._bar: Progress | None = None
 
     def __enter__(self) -> ProgressDisplay:
-        """Starts the bar on a terminal; elsewhere prints a line that names the work."""
         if not sys.stderr.isatty():
             print_to_stderr(self._what)
             return self
@@ -163,7 +159,6 @@ class ProgressDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops the bar, if there is one."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

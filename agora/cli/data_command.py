@@ -1,7 +1,6 @@
 """`swarm data`: shows what a data file was recognised as, three samples with marked supervised parts, and lengths.
 
-Knows: how to show a survey on a terminal and as JSON. Must not know: how files are read and tokens counted
-(agora.data), torch. What a file contains is escaped before a terminal sees it.
+What a file contains is escaped before a terminal sees it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ STYLE: Final = "bold green"
 MARKS: Final = ("[[", "]]")  # around supervised parts where there is no colour
 SIDES: Final = {1: ("",), 2: (", chosen", ", rejected")}
 
-Part = tuple[str, bool]
-"""A piece of a sample's text, and whether its tokens are supervised (are targets of the loss)."""
+Part = tuple[str, bool]  # A piece of a sample's text, and whether its tokens are supervised (are targets of the loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +83,6 @@ def run(options: DataOptions, *, as_json: bool) -> int:
 
 
 def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
-    """Returns the context in tokens: `chosen`, or if that is None the lesser of USUAL_CONTEXT and the longest_context.
-
-    longest_context is what the tokenizer's model was made for, None if that is not known. Raises Failure if `chosen`
-    exceeds the longest_context.
-    """
     longest = tokenizer.longest_context
     if chosen is None:
         return min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
@@ -178,29 +171,20 @@ def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
 
 
 def _count_with_noun(count: int, what: str) -> str:
-    """Returns `count` and the noun `what`, with an "s" unless the count is 1: "1 sample", "2,000 samples"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _unused_columns(file: SampleFile) -> list[str]:
-    """Returns the names of the columns of the file's first record that no part of a sample is taken from."""
     return [column for column in file.present if column not in file.used_columns.values()]
 
 
 def _quantiles(found: DataSurvey) -> tuple[int, int, int, int]:
-    """Returns the least, median, 95th percentile and greatest length of a sample, in tokens before truncation.
-
-    Each is the length of a sample, never a mean of two.
-    """
+    # Each is the length of a sample, never a mean of two.
     low, median, high, most = np.quantile(found.lengths, (0, 0.5, 0.95, 1), method="higher").tolist()
     return low, median, high, most
 
 
 def _histogram_lines(found: DataSurvey, bar_character: str) -> Iterator[str]:
-    """Yields the lines of a histogram of the samples' lengths: for each bin its range, bar and count.
-
-    The bar of the fullest bin has BAR characters, that of any bin that is not empty at least one.
-    """
     bins = found.histogram()
     highest = max((each.count for each in bins), default=1)
     for each in bins:
@@ -209,10 +193,6 @@ def _histogram_lines(found: DataSurvey, bar_character: str) -> Iterator[str]:
 
 
 def _split_by_supervision(sequence: TokenSequence) -> list[Part]:
-    """Returns a sequence's text as pieces, each with whether it is supervised (its tokens are targets of the loss).
-
-    Text whose tokens were truncated is left out.
-    """
     end = int(sequence.offsets[-1, 1]) if len(sequence.ids) else 0
     return list(
         split_supervised(sequence.text[:end] if sequence.truncated else sequence.text, sequence.supervised_ranges())
@@ -220,11 +200,6 @@ def _split_by_supervision(sequence: TokenSequence) -> list[Part]:
 
 
 def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
-    """Prints a survey on standard output: heading, the shown samples, summary.
-
-    Supervised parts are in colour on a terminal with colours, elsewhere in brackets. Sets standard output to print
-    escapes for characters that its encoding lacks, from then on.
-    """
     from rich.console import Console
     from rich.text import Text
 
@@ -247,11 +222,6 @@ def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
 
 
 def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
-    """Returns a sequence's text for a terminal: escaped and shortened, its supervised parts marked.
-
-    Supervised parts are in STYLE, and without colours also in brackets. Each part is shortened by itself; instead of
-    the parts beyond SHOWN_PARTS, a line says how many are left out.
-    """
     from rich.text import Text
 
     text = Text()
@@ -267,10 +237,6 @@ def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
 
 
 def _shorten(text: str) -> str:
-    """Returns `text`; if it is longer than SHOWN_HEAD + SHOWN_TAIL characters, only its beginning and end.
-
-    Between beginning and end stands how many characters are left out.
-    """
     if len(text) <= SHOWN_HEAD + SHOWN_TAIL:
         return text
     left_out = len(text) - SHOWN_HEAD - SHOWN_TAIL
@@ -278,7 +244,6 @@ def _shorten(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Returns `text` with escapes such as "\\x1b" in place of characters that are not printable, except newlines."""
     return "".join(
         character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
         for character in text

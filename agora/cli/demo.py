@@ -1,8 +1,4 @@
-"""`swarm demo`: trains a whole swarm on this machine, and watches it through journals and control sockets.
-
-Knows: the plan of a demo, the manifest that follows from it, the order of events. Must not know: how daemons work or
-are started, torch, the network.
-"""
+"""`swarm demo`: trains a whole swarm on this machine, and watches it through journals and control sockets."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ EVALUATE_S = 300.0  # for each peer
 EVALUATE_BATCHES = 32
 STDLIB = "stdlib"
 USUAL_PRESET = "tiny"
+# Minimum number of warm-up steps: with fewer, Adam's first steps at the full rate make the loss rise at first.
 MIN_WARMUP_STEPS = 8
-"""Minimum number of warm-up steps: with fewer, Adam's first steps at the full rate make the loss rise at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +81,6 @@ class DemoPlan:
             raise Failure(str(error), console.USAGE) from None
 
     def _manifest_of_preset(self) -> Manifest:
-        """Returns the preset's manifest with this plan's stages, at least a layer for each, and this plan's texts.
-
-        The texts get their full paths. Raises Failure if --objective was given, ManifestError for an unknown preset.
-        """
         from agora_protocol.manifest import preset
 
         if self.objective is not None:
@@ -99,10 +91,6 @@ class DemoPlan:
         return base.with_values(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
 
     def _manifest_of_base_model(self, folder: Path) -> Manifest:
-        """Returns the manifest that `swarm new` makes for the base model in `folder` and this plan's data file, if any.
-
-        Prints a summary of the data file. Raises Failure if --preset or more than one data file was given.
-        """
         from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
 
         if self.preset is not None:
@@ -116,10 +104,6 @@ class DemoPlan:
         return made.manifest
 
     def _adapt_to_plan(self, base: Manifest) -> Manifest:
-        """Returns `base` named "demo", with the plan's seed and stages, and warm-up and total steps to fit its steps.
-
-        If the plan names a codec, also with this codec on boundaries of the model's full width.
-        """
         return base.with_values(
             name="demo",
             seed=self.seed,
@@ -195,10 +179,6 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
-    """Context manager that yields the demo's directory: `chosen` (--dir), which is kept, or a temporary one if None.
-
-    Makes `chosen`; raises Failure when that fails or it is not empty. Removes a temporary directory at the end.
-    """
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
@@ -216,15 +196,9 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stop_on_signals(demo: Demo) -> Iterator[None]:
-    """Context manager that handles SIGINT, SIGTERM and SIGHUP, and restores their former handlers at the end.
-
-    The first signal raises KeyboardInterrupt, or does nothing if the demo is stopping. The second kills all daemons and
-    ends this process immediately.
-    """
     signals_seen = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        """Raises KeyboardInterrupt at the first signal, unless the demo is stopping; at the second kills and exits."""
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
@@ -289,10 +263,6 @@ class Demo:
             print_to_stderr(f"{', '.join(stubborn)} did not leave in time and were killed")
 
     def _train_to_the_last_step(self) -> None:
-        """Watches the swarm until stage 0 has taken the plan's steps; kills a peer every `kill_every` seconds.
-
-        Kills none while none can be spared. Raises Failure when training stalls, SwarmFailed when a daemon has died.
-        """
         kill_every = self.plan.kill_every
         next_kill = time.monotonic() + (kill_every or 0.0)
         while self.totals.step < self.plan.steps:
@@ -303,10 +273,6 @@ class Demo:
             time.sleep(POLL_S)
 
     def _watch_once(self) -> None:
-        """Reads all journals, shows the progress, and starts a daemon if one is still to be started.
-
-        Starts none while `cores()` daemons or more are starting. Raises SwarmFailed when a daemon has died.
-        """
         self._read_journals()
         self.swarm.check_alive()
         if self._not_started and len(self._living(serving=False)) < cores():
@@ -319,7 +285,6 @@ class Demo:
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns (index, daemon) for each daemon that was not killed or ended, and whose is_serving is `serving`."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self.swarm.daemons.values())
@@ -327,7 +292,6 @@ class Demo:
         ]
 
     def _start_next_daemon(self) -> None:
-        """Starts the next daemon with a new invite of a serving peer; waits for the invite of the first daemon."""
         # the peer of the last invite may be dead
         answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
         self.swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self.swarm.invite)
@@ -335,13 +299,11 @@ class Demo:
         self._not_started -= 1
 
     def _read_journals(self) -> None:
-        """Adds the new events of all journals to the totals."""
         for index, daemon in enumerate(self.swarm.daemons.values()):
             for fields in daemon.new_events():
                 self.totals.add(index, fields)
 
     def _raise_if_stalled(self) -> None:
-        """Raises Failure if no microbatch was completed, no step taken and no peer joined for STALL_S."""
         achieved = self.totals.progress(self.plan.peers)
         if achieved != self._achieved:
             self._achieved = achieved
@@ -353,10 +315,6 @@ class Demo:
             raise Failure(f"training stopped: {still}: {words}")
 
     def _kill_a_peer(self) -> bool:
-        """Kills a random daemon whose stages other daemons serve too, and counts one more as still to be started.
-
-        Returns False, and kills none, if there is no such daemon.
-        """
         stages_of = {index: self.totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for stages in stages_of.values() for stage in stages)
         spare = [index for index, stages in stages_of.items() if stages and all(replicas[k] > 1 for k in stages)]
@@ -371,7 +329,6 @@ class Demo:
         return True
 
     def _await_joining_peers(self) -> None:
-        """Waits at most JOIN_S until every daemon of the plan has started and serves, and drains each as it serves."""
         deadline = time.monotonic() + JOIN_S
         while (self._not_started or self._living(serving=False)) and time.monotonic() < deadline:
             self._watch_once()
@@ -380,18 +337,12 @@ class Demo:
         self._drain()
 
     def _drain(self) -> None:
-        """Asks each serving peer, in turn, to open no more microbatches and waits for those in flight; reads journals.
-
-        A peer that has answered is not asked again; a peer that does not answer within DRAIN_S is asked at the next
-        call.
-        """
         for index, daemon in self._living(serving=True):
             if index not in self._drained and daemon.try_ask("drain", DRAIN_S) is not None:
                 self._drained.add(index)
         self._read_journals()
 
     def _evaluate(self) -> float | None:
-        """Asks serving peers of stage 0, one after another, for the held-out loss; returns the first answer or None."""
         for index, daemon in self._living(serving=True):
             serves_first = 0 in self.totals.peer(index).stages
             if serves_first and (answer := daemon.try_ask("evaluate", EVALUATE_S, batches=EVALUATE_BATCHES)):

@@ -1,6 +1,6 @@
 """Adds up the journals of all peers of a demo, killed ones included, and makes its result of the totals.
 
-Knows: the journal's events, the names of the result's fields. Must not know: processes, files. Deterministic.
+Deterministic.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agora.observe.journal import from_json
 if TYPE_CHECKING:
     from agora.cli.demo import DemoPlan
 
+# How far a tuned base model's loss may end above its first one, as a fraction: losses of steps differ by 5 %.
 TUNING_NOISE: Final = 0.1
-"""How far a tuned base model's loss may end above its first one, as a fraction: losses of steps differ by 5 %."""
 
 
 @dataclass
@@ -126,11 +126,8 @@ class DemoTotals:
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
     def _add_completed(self, loss_sum: float, tokens: int, at_unix: float) -> None:
-        """Adds a completed training microbatch: its loss, summed over its tokens, and when its origin had the answer.
-
-        When `target_tokens` tokens or more have come together since the last entry of `losses`, appends their mean
-        loss.
-        """
+        # When `target_tokens` tokens or more have come together since the last entry of `losses`, appends their mean
+        # loss.
         self.completed += 1
         self.tokens += tokens
         self.first_completed_unix = min(self.first_completed_unix or at_unix, at_unix)
@@ -144,7 +141,6 @@ class DemoTotals:
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps that stage 0 has taken; a step that several replicas took counts once."""
         return self.steps_of(0).steps
 
     def progress(self, peers: int) -> tuple[int, int, int]:
@@ -239,17 +235,6 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) ->
 
 
 def _step_fields(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, Any]:
-    """Returns the fields of the demo's result about optimizer steps. computed: tokens of all completed microbatches.
-
-    The returned fields, a ratio being None if its divisor is 0:
-
-    tokens_counted: tokens whose gradient went into a step, at the stage where they are fewest.
-    share_counted: tokens_counted / computed.
-    steps_taken: steps of the stage with the fewest.
-    optimizer_steps: a list with the number of steps of each stage.
-    tokens_per_step: a list with the mean tokens of a step of each stage.
-    staleness: a list with the mean age of gradients, in steps, of each stage.
-    """
     stages = [totals.steps_of(stage) for stage in range(plan.stages)]
     counted = min(stage.counted_tokens for stage in stages)
     return {
@@ -328,15 +313,12 @@ def tuning_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _join_stages(texts: Sequence[str]) -> str:
-    """Returns the texts of all stages as one text: "40" if they are the same for all, "40 / 39" if not."""
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
 def _format_number(value: float | None, digits: int = 3) -> str:
-    """Returns a number as text with `digits` decimals and commas between thousands, "-" for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _round_for_json(value: float | None) -> float | None:
-    """Returns a number rounded to four decimals; None for None, and for infinity and NaN, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -1,7 +1,4 @@
-"""`agora-node doctor`: prints what was measured on this machine, against which limit, and what is to be done.
-
-Knows: how checks are shown, exit codes. Must not know: how anything is measured (agora.node.readings) or checked.
-"""
+"""`agora-node doctor`: prints what was measured on this machine, against which limit, and what is to be done."""
 
 from __future__ import annotations
 

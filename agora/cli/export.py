@@ -6,8 +6,7 @@
 | LoRA                      | adapter | the matrices of LoRA, to be loaded onto the base model       |
 | LoRA, with --merge        | merged  | the base model with the matrices of LoRA added to its own    |
 
-Knows: the flags, the order of the work, what is printed. Must not know: where weights are (stage_sources), how they are
-checked and written (agora.state), or exported by a family (agora.model). Loads torch only once there is something to
+Loads torch only once there is something to
 export.
 """
 
@@ -53,8 +52,8 @@ if TYPE_CHECKING:
     from agora.model import Family
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# The dtypes of --dtype, and their names in transformers.
 DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
-"""The dtypes of --dtype, and their names in transformers."""
 SPARE_BYTES = 64 * 2**20  # of free disk, for the files other than weights
 SHARD_SIZE = "5GB"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -147,11 +146,6 @@ def choose_kind(manifest: Manifest, merge: bool) -> Kind:
 
 
 def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
-    """Returns the folder of the base model that `flag` (--base-model) or a data directory names; may fetch it.
-
-    See base_model_folder. Raises Failure if no base model is named or what is named is not a folder, SettingsError for
-    wrong settings, BaseModelError if a model of the Hub cannot be fetched.
-    """
     folder = base_model_folder(flag, directories)
     if folder is None:
         raise Failure("--merge adds the adapter to its base model; name that model's folder with --base-model DIR")
@@ -162,10 +156,6 @@ def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """Context manager within which SIGTERM raises KeyboardInterrupt, as Ctrl-C does; restores the handler at the end.
-
-    So partial files are removed.
-    """
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -185,11 +175,6 @@ def parse_size(text: str) -> int:
 
 
 def _export(sources: StageSources, target: ExportTarget) -> tuple[dict[str, FileDigest], int]:
-    """Checks all weights, then writes the export's folder: weights, other files, and a list of the files.
-
-    Shows the progress. Returns the size and hash of each file by its name, and the number of parameters. Raises
-    ExportError for weights that are damaged or not finite, DiskError if the folder cannot be written.
-    """
     from agora.model import family_of
 
     manifest = sources.signed.manifest
@@ -213,11 +198,6 @@ def _export(sources: StageSources, target: ExportTarget) -> tuple[dict[str, File
 
 
 def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) -> list[TensorBlocks]:
-    """Returns the tensors to write, whose values are read only when they are written.
-
-    These are the tensors of the stages, or for a merge those of the base model with LoRA's products added. For a merge
-    the base model is hashed here, which may take minutes. Raises LocalError if the base model is not the run's.
-    """
     if target.base_model is None:
         return stages.converted_tensors()
     with ProgressDisplay(f"hashing the base model in {target.base_model}"):
@@ -227,11 +207,6 @@ def _tensors_to_write(stages: OpenStages, family: Family, target: ExportTarget) 
 def _write_weights(
     folder: Path, tensors: Sequence[TensorBlocks], target: ExportTarget, report: ReportBytes
 ) -> dict[str, FileDigest]:
-    """Writes the weights into `folder`, and returns the size and hash of each file by its name.
-
-    An adapter is written into the one file that peft reads, a model into shards of at most target.shard_bytes. report:
-    called with the number of bytes after each piece.
-    """
     if target.kind == "adapter":
         return {ADAPTER_FILE: write_weights_file(folder / ADAPTER_FILE, tensors, target.dtype, report)}
     return write_shards(folder, tensors, target.dtype, target.shard_bytes, report)
@@ -244,10 +219,6 @@ def exported_tensors(manifest: Manifest, family: Family) -> dict[int, list[Expor
 
 
 def _other_files(sources: StageSources, family: Family, parameters: int, target: ExportTarget) -> dict[str, bytes]:
-    """Returns the contents of the files without weights, by name: tokenizer, configs, model card and signed manifest.
-
-    Asks the daemon that collected the weights, if one did, for the metrics that the model card shows.
-    """
     manifest = sources.signed.manifest
     described = family.describe()
     dtype = DTYPES[target.dtype]
@@ -287,10 +258,6 @@ def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
 
 
 def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
-    """Asks a daemon for the swarm's training loss and metrics, and returns them by name; leaves out unknown ones.
-
-    Returns {} without a daemon, or if it does not answer within STATUS_S seconds with a full status.
-    """
     if daemon is None:
         return {}
     try:
@@ -302,10 +269,6 @@ def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
 
 
 def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
-    """Returns the fields common to the folder's export.json and the output of --json.
-
-    These are the run, the kind, where the weights came from, whether they are averages, the dtype, each stage's step.
-    """
     return {
         "schema": 1,
         "run_id": sources.signed.run_id,
@@ -319,7 +282,6 @@ def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
-    """Prints the result of an export, given as the fields of --json, as four lines for people on standard output."""
     out = result["out"]
     shards = sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])

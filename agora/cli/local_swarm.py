@@ -1,7 +1,6 @@
 """Starts, watches, kills and stops a swarm of daemons on this machine, each a real process.
 
-`swarm demo`, the benchmarks and the process tests use it. Knows: processes, their data directories, journals and
-control sockets. Must not know: what the daemons train, how their events are added up; imports no torch.
+`swarm demo`, the benchmarks and the process tests use it.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ class SwarmFailed(LocalError):
     """Raised when daemons have ended by themselves, or a condition did not become true in time; the text names them."""
 
 
+# Type of a function that starts `agora-node`: (arguments, environment, file for its output) -> the process.
+#
+# The process must lead a new process group.
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen[bytes]]
-"""Type of a function that starts `agora-node`: (arguments, environment, file for its output) -> the process.
-
-The process must lead a new process group.
-"""
 
 
 class LocalDaemon:
@@ -62,7 +60,6 @@ class LocalDaemon:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is still running."""
         return self.process.poll() is None
 
     def new_events(self) -> list[dict[str, Any]]:
@@ -85,15 +82,11 @@ class LocalDaemon:
 
     @property
     def is_serving(self) -> bool:
-        """Whether this process has ever reported that it serves its span; it may have left or died since.
-
-        What an earlier process with the same data directory reported does not count.
-        """
+        # Whether this process has ever reported that it serves its span; it may have left or died since.
         return bool(self.events("PeerStarted", pid=self.process.pid))
 
     @property
     def peer(self) -> str:
-        """The daemon's peer id, from the PeerStarted event in its journal. Raises IndexError before that event."""
         return str(self.events("PeerStarted")[0]["peer"])
 
     def ask(self, question: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
@@ -226,7 +219,6 @@ class LocalSwarm:
         """
 
         def ask_for_invite() -> dict[str, Any] | None:
-            """Returns the answer; None while there is none, or the daemon does not answer other peers yet."""
             answer = daemon.try_ask("invite")
             return answer if answer is not None and daemon.answers_peers() else None
 
@@ -305,7 +297,6 @@ def start_interpreter(
     """
 
     def terminate_with_parent() -> None:
-        """Asks the kernel to send SIGTERM to this process when its parent dies; runs in the new process."""
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     with log.open("wb") as output:

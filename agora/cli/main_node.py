@@ -1,7 +1,4 @@
-"""`agora-node`: what a contributor runs.
-
-Knows: the commands, their flags, how to find the daemon that is meant. Must not know: how a daemon works (agora.node).
-"""
+"""`agora-node`: what a contributor runs."""
 
 from __future__ import annotations
 
@@ -243,10 +240,6 @@ def ban(
 
 
 def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
-    """Returns the registry entries of this user's running daemons on this machine.
-
-    directory: if given, returns only the entry of the daemon that uses this data directory, if there is one.
-    """
     entries = paths.find_running_daemons()
     if directory is None:
         return entries
@@ -257,12 +250,6 @@ def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
 def _ask(
     question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_S, **arguments: Any
 ) -> tuple[paths.DaemonEntry, Mapping[str, Any]]:
-    """Sends a question with `arguments` to the daemon of `run` and `directory`; returns its registry entry and answer.
-
-    run, directory: see `_find_daemon`. Raises Failure when there is not exactly one such daemon, when it refuses, or
-    when it does not answer within `timeout_s` seconds; InputError, ManifestError or DiskError when `run` names no run
-    or a malformed or unreadable manifest.
-    """
     entry = _find_daemon(run, directory)
     try:
         answer = control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
@@ -275,10 +262,7 @@ def _ask(
 
 
 def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
-    """Prints a daemon's answer: with `as_json` all of it as one JSON object on standard output, with "schema".
-
-    Otherwise prints only its "text", or "done" without one, on standard error.
-    """
+    # Otherwise prints only its "text", or "done" without one, on standard error.
     if as_json:
         console.print_json({"schema": 1, **answer})
     else:
@@ -286,12 +270,6 @@ def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _find_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:
-    """Returns the registry entry of this user's one running daemon here that is in `run` and uses `directory`.
-
-    run: as the user named it, None for any run. directory: its data directory, None for any. Raises Failure when there
-    is no such daemon or more than one; InputError, ManifestError or DiskError when `run` names no run or a malformed or
-    unreadable manifest.
-    """
     entries = _entries_in(directory)
     if run is not None:
         from agora.node import runs

@@ -1,7 +1,4 @@
-"""`swarm`: what people run to start, watch, plan or use a run.
-
-Knows: the commands and their flags. Must not know: how they do it (a module per command).
-"""
+"""`swarm`: what people run to start, watch, plan or use a run."""
 
 from __future__ import annotations
 
@@ -374,11 +371,6 @@ def plan(
 
 
 def _find_base_model(named: Path | None) -> Path | None:
-    """Returns the folder of the base model that `named`, the value of --base-model, means; None for None.
-
-    A path is returned unchanged, and not checked. A model of the Hub is fetched if it is not on this machine, and its
-    folder is printed. Raises BaseModelError if it cannot be fetched.
-    """
     if named is None:
         return None
     from agora.node.base_model_folder import find_or_fetch_base_model

@@ -1,7 +1,4 @@
-"""`swarm mesh`: writes the WireGuard configurations of a group's own network, and makes a machine's key.
-
-Knows: files and what is printed. Must not know: the content of a configuration (agora.node.wireguard).
-"""
+"""`swarm mesh`: writes the WireGuard configurations of a group's own network, and makes a machine's key."""
 
 from __future__ import annotations
 
@@ -63,10 +60,6 @@ def write_configurations(machines: Path, out: Path, *, as_json: bool) -> int:
 
 
 def _read_list(path: Path) -> str:
-    """Returns the text of the file `path`, the list of machines.
-
-    Raises InputError if the file cannot be read, is not text, or is larger than MAX_FILE_BYTES.
-    """
     try:
         if path.stat().st_size > wireguard.MAX_FILE_BYTES:
             raise InputError(f"{path} has more than {wireguard.MAX_FILE_BYTES} bytes; is it a list of machines?")

@@ -1,6 +1,6 @@
 """`swarm new`: writes a manifest, from a preset or for a base model of this machine or of the Hub.
 
-Knows: the flags, the file. Must not know: which values are good ones (presets, tuning_manifest). Loads torch and
+Loads torch and
 transformers only for a base model.
 """
 
@@ -70,7 +70,6 @@ def run(
 
 
 def _write_manifest(path: Path, made: manifest.Manifest) -> None:
-    """Writes the manifest as TOML to the new file `path`. Raises Failure if the file exists or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(made.to_toml())
@@ -79,10 +78,7 @@ def _write_manifest(path: Path, made: manifest.Manifest) -> None:
 
 
 def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
-    """Returns a line that says how to name a tokenizer if the manifest has the byte tokenizer; otherwise [].
-
-    Returns [] also if bytes fill the whole vocabulary.
-    """
+    # Returns a line that says how to name a tokenizer if the manifest has the byte tokenizer; otherwise [].
     if made.data.tokenizer != BYTES or made.model.vocabulary == BYTE_VALUES:
         return []
     return [
@@ -92,12 +88,6 @@ def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
 
 
 def _find_base_model(named: Path) -> tuple[Path, Path]:
-    """Returns the folder of the base model `named`, and the model's name for --base-model of the next command.
-
-    If `named` is a folder, both are that folder, which is not checked. If `named` is an id of the Hub, the model is
-    fetched first, its folder is printed, and its name is the id with the commit. Raises BaseModelError if it cannot be
-    fetched.
-    """
     hub_id = hub_id_of(named)
     if hub_id is None:
         return named, named

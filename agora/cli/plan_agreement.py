@@ -1,8 +1,5 @@
 """Predicts how the replicas of a planned run agree: the format of each machine's gradients, or local steps. Pure.
 
-Knows: a plan, the rule by which a replica chooses its format (averaging/gradient_wire.py). Must not know: files, the
-terminal, torch.
-
 | the manifest says | some machine's upload carries not even the smallest format | then |
 |---|---|---|
 | synchronous | - | gradients in float32, whatever the uploads carry |
@@ -59,7 +56,6 @@ def plan_agreement(manifest: Manifest, cost: RunCost, plan: Plan) -> PlannedAgre
 
 
 def _replicas(plan: Plan, span: Span) -> int:
-    """Returns the number of machines, in that stage of `span` that has most, which hold the same stage."""
     spans = [each.span for each in plan.assignments if each.span is not None]
     return max(sum(stage in held for held in spans) for stage in span.stages)
 
@@ -67,7 +63,6 @@ def _replicas(plan: Plan, span: Span) -> int:
 def _gradient_wire(
     manifest: Manifest, cost: RunCost, plan: Plan, span: Span, upload: float, step_s: float
 ) -> GradientWire:
-    """Returns the format in which a machine that holds `span` will send gradients. upload: in bytes per second."""
     values = round(sum(cost.stages[stage].trained_values for stage in span.stages))
     section = manifest.averaging
     replicas, uplink = _replicas(plan, span), MeasuredUplink(upload)
@@ -75,10 +70,6 @@ def _gradient_wire(
 
 
 def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire], step_s: float) -> str:
-    """Returns what the replicas of an asynchronous run will do, and advice if another setting is better.
-
-    The module's table has the cases. step_s: seconds of an optimizer step.
-    """
     if not wires:
         return "no stage has two machines; nothing is averaged."
     too_slow = [place for place, wire in wires.items() if not wire.fits]
@@ -103,7 +94,6 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
 
 
 def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire]) -> str:
-    """Returns what follows from uploads that carry no gradients. wires: by the machine's place in the plan."""
     rule = step_kinds.ChangeRule.from_manifest(manifest)
     if not rule.may_change:
         return "so that steps last longer: local steps (averaging.exact_steps = 0) need a twentieth"

@@ -1,7 +1,4 @@
-"""`swarm plan`: shows which machine should hold which stages of a run, at what speed, and what would help.
-
-Knows: the files of the command, how a plan is printed. Must not know: how one is found (agora.plan.search), torch.
-"""
+"""`swarm plan`: shows which machine should hold which stages of a run, at what speed, and what would help."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ from agora.plan.machine import Machine
 from agora.plan.peers_file import PeersFile, read_peers
 from agora.plan.search import make_plan
 
-SEED: Final = 0
-"""Seed of the search: the same file gives the same plan."""
-MAX_KINDS: Final = 12
-"""Maximum number of kinds of machines for which the command says what one more would add."""
+SEED: Final = 0  # seed of the search: the same file gives the same plan
+MAX_KINDS: Final = 12  # maximum number of kinds of machines for which the command says what one more would add
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +174,6 @@ def plan_fields(planned: PlannedRun) -> dict[str, Any]:
 
 
 def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
-    """Returns one machine's entry in the JSON object, without gradient_wire: name, span, share of the work, speed.
-
-    assignment: the machine and what the plan gives it. Span, limit and activations are None for an idle machine.
-    """
     span = assignment.span
     return {
         "name": assignment.machine.name,
@@ -196,10 +187,6 @@ def _machine_fields(cost: RunCost, assignment: Assignment) -> dict[str, Any]:
 
 
 def _describe_activations(planned: PlannedRun) -> str:
-    """Returns what the plan's machines do with activations, such as "keep", or "3 keep, 2 recompute" if they differ.
-
-    Idle machines do not count.
-    """
     assignments = planned.plan.assignments
     counts = Counter(each.rate.activations for each in assignments if each.span is not None)
     if len(counts) == 1:
@@ -208,25 +195,17 @@ def _describe_activations(planned: PlannedRun) -> str:
 
 
 def _describe_speed(planned: PlannedRun) -> str:
-    """Returns the speed that the plan is expected to have, such as "1,200 tokens/s expected"."""
     return f"{planned.plan.rate * planned.cost.tokens:,.0f} tokens/s expected"
 
 
 def _describe_gain(cost: RunCost, gain: MachineGain) -> str:
-    """Returns in words the swarm's speed with one more machine, and by how many percent it is higher.
-
-    If that is less than 0.05 %, the text says instead that the machine would stand by.
-    """
+    # If that is less than 0.05 %, the text says instead that the machine would stand by.
     if gain.factor < 1.0005:
         return "no faster, it would stand by"
     return f"{gain.rate_with * cost.tokens:,.0f} tokens/s, {100 * (gain.factor - 1):.1f} % more"
 
 
 def _read_peers_file(path: Path) -> str:
-    """Returns the text of the file of machines at `path`.
-
-    Raises InputError when there is no such file or it is not text, DiskError when it cannot be read.
-    """
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
@@ -238,7 +217,6 @@ def _read_peers_file(path: Path) -> str:
 
 
 def _write_picture(path: Path, text: str) -> None:
-    """Writes `text`, an SVG, to the file `path`, which is replaced. Raises DiskError when it cannot be written."""
     try:
         paths.replace_text(path, text)
     except OSError as error:

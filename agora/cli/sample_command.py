@@ -1,6 +1,6 @@
 """`swarm sample`: lets the current model of a run continue a text, and prints the result.
 
-Knows: the flags, where weights come from (stage_sources), what is printed. Must not know: how a model computes. Loads
+Loads
 torch only once there are weights.
 """
 
@@ -18,10 +18,9 @@ from agora.cli import console
 from agora.cli.stage_sources import base_model_folder, find_stages, steps_by_stage
 from agora.cli.text_sample import WholeModel, load_model
 
-UNFINISHED: Final = "�"
-"""What decoding returns for the bytes of a character that is not complete yet."""
+UNFINISHED: Final = "�"  # what decoding returns for the bytes of a character that is not complete yet
+# Maximum number of replacement characters at a text's end that an incomplete character can cause.
 MAX_UNFINISHED: Final = 3
-"""Maximum number of replacement characters at a text's end that an incomplete character can cause."""
 MAX_SEED: Final = 2**31
 
 
@@ -85,11 +84,6 @@ def run(
 def _generate(
     model: WholeModel, prompt: str, sampling: SamplingOptions, seed: int, token_ids: list[int]
 ) -> Iterator[str]:
-    """Yields the model's continuation of `prompt`, piece by piece, and appends its token ids to `token_ids`.
-
-    An empty prompt begins a new document. The text ends after sampling.tokens tokens, or when the model draws the
-    tokenizer's separator, which ends the document and is not part of the text.
-    """
     from agora.model.generation import continue_ids
 
     separator = model.tokenizer.separator.tolist()
@@ -116,7 +110,6 @@ def decode_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str], to
 
 
 def _show(text: str) -> None:
-    """Prints `text` on standard output without a newline at its end."""
     console.print_to_stdout(text, end="")
 
 

@@ -1,8 +1,4 @@
-"""`swarm invite` and `swarm ban`: signs tickets and revocations with this machine's key, where that may sign them.
-
-Knows: keys and tickets in data directories, where a ban can be sent. Must not know: which ticket counts
-(agora.swarm.admission), the daemon, torch, hivemind.
-"""
+"""`swarm invite` and `swarm ban`: signs tickets and revocations with this machine's key, where that may sign them."""
 
 from __future__ import annotations
 
@@ -135,10 +131,6 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
 
 
 def _check_request(request: InviteRequest) -> None:
-    """Raises Failure for an unknown role, a malformed peer id, role DELEGATE without a peer, and days out of range.
-
-    Days must be above 0 and at most 36,500.
-    """
     if request.role not in ROLES:
         raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
     if request.peer is not None and not is_peer_id(request.peer):
@@ -154,11 +146,6 @@ def _check_request(request: InviteRequest) -> None:
 def _make_ticket(
     signed: SignedManifest, signer: _Signer, request: InviteRequest, until_unix: int
 ) -> tuple[InviteTicket, str]:
-    """Returns a new ticket for an invite, signed by `signer`, and the peer id to ban if the ticket is to be taken back.
-
-    The id is request.peer or, without one, that of a new bearer key, whose secret the ticket carries. Raises Failure if
-    a delegate is to sign a delegate's ticket. until_unix: unix seconds at which the ticket ends.
-    """
     if request.role == DELEGATE and signer.proof:
         raise Failure("only the founder can name delegates; ask it, or leave out --role")
     bearer = Identity.generate() if request.peer is None else None
@@ -171,10 +158,6 @@ def _make_ticket(
 
 
 def _find_signer(found: FoundRun) -> _Signer:
-    """Returns the first key in the run's data directories that is the founder's or, by a valid ticket, a delegate's.
-
-    Skips data directories whose key cannot be read. Raises Failure if there is no such key.
-    """
     run = found.signed.run_id
     founder = found.signed.founder
     for home in found.homes:
@@ -190,10 +173,6 @@ def _find_signer(found: FoundRun) -> _Signer:
 
 
 def _find_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
-    """Returns addresses of peers for an invite: those that a daemon here puts into its invite, or else known ones.
-
-    See `_known_addresses`. Raises Failure if no address is known.
-    """
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused, AgoraError):
             return Invite.parse(control_client.ask(Path(entry.socket), "invite")["invite"]).addresses
@@ -203,10 +182,6 @@ def _find_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
 
 
 def _known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
-    """Returns up to MAX_ADDRESSES addresses of the run's peers: first those in `run`, if it is an invite.
-
-    Then come the addresses that the data directories remember. run: as the user named it. Returns () if none is known.
-    """
     known = dict.fromkeys(runs.resolve(run, found.homes[0]).addresses)
     for home in found.homes:
         manifest = home.manifest(found.signed.run_id)
@@ -216,10 +191,6 @@ def _known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
 
 
 def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
-    """Hands a signed revocation to each of this machine's daemons of the run, in turn.
-
-    Returns "the daemon in DIR" for each daemon that took it; skips those that do not answer or refuse it.
-    """
     receivers = []
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
@@ -229,10 +200,6 @@ def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
 
 
 def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) -> None:
-    """Adds a signed revocation to the data directories that have the run and whose daemons did not take it.
-
-    Daemons read it at their next start. receivers: what `_tell_daemons` has returned. Raises DiskError.
-    """
     run = found.signed.run_id
     for home in found.homes:
         if home.manifest(run).is_file() and f"the daemon in {home.root}" not in receivers:

@@ -1,7 +1,4 @@
-"""`swarm simulate`: runs the daemon's own decisions on thousands of simulated machines, and prints a report.
-
-Knows: where the scenario is read and the report goes. Must not know: how anything is simulated.
-"""
+"""`swarm simulate`: runs the daemon's own decisions on thousands of simulated machines, and prints a report."""
 
 from __future__ import annotations
 
@@ -39,10 +36,6 @@ def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> i
 
 
 def _write_plots(report: SimulationReport, folder: Path) -> None:
-    """Writes the plots of a simulation as SVG files into `folder`, which is made if missing.
-
-    Raises Failure if they cannot be written.
-    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, plot in plots_of(report.measured.samples).items():

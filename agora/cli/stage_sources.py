@@ -1,7 +1,4 @@
-"""Finds the weights of all stages of a run, and the folder of its base model, for the commands that use the model.
-
-Knows: data directories, checkpoints, daemons of this machine. Must not know: what is made of the weights, torch.
-"""
+"""Finds the weights of all stages of a run, and the folder of its base model, for the commands that use the model."""
 
 from __future__ import annotations
 
@@ -107,11 +104,8 @@ def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
 
 
 def _homes_in(directory: Path) -> list[paths.Home]:
-    """Returns `directory` alone if it is a data directory; otherwise the data directories in it, if there are any.
-
-    `swarm demo --dir` makes such a folder, with a data directory for each peer. Returns `directory` alone if there are
-    none.
-    """
+    # Returns `directory` alone if it is a data directory; otherwise the data directories in it, if there are any.
+    # `swarm demo --dir` makes such a folder, with a data directory for each peer.
     home = paths.home_at(directory)
     if home.runs.is_dir():
         return [home]
@@ -119,16 +113,10 @@ def _homes_in(directory: Path) -> list[paths.Home]:
 
 
 def _homes_below(folder: Path) -> list[paths.Home]:
-    """Returns the data directories in `folder`, sorted by name: its subfolders that have a folder `runs`."""
     return [paths.Home(runs_folder.parent) for runs_folder in sorted(folder.glob("*/runs"))]
 
 
 def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
-    """Returns the run that `run` refers to, looked up in the first data directory of `homes` that knows it.
-
-    Raises InputError if no data directory knows the run or an invite is malformed, ManifestError or DiskError for a
-    manifest that is malformed or cannot be read.
-    """
     for home in homes[:-1]:
         with contextlib.suppress(InputError):
             return runs.resolve(run, home)
@@ -138,11 +126,6 @@ def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
 def _find_signed_manifest(
     reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.DaemonEntry]
 ) -> SignedManifest:
-    """Returns the run's signed manifest: that of `reference`, or the one stored in a data directory of `homes`.
-
-    An unsigned draft counts as the run of the first of `daemons`. Raises Failure for a draft without a daemon and for a
-    manifest that is in no data directory, ManifestError or DiskError for a stored one that is malformed or unreadable.
-    """
     if reference.signed is not None:
         return reference.signed
     run = reference.run or next((entry.run for entry in daemons), "")
@@ -161,11 +144,6 @@ def _find_signed_manifest(
 
 
 def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -> tuple[StageFile, ...]:
-    """Makes a daemon fetch every stage's weights from the swarm into files, and returns these; waits up to COLLECT_S.
-
-    Shows that it waits. Raises DaemonUnreachable if no answer comes, DaemonRefused if the daemon refuses or its answer
-    lacks a stage.
-    """
     with ProgressDisplay(f"the daemon in {entry.root} collects {stage_count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_S, average=average)
     try:
@@ -178,11 +156,6 @@ def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -
 def _newest_checkpoints(
     signed: SignedManifest, homes: Sequence[paths.Home], reasons: Sequence[str], average: bool
 ) -> tuple[StageFile, ...]:
-    """Returns, for every stage, the weights (with `average` their averages) in its newest whole checkpoint in `homes`.
-
-    Prints a line about each damaged checkpoint that it skips. Raises Failure if a stage has no checkpoint. reasons: why
-    no daemon gave the weights, for the text of that Failure.
-    """
     run = signed.run_id
     count = signed.manifest.stage_count
     files: dict[int, StageFile] = {}

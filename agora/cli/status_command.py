@@ -1,7 +1,4 @@
-"""`swarm status`: shows the state of a run, as a daemon on this machine or a peer of the invite reports it.
-
-Knows: where to ask and how to show the answer. Must not know: how it is made (agora.swarm.status), torch, hivemind.
-"""
+"""`swarm status`: shows the state of a run, as a daemon on this machine or a peer of the invite reports it."""
 
 from __future__ import annotations
 
@@ -117,12 +114,9 @@ def check_status(status: Status) -> None:
 
 
 def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identity | None, bytes]:
-    """Returns the key and the proof (signed tickets) with which to ask a run's peers; (None, b"") to ask without a key.
-
-    A bearer ticket in the invite is used with a new key. Otherwise this machine's key is used, with the invite's ticket
-    or the stored one. No key is used if this machine has none, or if a daemon of the same data directory runs: two
-    programs with one key would disturb each other's connections.
-    """
+    # Otherwise this machine's key is used, with the invite's ticket or the stored one. No key is used if this machine
+    # has none, or if a daemon of the same data directory runs: two programs with one key would disturb each other's
+    # connections.
     from agora_protocol.identity import Identity
     from agora_protocol.tickets import InviteTicket
 
@@ -161,7 +155,6 @@ def lines_of(status: Status) -> list[str]:
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:
-    """Returns the line about the first incomplete epoch: samples seen, repeated, missed, and which peer reports it."""
     return (
         f"samples epoch {samples['epoch']}: {samples['seen']:,} seen, {samples['repeated']:,} repeated, "
         f"{samples['missed']:,} missed, as {samples['told_by']} knew at step {samples['step']}"
@@ -169,10 +162,6 @@ def _samples_line(samples: Mapping[str, Any]) -> str:
 
 
 def _stage_cells(row: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of a stage's row, in the order of STAGE_COLUMNS; "-" for what is not known yet.
-
-    row: the stage's entry in the status. A number of replicas that is an estimate begins with "~".
-    """
     is_counted = row.get("replicas_known", row["replicas"]) == row["replicas"]  # otherwise an estimate
     held, counted, age = (row.get(key) for key in ("tokens_per_step", "share_counted", "staleness"))
     return [
@@ -188,10 +177,6 @@ def _stage_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _peer_cells(peer: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of a peer's row, in the order of PEER_COLUMNS.
-
-    peer: its entry in the status. Its id is cut to the last six characters; an unknown step is "-".
-    """
     return [
         f"...{peer['peer'][-6:]}",
         peer["name"],
@@ -205,7 +190,6 @@ def _peer_cells(peer: Mapping[str, Any]) -> list[str]:
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns a table as lines: the header `columns`, then the rows; every column is padded to its widest cell."""
     cells = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,6 +1,6 @@
 """Counts the tokens that went into the optimizer steps of a stage, from the events of all its replicas. Deterministic.
 
-Knows: steps, their tokens, the age of gradients. Must not know: journals, peers, which run it is. Tokens are counted
+Tokens are counted
 when their gradient went into a step:
 
 | an event says that                                         | tokens counted for the step                           |
@@ -56,26 +56,21 @@ class StageSteps:
 
     @property
     def tokens(self) -> Mapping[int, int]:
-        """The number of tokens, of all replicas, whose gradient went into each step, by step number in order."""
         numbers = sorted({*self._with_own, *self._in_mean})
         return {number: self._with_own[number] + self._in_mean[number] for number in numbers}
 
     @property
     def steps(self) -> int:
-        """The number of steps taken with a gradient; a step of several replicas counts once."""
         return len({*self._with_own, *self._in_mean})
 
     @property
     def counted_tokens(self) -> int:
-        """The number of tokens, of all replicas, whose gradient went into a step."""
         return self._with_own.total() + self._in_mean.total()
 
     @property
     def tokens_per_step(self) -> float | None:
-        """The mean number of tokens that went into a step: counted_tokens / steps; None before the first step."""
         return self.counted_tokens / self.steps if self.steps else None
 
     @property
     def staleness(self) -> float | None:
-        """The mean age in steps of the gradients used, weighted by tokens; None before a step with tokens."""
         return self._age_sum / self._aged_tokens if self._aged_tokens else None

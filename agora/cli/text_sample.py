@@ -1,6 +1,6 @@
 """Loads the whole model of a run to write text; makes what a demo shows of it: some lines, and the export command.
 
-Knows: the weights that an export would read, the tokenizer. Must not know: how a model computes, daemons. Loads torch
+Loads torch
 only to sample.
 """
 
@@ -141,11 +141,8 @@ def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) ->
 
 
 def _swarm_command(*arguments: str) -> str:
-    """Returns a shell command line, quoted, that runs `swarm` with these arguments.
-
-    It begins with the full path of `swarm` if this process was started as that program, otherwise with the path of the
-    Python interpreter and `-m agora.cli.main_swarm`.
-    """
+    # It begins with the full path of `swarm` if this process was started as that program, otherwise with the path of
+    # the Python interpreter and `-m agora.cli.main_swarm`.
     program = Path(sys.argv[0]).absolute()
     words = [str(program)] if program.name == "swarm" else [sys.executable, "-m", "agora.cli.main_swarm"]
     return shlex.join([*words, *arguments])

@@ -1,6 +1,6 @@
 """Surveys the data of a run that begins with a base model, before anything is trained: format, samples, rows.
 
-Knows: what a run can learn from, what a row is, what may be wrong with a file. Must not know: torch, manifests. It
+It
 counts what `swarm data` counts.
 """
 
@@ -39,17 +39,14 @@ class TrainingData:
 
     @property
     def objective(self) -> Objective:
-        """The training objective with which the file was counted: the one given, or the format's usual one."""
         return self.found.objective
 
     @property
     def trainable_samples(self) -> int:
-        """The number of samples with a supervised token within the context; a preference needs one on both sides."""
         return self.found.samples - self.found.left_out
 
     @property
     def rows(self) -> int:
-        """The number of rows that hold all trainable samples once: packed sequences, or two for each preference."""
         return ROWS_OF_A_PAIR * self.trainable_samples if self.found.rows is None else self.found.rows
 
     def summary_lines(self, context: int) -> list[str]:
@@ -115,10 +112,6 @@ def read_training_data(
 
 
 def _require_readable_corpus(file: SampleFile) -> None:
-    """Raises Failure unless a run can read the file as a corpus, a plain text to learn whole.
-
-    It must be a file, not a folder, with a suffix in READERS, and the only column used must be `text`.
-    """
     if file.path.is_dir() or file.path.suffix not in READERS:
         known = " or ".join(", ".join(READERS).rsplit(", ", 1))
         raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", USAGE)

@@ -1,6 +1,6 @@
 """Makes the manifest of a run that begins with a base model: for `swarm new` and for `swarm demo`.
 
-Knows: good default values, and why. Must not know: how flags are parsed, how layers are computed. Loads torch and
+Loads torch and
 transformers, which check the base model's files.
 
 | trained | objective | learning rate | why |
@@ -226,11 +226,6 @@ def heldout_share(data: TrainingData) -> float:
 
 
 def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
-    """Returns the text of config.json in `folder`, and the model's sizes that it states.
-
-    Raises BaseModelError if config.json cannot be read, ManifestError if such a model cannot be trained, Failure if the
-    folder has no TOKENIZER file.
-    """
     from agora.model.base_model import read_config
 
     text = read_config(folder)
@@ -247,11 +242,6 @@ def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
 
 
 def _hash_weights(folder: Path) -> dict[str, Any]:
-    """Returns the manifest's fields of [model] about the weights in `folder`: "weights" and "tensors_hash".
-
-    These are the name and SHA-256 of each file, and the hash of the list of tensors. Prints how many files there are,
-    then reads all of them. Raises BaseModelError for missing or unreadable files.
-    """
     from agora.model.base_model import file_hash, tensor_list_hash, weight_files
 
     names = weight_files(folder)
@@ -262,10 +252,8 @@ def _hash_weights(folder: Path) -> dict[str, Any]:
 
 
 def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
-    """Returns the manifest's fields of [data] about the data file: for lm "corpus", the file's path.
-
-    Otherwise "samples", the path, with "columns", "heldout" and the hashes of `_data_hashes`. folder: the base model's.
-    """
+    # Otherwise "samples", the path, with "columns", "heldout" and the hashes of `_data_hashes`. folder: the base
+    # model's.
     if data.objective == "lm":
         return {"corpus": (str(data.path),)}
     return {
@@ -277,10 +265,6 @@ def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
 
 
 def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
-    """Returns the fields samples_hash and tokenizer_hash, for the file `samples` and the tokenizer in `base_model`.
-
-    samples_hash is the SHA-256 of the samples; tokenizer_hash that of the tokenizer and its chat template.
-    """
     from agora.data.data_hashes import hash_samples, hash_tokenizer
     from agora.data.model_tokenizer import open_training_tokenizer
 

@@ -1,7 +1,4 @@
-"""Adds up what the journals of a demo report of tuning: the objective's metrics, and how many samples were learnt.
-
-Knows: the fields of the events MicrobatchCompleted and SamplesCounted. Must not know: losses, steps, processes, files.
-"""
+"""Adds up what the journals of a demo report of tuning: the objective's metrics, and how many samples were learnt."""
 
 from __future__ import annotations
 
@@ -63,10 +60,6 @@ class TuningTotals:
             self._add_metrics(metrics, int(fields.get("tokens", 0)), is_training=is_training)
 
     def _add_metrics(self, metrics: Sequence[float], tokens: int, *, is_training: bool) -> None:
-        """Adds the metric sums of one microbatch to the last entry of `steps` or, if not `is_training`, to `evaluated`.
-
-        If the last entry has `step_tokens` tokens already, appends a new entry first.
-        """
         if not is_training:
             self.evaluated.add(metrics, tokens)
             return
