@@ -1,6 +1,6 @@
 """The clocks of a daemon: the loop's for deadlines, and one that counts evenly through steps of the wall clock.
 
-Knows: the running event loop, the kernel's clocks. Pure decisions never import this: they take `now` as an argument.
+Pure decisions never import this: they take `now` as an argument.
 """
 
 from __future__ import annotations
