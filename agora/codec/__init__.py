@@ -1,4 +1,4 @@
-"""Converts boundary tensors to wire tensors and back. Knows torch and wire tensors; must not know models or streams."""
+"""Converts boundary tensors to wire tensors and back."""
 
 from agora.codec.boundary_codec import BoundaryCodec, gradient_dither_key
 from agora.codec.uncompressed import (

@@ -2,7 +2,7 @@
 
 A level of 6 bits is cut into its lowest 4 bits and the next 2 (part_widths). Parts of one width are stored together, as
 many in a byte as fit. Parts that share a byte come from levels that are far apart, so that a few shifts of whole
-vectors, as int64 words of eight bytes, make all bytes. Knows: bits. Must not know: what a level means.
+vectors, as int64 words of eight bytes, make all bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from agora_protocol.codec_names import packed_bytes, part_widths
 from torch import Tensor
 
 WORD_BYTES: Final = 8
-EACH_BYTE: Final = 0x0101010101010101
-"""Multiplied by a byte value, gives a word of eight copies of it."""
+EACH_BYTE: Final = 0x0101010101010101  # multiplied by a byte value, gives a word of eight copies of it
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
@@ -56,10 +55,6 @@ def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
-    """Yields (lowest bit, width in bits, slice of the packed bytes) for each of the parts into which levels are cut.
-
-    The slice has the same part of all levels. count: the number of levels. bits: the bits of a level.
-    """
     lowest_bit, begin = 0, 0
     for width in part_widths(bits):
         size = packed_bytes(count, width)
@@ -69,23 +64,15 @@ def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
 
 
 def _as_words(rows: Tensor) -> Tensor:
-    """Returns bytes [..., n] as int64 words of 8 bytes, [..., ceil(n / 8)]; each row is padded with zeros.
-
-    The result shares the memory of `rows` if n is a multiple of 8.
-    """
     return _pad_columns(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
 
 
 def _pad_columns(rows: Tensor, size: int) -> Tensor:
-    """Returns rows [..., n] padded with zeros at the end to `size` columns; the same tensor when n is `size`."""
     missing = size - rows.shape[-1]
     return F.pad(rows, (0, missing)) if missing else rows
 
 
 @functools.lru_cache(maxsize=64)
 def _part_shifts(width: int, device: torch.device) -> Tensor:
-    """Returns the bit offsets within a byte of the parts of `width` bits that share it: int64 [8 / width, 1].
-
-    They are 0, width, 2 * width ... The tensor is cached and shared: callers must not change it.
-    """
+    # The tensor is cached and shared: callers must not change it.
     return torch.arange(0, 8, width, device=device).unsqueeze(1)

@@ -2,8 +2,7 @@
 
 Activations are rounded to the nearest level. Gradients are rounded with a dither that sender and receiver both derive:
 rounded to nearest, small gradients would become zero in every microbatch, and so would their sum. All tokens of a
-microbatch share the columns that are sent, so that the columns' numbers cost almost nothing. Knows: directions, shapes,
-the run's seed. Must not know: models, peers, streams.
+microbatch share the columns that are sent, so that the columns' numbers cost almost nothing.
 """
 
 from __future__ import annotations
@@ -95,10 +94,6 @@ class BoundaryCodec:
         return tensor
 
     def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        """Encodes all columns of a tensor [b, s, columns] by `codec`: uncompressed, or (rotated and) quantised.
-
-        key: of the dither; None rounds to nearest. Uncompressed values get no dither.
-        """
         if not codec.bits:
             return encode_uncompressed(tensor, codec.name)
         b, s, k = tensor.shape
@@ -111,11 +106,6 @@ class BoundaryCodec:
     def _decode_values(
         self, codec: DirectionCodec, wire: WireTensor, shape: Shape, key: str | None, device: torch.device | str
     ) -> Tensor:
-        """Decodes what _encode_values has made of a tensor [b, s, k] = `shape`, to float32 on `device`.
-
-        key: the one given to _encode_values. Raises ProtocolError for a scale out of range, and for an uncompressed
-        tensor of another dtype or shape.
-        """
         if not codec.bits:
             return decode_uncompressed(wire, codec.name, device, shape=shape)
         b, s, k = shape
@@ -127,7 +117,6 @@ class BoundaryCodec:
         return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
 
     def _draw_dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
-        """Draws the dither from seed and `key`: int8 [rows, k] in 1/256 of a level; returns None without a key."""
         if key is None:
             return None
         drawn = random_words(key, self._seed, -(-rows * k // 8)).view(np.int8)[: rows * k]

@@ -3,7 +3,7 @@
 A level represents the middle of its interval; no level represents zero: at 4 bits that lowers the mean squared error by
 a fifth. Subtractive dither (L. Roberts, 1962): the same pseudo-random fraction of a level is added before rounding and
 subtracted after decoding. The mean is exact, as with stochastic rounding, and the mean squared error is half of
-stochastic rounding's. Knows: numbers and bytes. Must not know: directions, microbatches, the wire.
+stochastic rounding's.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from torch import Tensor
 
 from agora.codec.bit_packing import pack, unpack
 
-MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
-"""A smaller scale is sent as 0, a larger one as MAX_SCALE."""
+MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100  # A smaller scale is sent as 0, a larger one as MAX_SCALE
+# Scales are larger by this factor, so that the largest value of a block does not clip if its scale is rounded down.
 SCALE_MARGIN = 1.0 + 2.0**-8
-"""Scales are larger by this factor, so that the largest value of a block does not clip if its scale is rounded down."""
-VECTOR = 32
-"""torch finds maxima several times as fast in rows whose length is a multiple of this."""
+VECTOR = 32  # torch finds maxima several times as fast in rows whose length is a multiple of this
+# Values quantised at a time on a CPU: 1 MiB of float32, which stays in its cache from one operation to the next.
 CHUNK_VALUES = 262_144
-"""Values quantised at a time on a CPU: 1 MiB of float32, which stays in its cache from one operation to the next."""
 
 
 def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
@@ -81,10 +79,6 @@ def check_scales(wire: Tensor, row_count: int, k: int) -> None:
 def _quantise_chunk(
     rows: Tensor, bits: int, dither: Tensor | None, workspace: Tensor, scales: Tensor, levels: Tensor
 ) -> None:
-    """Quantises rows [n, k]; writes the result to `scales`, bf16 [n, blocks], and to `levels`, uint8 [n, k], unpacked.
-
-    dither: see `quantise`. workspace: scratch memory, float32 [at least n, k]; its content is overwritten.
-    """
     workspace = workspace[: len(rows)]
     half = 2.0 ** (bits - 1)
     scale_per_peak = SCALE_MARGIN / (half if dither is None else half - 0.5)
@@ -100,16 +94,11 @@ def _quantise_chunk(
 
 
 def _read_scales(wire: Tensor, row_count: int, k: int) -> Tensor:
-    """Returns the bf16 scales at the beginning of the bytes that `quantise` made, as float32 [row_count, blocks]."""
     scales = wire[: SCALE_BYTES * row_count * blocks_per_token(k)].clone()
     return scales.view(torch.bfloat16).view(row_count, blocks_per_token(k)).to(torch.float32)
 
 
 def _block_peaks(magnitudes: Tensor) -> Tensor:
-    """Returns the largest value of each block of `magnitudes` [rows, k], as [rows, blocks].
-
-    The last block may be shorter than BOUNDARY_BLOCK. magnitudes: contiguous, at least 0 or NaN.
-    """
     count, k = magnitudes.shape
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
@@ -119,7 +108,6 @@ def _block_peaks(magnitudes: Tensor) -> Tensor:
 
 
 def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Writes values [rows, k], times the factor of their block, [rows, blocks], to `out`, which may be `values`."""
     count, k = values.shape
     if k < BOUNDARY_BLOCK:
         torch.mul(values, factors, out=out)
@@ -131,7 +119,6 @@ def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
 
 
 def _row_chunks(rows: Tensor) -> list[slice]:
-    """Cuts rows [rows, k] into slices to process in turn: max(1, CHUNK_VALUES // k) rows on a CPU, all on a GPU."""
     count, k = rows.shape
     size = min(count, max(1, CHUNK_VALUES // k)) if rows.device.type == "cpu" else count
     return [slice(begin, begin + size) for begin in range(0, count, size)]

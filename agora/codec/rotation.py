@@ -1,6 +1,6 @@
 """Rotates each block of a token's values before quantisation, which spreads an outlier over its block.
 
-Source: QuaRot, arXiv 2404.00456. Knows: matrices and the run's seed. Must not know: levels, scales, the wire.
+Source: QuaRot, arXiv 2404.00456.
 """
 
 from __future__ import annotations

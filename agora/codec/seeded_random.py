@@ -1,6 +1,6 @@
 """Derives random integers from the run's seed and a purpose, the same on every machine.
 
-Knows SHA-256 and Philox4x64-10 (Salmon et al., SC 2011), whose raw output numpy keeps stable. Knows no tensors.
+SHA-256 and Philox4x64-10 (Salmon et al., SC 2011), whose raw output numpy keeps stable.
 SPEC.md, section 3, calls these integers "words(purpose)".
 """
 

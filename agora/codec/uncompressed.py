@@ -1,7 +1,6 @@
 """Converts tensors to raw bytes and back: boundaries as bf16 or float32, token ids as the narrowest integers that fit.
 
-Values are little-endian on the wire, as in the memory of every machine that torch supports. Knows: dtypes, shapes and
-which tensors share bytes. Must not know: what a tensor means.
+Values are little-endian on the wire, as in the memory of every machine that torch supports.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ DTYPES: dict[str, torch.dtype] = {
     "int16": torch.int16,
     "int32": torch.int32,
 }
-IGNORED = -1
-"""The token id of a target that is not supervised."""
+IGNORED = -1  # the token id of a target that is not supervised
 CPU = torch.device("cpu")
 
 
@@ -94,10 +92,6 @@ def is_all_finite(tensor: Tensor) -> bool:
 
 
 def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tensor:
-    """Converts a wire tensor to a CPU tensor of its dtype, without a copy if its bytes are writable and aligned.
-
-    Raises ProtocolError unless its dtype is `name` and its shape is `shape` (None: any).
-    """
     if wire.dtype != name:
         raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")
     if shape is not None and wire.shape != tuple(shape):
