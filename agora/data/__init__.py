@@ -1,4 +1,1 @@
-"""Turns text into samples: sources of text, tokenizers, the token cache, sampling.
-
-Knows: files, token ids. Must not know: torch, models, the network.
-"""
+"""Turns text into samples: sources of text, tokenizers, the token cache, sampling."""

@@ -1,7 +1,4 @@
-"""Cuts the numbers of windows or rows into batches of one size. Pure.
-
-Knows: numbers. Must not know: what they stand for.
-"""
+"""Cuts the numbers of windows or rows into batches of one size. Pure."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Deterministic. This is rendezvous hashing (Thaler and Ravishankar, IEEE/ACM Trans. Networking 1998): origins that agree
 on which of them are live agree on the owner of each block.
-
-Knows: the hash of (seed, epoch, block, origin). Must not know: what is taken or done.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import numpy as np
 
 from agora.data.hashing import Hashes, mix
 
-KEPT_ORDERS: Final = 128
-"""Maximum number of orders that a BlockOrder caches."""
+KEPT_ORDERS: Final = 128  # maximum number of orders that a BlockOrder caches
 
 
 @dataclass(frozen=True, slots=True)

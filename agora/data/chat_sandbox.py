@@ -1,6 +1,6 @@
 """Compiles chat templates of Hugging Face models in a sandbox: a template is a program that a stranger wrote.
 
-Knows: jinja2, the functions and blocks that such templates use. Must not know: messages, tokens, masks. Only
+Only
 chat_template.py imports it, when a template is needed, because jinja2 belongs to the extra `tuning`.
 """
 
@@ -19,11 +19,11 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+# Name of the template variable whose text is written before and after each generation block; if unset, nothing is.
 GENERATION_MARK = "agora_generation_mark"
-"""Name of the template variable whose text is written before and after each generation block; if unset, nothing is."""
 
+# What compiling and rendering may raise: a template's own error, or the error of an expression in it.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What compiling and rendering may raise: a template's own error, or the error of an expression in it."""
 
 
 class GenerationBlocks(Extension):
@@ -42,10 +42,6 @@ class GenerationBlocks(Extension):
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def _mark_block(self, context: Context, caller: Callable[[], str]) -> str:
-        """Renders the block and returns the text with the value of GENERATION_MARK before and after it.
-
-        If the template variable is unset, nothing is added.
-        """
         mark = str(context.get(GENERATION_MARK, ""))
         return mark + caller() + mark
 
@@ -57,7 +53,6 @@ class PublicNamespace(Namespace):
     """
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Sets a variable. Raises SecurityError for a private name."""
         if name.startswith("_"):
             raise SecurityError(f"a template may not set {name!r}")
         super().__setitem__(name, value)
@@ -80,7 +75,6 @@ def compile_template(source: str, now: datetime) -> Template:
 
 
 def _raise_exception(message: str) -> None:
-    """Raises TemplateError, which ends the rendering; templates call it as raise_exception(message)."""
     raise TemplateError(message)
 
 
@@ -91,5 +85,4 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns `value` as JSON text: the filter `tojson`. jinja2's own filter escapes the special characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

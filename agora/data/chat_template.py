@@ -1,7 +1,5 @@
 """Renders a conversation with the tokenizer's chat template, and finds in the text what the model has to learn.
 
-Knows: messages, templates, characters. Must not know: token ids, files, jinja2 before a template is needed.
-
 | template | the supervised text |
 |---|---|
 | has {% generation %} blocks | the content of those blocks |
@@ -29,9 +27,9 @@ if TYPE_CHECKING:
 TUNING_EXTRA: Final = "install it with: pip install 'agora-swarm[tuning]'"
 GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-CharRange = tuple[int, int]
-"""A range of characters in a text, not of stages: the first one, and the one after the last."""
+CharRange = tuple[int, int]  # A range of characters in a text, not of stages: the first one, and the one after the last
 
+# The template for tokenizers that have none: "User: ...", a newline, "Assistant: ..." and the end of turn.
 PLAIN_TEMPLATE: Final = """\
 {%- for message in messages -%}
 {%- if message.role == 'tool' or message.tool_calls -%}
@@ -47,7 +45,6 @@ PLAIN_TEMPLATE: Final = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '\nAssistant: ' -}}{%- endif -%}
 """
-"""The template for tokenizers that have none: "User: ...", a newline, "Assistant: ..." and the end of turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,6 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """The template's source and special tokens as JSON text; with `now`, they decide what it renders."""
         return json.dumps([self._source, sorted(self._special_tokens.items())])
 
     def render(self, conversation: Conversation, where: str) -> str:
@@ -105,12 +101,6 @@ class ChatTemplate:
         return MarkedText(text, tuple(self._answer_range(conversation, index, text, where) for index in learnt), True)
 
     def _mark_by_blocks(self, conversation: Conversation, where: str) -> MarkedText:
-        """Returns the conversation as text, and the ranges that {% generation %} blocks of supervised answers wrote.
-
-        If all answers are supervised, the ranges of all blocks are returned, however many the template writes. Raises
-        DataError if the template refuses the conversation, or if some answers are not supervised and the template does
-        not write exactly one block for each answer.
-        """
         variables = [*map(_as_template_dict, conversation.messages), *conversation.tools]
         content = json.dumps(variables, ensure_ascii=False, default=str)
         mark = next(mark for number in itertools.count() if (mark := f"\ufdd0{number}\ufdd1") not in content)
@@ -129,12 +119,6 @@ class ChatTemplate:
         return MarkedText("".join(parts), tuple(blocks), True)
 
     def _answer_range(self, conversation: Conversation, index: int, text: str, where: str) -> CharRange:
-        """Returns the range of answer `index` in `text`: from the end of the generation prompt to the end of its turn.
-
-        text: the whole conversation, rendered. The range is found by rendering the messages before the answer with the
-        generation prompt, and the messages through the answer. Raises DataError if one of these texts is not the
-        beginning of the next longer one, or if the template refuses the messages.
-        """
         text_before = self._render(conversation, index, where)
         through = self._render(conversation, index + 1, where)
         if not through.startswith(text_before):
@@ -150,11 +134,6 @@ class ChatTemplate:
         )
 
     def _render(self, conversation: Conversation, count: int, where: str, mark: str = "") -> str:
-        """Returns the first `count` messages as text, with the generation prompt if the next message is an answer.
-
-        mark: written before and after the content of each generation block. Raises DataError, which names `where`, if
-        the template refuses the messages.
-        """
         template = self._compiled
         from agora.data import chat_sandbox
 
@@ -174,7 +153,6 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        """The compiled template; compiled at the first use. LocalError without jinja2, DataError if malformed."""
         try:
             from agora.data import chat_sandbox
         except ImportError as error:
@@ -187,7 +165,6 @@ class ChatTemplate:
 
 
 def _as_template_dict(message: ChatMessage) -> dict[str, Any]:
-    """Returns a message as the dict that templates expect: "role", "content", and the fields in `extra`."""
     return {**message.extra, "role": message.role, "content": message.content}
 
 

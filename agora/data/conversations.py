@@ -1,7 +1,5 @@
 """What a sample is before it becomes text: plain text, a completion, a conversation, a preference.
 
-Knows: the roles of messages, their spellings and their order. Must not know: files, columns, templates, tokens.
-
 | after | may follow |
 |---|---|
 | the beginning | system, user |
@@ -22,6 +20,7 @@ from agora_protocol.errors import DataError
 
 Role = Literal["system", "user", "assistant", "tool"]
 
+# Spelling of a role in a record -> the role that it stands for.
 ROLES: Final[Mapping[str, Role]] = {
     "system": "system",
     "developer": "system",
@@ -35,8 +34,8 @@ ROLES: Final[Mapping[str, Role]] = {
     "observation": "tool",
     "ipython": "tool",
 }
-"""Spelling of a role in a record -> the role that it stands for."""
 
+# The roles that may follow a role; None: the beginning.
 FOLLOWERS: Final[Mapping[Role | None, tuple[Role, ...]]] = {
     None: ("system", "user"),
     "system": ("user",),
@@ -44,7 +43,6 @@ FOLLOWERS: Final[Mapping[Role | None, tuple[Role, ...]]] = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-"""The roles that may follow a role; None: the beginning."""
 
 ROLE_KEYS: Final = ("role", "from")
 CONTENT_KEYS: Final = ("content", "value")
@@ -180,12 +178,6 @@ def without_nulls(value: Any) -> Any:
 
 
 def _read_message(item: object, where: str) -> ChatMessage:
-    """Converts one JSON object of a record to a message. Raises DataError, which names `where`, if it is malformed.
-
-    The role is looked up in ROLES, ignoring case. Null fields are dropped. An answer with tool_calls and without
-    content gets the content "". The message is not trainable if "train" or "weight" is false or 0. All other fields go
-    into `extra`.
-    """
     if not isinstance(item, Mapping):
         raise DataError(f'{where} is {_json_type(item)}; write an object such as {{"role": "user", "content": "..."}}.')
     fields = without_nulls(item)
@@ -209,10 +201,6 @@ def _read_message(item: object, where: str) -> ChatMessage:
 
 
 def _read_message_text(value: object, where: str) -> str:
-    """Returns a message's text: the string `value`, or the joined texts of a list of parts of type "text".
-
-    Raises DataError, which names `where`, for any other value, also for parts of another type.
-    """
     if not isinstance(value, list):
         return check_text(value, f"{where} content")
     texts: list[str] = []
@@ -226,11 +214,9 @@ def _read_message_text(value: object, where: str) -> str:
 
 
 def _json_type(value: object) -> str:
-    """Returns the name of a value's JSON type with its article, such as "an object", for sentences of errors."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def _join_quoted(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Returns the names, quoted and joined: 'a', 'b' or 'c'."""
     return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))

@@ -1,7 +1,4 @@
-"""Turns sources of text into one array of token ids, built once per machine and mapped into memory.
-
-Knows: sources, tokenizers, the cache. Must not know: models, windows, sampling.
-"""
+"""Turns sources of text into one array of token ids, built once per machine and mapped into memory."""
 
 from __future__ import annotations
 
@@ -35,10 +32,6 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
 
 
 def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
-    """Returns the cache key: SHA-256, in hex, of the tokenizer and of each file's path, size and modification time.
-
-    Does not read the files' content. Raises DiskError for a file that is not accessible.
-    """
     parts: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.vocabulary, tokenizer.separator.tolist()]
     for file in files:
         try:
@@ -50,11 +43,6 @@ def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
 
 
 def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Yields the token ids of all files piece by piece, and the tokenizer's separator after each document.
-
-    Raises ManifestError for a token id outside of the tokenizer's vocabulary, and at the end if no file had any token.
-    sources: named in that error.
-    """
     is_empty = True
     for pieces in _group_pieces(files):
         for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
@@ -72,10 +60,6 @@ def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: To
 
 
 def _group_pieces(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
-    """Yields the pieces of text of all files, in order, in lists of at least ENCODE_CHARACTERS characters each.
-
-    The last list may have fewer. A list is enough work for all cores, and takes little memory.
-    """
     batch: list[Piece] = []
     characters = 0
     for piece in (piece for file in files for piece in file.pieces()):

@@ -1,7 +1,4 @@
-"""Hashes the files that decide what a run trains on, and compares them with the hashes in its manifest.
-
-Knows: data files, tokenizers. Must not know: samples, rows, who wrote the manifest.
-"""
+"""Hashes the files that decide what a run trains on, and compares them with the hashes in its manifest."""
 
 from __future__ import annotations
 

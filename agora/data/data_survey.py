@@ -1,7 +1,4 @@
-"""Counts what training would make of a data file: samples, tokens, lengths, truncation, packing; keeps some samples.
-
-Knows: tokenised samples, objectives. Must not know: files, terminals.
-"""
+"""Counts what training would make of a data file: samples, tokens, lengths, truncation, packing; keeps some samples."""
 
 from __future__ import annotations
 
@@ -60,7 +57,6 @@ class DataSurvey:
 
     @property
     def samples(self) -> int:
-        """The number of samples in the file, those left out included."""
         return len(self.lengths)
 
     def histogram(self) -> list[LengthBin]:
@@ -123,10 +119,6 @@ def survey(
 
 
 def _count_rows(lengths: NDArray[np.int64], objective: Objective, row_tokens: int) -> int | None:
-    """Returns how many rows of `row_tokens` tokens these samples need; None for dpo: pairs are not packed.
-
-    lm joins documents and cuts them at row ends, the last row partly filled; sft packs whole samples by assign_rows.
-    """
     match objective:
         case "dpo":
             return None

@@ -1,7 +1,5 @@
 """Draws an origin's microbatches from the rows of samples, so that the swarm trains on each once an epoch.
 
-Knows: rows, the order of an epoch, this origin's shares of the epochs. Must not know: the pipeline, messages, files.
-
 Microbatch j of epoch e holds items j * n to (j + 1) * n - 1 in the order of the epoch, where an item is a row, or a
 pair of rows in dpo runs, and n is how many of them a microbatch holds. The last one of an epoch is filled up with the
 epoch's first items; those repeats are counted.
@@ -134,11 +132,6 @@ class EpochBatches:
         )
 
     def _items_of(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the items (rows, or dpo pairs) at `positions` [n] of an epoch's shuffled order.
-
-        Positions beyond the end of the order wrap around to its beginning. Caches the orders of KEPT_ORDERS epochs;
-        the one added first is dropped.
-        """
         if epoch not in self._orders:
             while len(self._orders) >= KEPT_ORDERS:
                 del self._orders[next(iter(self._orders))]
@@ -146,7 +139,6 @@ class EpochBatches:
         return self._orders[epoch][positions % self._rows.items]
 
     def _count_samples(self, epoch: int) -> int:
-        """Returns how many different samples (pairs, for dpo) of an epoch in progress are known to be done."""
         is_done = np.zeros(self._rows.items, np.bool_)
         for first, length in self.shares.done_ranges(epoch):
             is_done[self._items_of(epoch, np.arange(first * self._items, (first + length) * self._items))] = True
@@ -154,5 +146,4 @@ class EpochBatches:
 
 
 def _rows_of_items(items: NDArray[np.int64], rows_together: int) -> NDArray[np.int64]:
-    """Returns the row indices of items [n], the `rows_together` rows of an item adjacent: [n * rows_together]."""
     return (items[:, None] * rows_together + np.arange(rows_together)).reshape(-1)

@@ -1,6 +1,6 @@
 """Decides which origin takes which microbatch of an epoch, so that each is done once an epoch across the swarm.
 
-Deterministic. Knows: origins by name, their states of the epochs, which are live. Must not know: rows, messages, time.
+Deterministic.
 
 Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
 sends the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
@@ -53,15 +53,15 @@ from agora.data.epoch_state import (
 from agora.data.free_microbatches import HeldByOthers, first_free, next_free
 from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, NumberRange
 
+# Number of calls of `next_state` after which the other origins are assumed to know of a claim.
 ANNOUNCE_INTERVALS: Final = 3
-"""Number of calls of `next_state` after which the other origins are assumed to know of a claim."""
+# Calls of `next_state` without a `take_next` after which an origin drops its claims; a new origin waits for the states
+# of all live origins for at most as many.
 LAPSE_INTERVALS: Final = 8
-"""Calls of `next_state` without a `take_next` after which an origin drops its claims; a new origin waits for the states
-of all live origins for at most as many."""
+# If more other origins are known, those that are not live are forgotten. What they had done stays known.
 KEPT_ORIGINS: Final = 256
-"""If more other origins are known, those that are not live are forgotten. What they had done stays known."""
+# The factor by which the measured pace decays with each call of `next_state` while fewer microbatches are opened.
 PACE_DECAY: Final = 31 / 32
-"""The factor by which the measured pace decays with each call of `next_state` while fewer microbatches are opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,6 @@ class EpochShares:
 
     @property
     def count(self) -> int:
-        """The number of microbatches in an epoch."""
         return self._layout.count
 
     def take_next(self, live: Collection[str]) -> int | None:
@@ -248,10 +247,6 @@ class EpochShares:
         )
 
     def _count_epoch(self, epoch: int) -> EpochCounts:
-        """Returns how many microbatches of an epoch in progress are done, in flight at a live origin, and neither.
-
-        This origin counts as live. A microbatch that is done does not count as in flight.
-        """
         own = self._parts.get(epoch, EpochPart.empty(self._layout))
         done = own.done
         in_flight = MicrobatchSet(self._layout)
@@ -263,15 +258,10 @@ class EpochShares:
         return EpochCounts(epoch, len(done), in_flight_count, self.count - len(done) - in_flight_count)
 
     def _newest(self) -> int:
-        """Returns the number of the newest incomplete epoch that has begun: with a microbatch done, or opened here.
-
-        If none has begun, returns `_first` - 1, the last complete epoch.
-        """
         begun = [epoch for epoch, part in self._parts.items() if part.done.masks or part.opened.masks]
         return max(begun, default=self._first - 1)
 
     def _mark_claims(self) -> None:
-        """Replaces the claims in `_parts`, which `next_state` sends other origins, by this origin's present claims."""
         for part in self._parts.values():
             part.claimed.masks.clear()
         for claim in self._claims:
@@ -279,10 +269,6 @@ class EpochShares:
                 self._part(claim.epoch).claimed.add(claim.number)
 
     def _encode(self, limit: int | None) -> tuple[int, ...]:
-        """Encodes this origin's state as at most `limit` integers, for the other origins.
-
-        With limit None, encodes for a checkpoint: all microbatches done and all tallies, nothing in flight or claimed.
-        """
         parts = {epoch: part for epoch, part in self._parts.items() if not part.is_empty()}
         tallies = dict(reversed(list(self._tallies.items())))  # the newest first: a limit leaves out the oldest
         if limit is None:
@@ -294,11 +280,6 @@ class EpochShares:
         return write_state(state, self._layout, self._rows_id, limit)
 
     def _learn(self, state: EpochState) -> None:
-        """Adds the microbatches and epochs that are done in `state`, and those of its tallies that are higher.
-
-        Leaves this session's own tally as it is. Forgets the tallies beyond KEPT_TALLIES that changed least recently,
-        and the parts of epochs that are complete now.
-        """
         for session, tally in reversed(list(state.tallies.items())):
             if session != self._session and self._tallies.get(session, Tally()) < tally:
                 self._tallies.pop(session, None)
@@ -312,7 +293,6 @@ class EpochShares:
         self._close_epochs()
 
     def _close_epochs(self) -> None:
-        """Advances `_first` past the epochs that are complete, and forgets the parts of all epochs before it."""
         while (part := self._parts.get(self._first)) is not None and part.done.is_complete():
             self._first += 1
         for past in [epoch for epoch in self._parts if epoch < self._first]:
@@ -320,11 +300,9 @@ class EpochShares:
             self._last_claimed.pop(past, None)
 
     def _part(self, epoch: int) -> EpochPart:
-        """Returns what is known of an epoch that is not complete; adds an empty part to `_parts` if nothing is."""
         return self._parts.setdefault(epoch, EpochPart.empty(self._layout))
 
     def _end_flight(self, number: int) -> None:
-        """Removes a microbatch from those in flight, and from its epoch's opened ones. ValueError if not in flight."""
         if number not in self._in_flight:
             raise ValueError(f"microbatch {number} was not taken")
         self._in_flight.remove(number)
@@ -333,18 +311,9 @@ class EpochShares:
             self._parts[epoch].opened.discard(place)
 
     def _claims_ahead(self, origins: int) -> int:
-        """Returns how many microbatches to claim ahead: what this origin opens in ANNOUNCE_INTERVALS, rounded up.
-
-        At most half of an equal share of an epoch for each of the live `origins`, but at least 1.
-        """
         return max(1, min(math.ceil(ANNOUNCE_INTERVALS * self._pace), self.count // (2 * origins)))
 
     def _may_keep(self, claim: _Claim, others: HeldByOthers) -> bool:
-        """Returns whether this origin should keep a claim.
-
-        It should not if the microbatch is done, another live origin has opened it, or another live origin has claimed
-        it, too, and takes precedence in its block.
-        """
         if claim.epoch < self._first or claim.number in self._part(claim.epoch).done:
             return False
         block = claim.number // self._layout.size
@@ -359,21 +328,13 @@ class EpochShares:
         return True
 
     def _may_open(self, claim: _Claim, live: frozenset[str]) -> bool:
-        """Returns whether a claim may be opened now.
-
-        It may if ANNOUNCE_INTERVALS calls of `next_state` have announced it, or if this origin has the lowest hash of
-        the origins `live` for its block.
-        """
         if claim.calls_before + ANNOUNCE_INTERVALS <= self._state_calls:
             return True
         return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
 
     def _find_free(self, others: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
-        """Returns a claim of the next free microbatch of the oldest epoch that has one; None if no epoch has one.
-
-        Remembers its number in `_last_claimed`; the caller must add the claim to `_claims`. own_blocks: looks only in
-        blocks where this origin has the lowest hash and no other works, so that the claim may be opened now.
-        """
+        # Remembers its number in `_last_claimed`; the caller must add the claim to `_claims`. own_blocks: looks only in
+        # blocks where this origin has the lowest hash and no other works, so that the claim may be opened now.
         for epoch in range(self._first, self._first + open_epochs(self._layout)):
             number = self._find_free_in(epoch, others, own_blocks)
             if number is not None:
@@ -382,10 +343,6 @@ class EpochShares:
         return None
 
     def _find_free_in(self, epoch: int, others: HeldByOthers, own_blocks: bool) -> int | None:
-        """Returns the number in its epoch of the free microbatch to claim next there (see next_free); None if none.
-
-        Free: not done, and not opened or claimed by this origin or `others`. own_blocks: see _find_free.
-        """
         part = self._part(epoch)
         held, workers = others.of_epoch(epoch)
         taken = MicrobatchSet(self._layout)

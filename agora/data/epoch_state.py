@@ -1,7 +1,6 @@
 """What an origin sends others about the epochs in progress, and keeps for a restart, written as integers.
 
-Also the counts that follow from this state. Deterministic. Knows: how the state is written and read. Must not know:
-what is decided from the state, which origin sends it.
+Also the counts that follow from this state. Deterministic.
 
 | the integers, each 0 to 2^63 - 1 | how many |
 |---|---|
@@ -30,18 +29,17 @@ from agora.data.microbatch_sets import BlockLayout, MicrobatchSet, NumberRange, 
 
 FORMAT: Final = 1
 MAX_INT: Final = 2**63 - 1
+# The highest first incomplete epoch that is plausible of another origin; an origin's own count may go beyond it.
 MAX_EPOCH: Final = 2**32
-"""The highest first incomplete epoch that is plausible of another origin; an origin's own count may go beyond it."""
+# Maximum number of microbatches or samples of one session that a message may state; sums of them fit into MAX_INT.
 MAX_TALLY: Final = 2**48
-"""Maximum number of microbatches or samples of one session that a message may state; sums of them fit into MAX_INT."""
 MAX_STATE_INTS: Final = 1024
-MAX_TALLIES: Final = 64
-"""Maximum number of tallies in a message."""
+MAX_TALLIES: Final = 64  # maximum number of tallies in a message
+# Maximum number of tallies in memory and in a snapshot; of more, those that changed least recently are forgotten.
 KEPT_TALLIES: Final = 1024
-"""Maximum number of tallies in memory and in a snapshot; of more, those that changed least recently are forgotten."""
 WORD_BITS: Final = 32
+# How many microbatches the epochs in progress should have together, within MAX_OPEN_EPOCHS.
 MIN_OPEN_MICROBATCHES: Final = 256
-"""How many microbatches the epochs in progress should have together, within MAX_OPEN_EPOCHS."""
 MAX_OPEN_EPOCHS: Final = 32
 
 
@@ -83,10 +81,10 @@ class EpochState:
     session: int  # the number of this start of the origin, used by no other start of any origin
     version: int  # grows with each change of the session's state
     first: int  # the first epoch that is not complete
+    # What each session has completed, by the session's number.
     tallies: Mapping[int, Tally] = field(default_factory=dict)
-    """What each session has completed, by the session's number."""
+    # What the origin knows of the epochs that are not complete, by the epoch's number.
     epochs: Mapping[int, EpochPart] = field(default_factory=dict)
-    """What the origin knows of the epochs that are not complete, by the epoch's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +184,6 @@ class DifferentRowsError(ValueError):
 
 
 def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
-    """Encodes one epoch as at most `room` integers, without its last ranges if they do not fit.
-
-    Returns None if `room` is too small for an epoch without any ranges. offset: the epoch's number, counted from the
-    first epoch that is not complete.
-    """
     layout = part.done.layout
     values = [offset, *_full_words(part.done, layout)]
     lists = [part.opened, part.claimed, part.done]
@@ -206,7 +199,6 @@ def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
 
 
 def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
-    """Decodes one epoch as _write_epoch wrote it; the caller has read the offset. Raises ValueError if malformed."""
     part = EpochPart.empty(layout)
     for first in range(0, layout.blocks, WORD_BITS):
         word = reader.take()
@@ -225,16 +217,11 @@ def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
 
 
 def _full_words(done: MicrobatchSet, layout: BlockLayout) -> list[int]:
-    """Returns a bitmap of the completely done blocks, as words of WORD_BITS bits, the first block in the lowest bit."""
     bits = sum(1 << block for block in done.masks if done.is_full(block))
     return [bits >> first & (1 << WORD_BITS) - 1 for first in range(0, layout.blocks, WORD_BITS)]
 
 
 def _gaps(ranges: Iterable[NumberRange]) -> Iterator[NumberRange]:
-    """Yields (gap, length) for each of ascending ranges (first, length).
-
-    gap: how many microbatches lie between the range and the one before; for the first range, before it.
-    """
     end = 0
     for first, length in ranges:
         yield first - end, length
@@ -249,7 +236,6 @@ class _Reader:
         self._at = 0
 
     def take(self) -> int:
-        """Returns the next integer and advances. Raises ValueError unless it is 0 to MAX_INT, or if none is left."""
         if self._at >= len(self._values):
             raise ValueError("the state of the epochs ends too early")
         value = self._values[self._at]
@@ -259,6 +245,5 @@ class _Reader:
         return value
 
     def check_end(self) -> None:
-        """Raises ValueError unless all integers have been read."""
         if self._at != len(self._values):
             raise ValueError("the state of the epochs goes on after its end")

@@ -1,7 +1,4 @@
-"""Decides the order of an epoch's samples: a pure function of seed and epoch, so that peers need not send it.
-
-Knows: how many samples there are. Must not know: what they hold, which origin takes which.
-"""
+"""Decides the order of an epoch's samples: a pure function of seed and epoch, so that peers need not send it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Returns the tokenizer's files of an export: those of the base model's folder with its chat template, or new ones.
-
-Knows: the names of those files, the plain chat template. Must not know: weights, samples, where an export is written.
-"""
+"""Returns the tokenizer's files of an export: those of the base model's folder with its chat template, or new ones."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from agora.data.model_tokenizer import (
 )
 from agora.data.tokenizer import BYTES, TOKENIZER_FILE, tokenizer_files, tokenizer_path
 
+# Files that belong to a model folder's tokenizer.json and are copied with it; any of them may be missing.
 COPIED: Final = (SETTINGS_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)
-"""Files that belong to a model folder's tokenizer.json and are copied with it; any of them may be missing."""
 
 
 def pretrained_tokenizer_files(
@@ -68,16 +65,11 @@ def plain_template(end_of_turn: str) -> str:
 
 
 def _has_template(files: dict[str, bytes]) -> bool:
-    """Returns whether the files have a chat template: in a file of its own, or in tokenizer_config.json."""
     settings: dict[str, Any] = json.loads(files[SETTINGS_FILE])
     return TEMPLATE_FILE in files or bool(settings.get("chat_template"))
 
 
 def _read_content(path: Path) -> bytes:
-    """Returns a file's content. Raises DiskError if it cannot be read, DataError if it is malformed.
-
-    A file called TEMPLATE_FILE must be UTF-8 text that is not empty, any other a JSON object.
-    """
     try:
         content = path.read_bytes()
         is_right = bool(content.decode()) if path.name == TEMPLATE_FILE else isinstance(json.loads(content), dict)

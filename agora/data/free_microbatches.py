@@ -1,7 +1,6 @@
 """Decides which free microbatch of an epoch an origin takes next.
 
-Deterministic. Knows: what is taken, in which blocks other origins work, the origin's order of the blocks. Must not
-know: which origins these are.
+Deterministic.
 """
 
 from __future__ import annotations

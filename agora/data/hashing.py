@@ -1,7 +1,4 @@
-"""Hashes numbers to uniform 64-bit numbers, equal on every machine and with every version of numpy.
-
-Knows: splitmix64, keys from the run's seed, how to split hashes in two. Must not know: what the numbers stand for.
-"""
+"""Hashes numbers to uniform 64-bit numbers, equal on every machine and with every version of numpy."""
 
 from __future__ import annotations
 

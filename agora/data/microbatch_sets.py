@@ -1,8 +1,6 @@
 """Sets of the microbatches of one epoch: as bit masks of blocks in memory, as ranges for messages and files.
 
 Deterministic: a MicrobatchSet changes only itself, and only by the calls to it.
-
-Knows: numbers, bits. Must not know: which origin takes a microbatch, what it holds.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-MAX_BLOCKS: Final = 512
-"""Maximum number of blocks in an epoch."""
+MAX_BLOCKS: Final = 512  # maximum number of blocks in an epoch
 
+# A range of consecutive microbatches: the number of the first one, and how many there are.
 NumberRange = tuple[int, int]
-"""A range of consecutive microbatches: the number of the first one, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,6 @@ def position_of_set_bit(mask: int, index: int) -> int:
 
 
 def _bit_ranges(mask: int) -> Iterator[NumberRange]:
-    """Yields (position of the lowest bit, length) of each maximal sequence of set bits, from the lowest one."""
     start = 0
     while mask:
         skipped = lowest_bit(mask)

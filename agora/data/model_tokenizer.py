@@ -1,6 +1,6 @@
 """Opens the files of a Hugging Face model folder about text: tokenizer, special tokens, chat template, context length.
 
-Knows: the names and keys of those files. Must not know: weights, samples. Nothing in the folder is executed, except the
+Nothing in the folder is executed, except the
 chat template in its sandbox.
 """
 
@@ -26,10 +26,10 @@ MODEL_FILE: Final = "config.json"
 CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
 BYTES_END: Final = "\0"  # ends a turn for the byte tokenizer
 NO_END: Final = "\n"  # ends a turn for a tokenizer without a token for that
+# The date for templates that write it in training: all peers must render the same text, whenever they start.
+#
+# It is the date that Llama 3's own template writes if it is given no clock.
 TRAINING_DATE: Final = datetime(2024, 7, 26)
-"""The date for templates that write it in training: all peers must render the same text, whenever they start.
-
-It is the date that Llama 3's own template writes if it is given no clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,6 @@ class ModelTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256, in hex, of what decides a sample's token ids: tokenizer, template, special tokens, end of turn.
-
-        Other keys of the settings, such as the version of transformers that wrote them, do not change it.
-        """
         parts = ["agora tokenizer 1", self.tokenizer.fingerprint, self.template.fingerprint, self.end_of_turn]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -108,22 +104,15 @@ def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
 def _with_template(
     tokenizer: Tokenizer, source: str | None, special: Mapping[str, str], name: str, longest: int | None, now: datetime
 ) -> ModelTokenizer:
-    """Returns a ModelTokenizer with the chat template of this source, or with PLAIN_TEMPLATE if `source` is None.
-
-    special: special token's name -> text; its "eos_token" becomes the end of turn. longest: the longest context in
-    tokens, or None.
-    """
     kind = "the plain template" if source is None else f"the chat template of {name}"
     template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, now)
     return ModelTokenizer(tokenizer, template, name, kind, special["eos_token"], longest)
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Returns the source of a folder's chat template: chat_template.jinja, otherwise `chat_template` in `settings`.
-
-    settings: the content of tokenizer_config.json; of a list of templates there, the one called "default" is returned.
-    None if there is no template. Raises DataError if it is not text, DiskError if the file cannot be read.
-    """
+    # Returns the source of a folder's chat template: chat_template.jinja, otherwise `chat_template` in `settings`.
+    # settings: the content of tokenizer_config.json; of a list of templates there, the one called "default" is
+    # returned.
     if (folder / TEMPLATE_FILE).is_file():
         return _read_text_file(folder / TEMPLATE_FILE)
     template = settings.get("chat_template")
@@ -136,11 +125,6 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens in `settings`: name such as eos_token -> text.
-
-    settings: the content of the JSON files; a token is a string there, or {"content": string}. Keys that do not end in
-    "_token", and other or empty values, are left out.
-    """
     texts = {
         name: value.get("content") if isinstance(value, Mapping) else value
         for name, value in settings.items()
@@ -150,10 +134,6 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if there is no such file.
-
-    Raises DiskError if the file cannot be read, DataError if it holds anything but one JSON object.
-    """
     if not path.exists():
         return {}
     try:
@@ -166,7 +146,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_text_file(path: Path) -> str:
-    """Returns the content of a text file. Raises DiskError if it cannot be read, DataError if it is not UTF-8."""
     try:
         return path.read_bytes().decode()
     except OSError as error:

@@ -1,6 +1,6 @@
 """Reads the records of a data file one by one: JSON lines, a JSON list, parquet, a `datasets` folder, a text file.
 
-Knows: file formats, and where in the file a record stands. Must not know: what its columns mean. At most one record of
+At most one record of
 a JSON file, or ROWS rows of a table, is in memory.
 """
 
@@ -73,8 +73,8 @@ def unreadable_data(path: Path, error: OSError) -> DiskError:
     return DiskError(f"Cannot read {path} ({error.strerror or error}); correct the path or its permissions.")
 
 
+# Yields the records of a file; its arguments are those of read_records.
 Reader = Callable[[Path, Collection[str] | None], Iterator[RawRecord]]
-"""Yields the records of a file; its arguments are those of read_records."""
 
 
 def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
@@ -101,26 +101,16 @@ def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[R
 
 
 def _describe_json_error(error: Exception) -> str:
-    """Returns why a line is not JSON, in words, with the column if the parser gives one.
-
-    The text of an error that is not the JSON parser's is quoted and cut to 200 characters.
-    """
     return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else repr(str(error)[:200])
 
 
 def _check_record(value: object, where: str) -> RawRecord:
-    """Returns the JSON object `value`, read at `where`, as a record. Raises DataError if it is not an object."""
     if not isinstance(value, dict):
         raise DataError(f"{where} is not a JSON object; {ONE_A_LINE}.")
     return RawRecord(value, where)
 
 
 def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the records of a .json file: the objects of a list or of {"data": [...]}; other content as JSON lines.
-
-    If "data" is the first key, with a list, it must be the only key. One record at a time is in memory. Raises OSError,
-    and DataError with the line for what is malformed, or follows the list. `columns` is ignored.
-    """
     with path.open(encoding="utf-8-sig", newline="") as file:
         scanner = JsonScanner(file, path)
         try:
@@ -136,11 +126,6 @@ def _read_json(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
 
 
 def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
-    """Yields the JSON objects of the list that begins at the scanner's position, each with its line, as records.
-
-    closing: the one character that must follow the list, "" for none; after it the file must end. Raises DataError with
-    the line for anything else.
-    """
     scanner.expect("[")
     while scanner.next_character() != "]":
         where = f"{scanner.path}:{scanner.line}"
@@ -221,25 +206,15 @@ class JsonScanner:
                 return value
 
     def _malformed_error(self, offset: int, reason: str) -> DataError:
-        """Returns the error to raise for malformed JSON, with the line of the fault.
-
-        offset: how many characters after the scanner's position the fault is. reason: the parser's text.
-        """
         line = self.line + self._text.count("\n", self._at, self._at + offset)
         begins = f" in the record that begins at line {self.line}" if line != self.line else ""
         return DataError(f"{self.path}:{line} is not JSON ({reason}{begins}); correct or remove that record.")
 
     def _advance(self, end: int) -> None:
-        """Moves the scanner forward to `end`, an index of the text read so far; adds the lines between to `line`."""
         self.line += self._text.count("\n", self._at, end)
         self._at = end
 
     def _read_more(self) -> bool:
-        """Drops the text before the scanner's position and appends more of the file to the rest; False at its end.
-
-        Reads at least CHUNK characters, and at least as many as remain in memory: so the text read doubles, and a long
-        value is scanned only a few times.
-        """
         piece = self._file.read(max(CHUNK, len(self._text) - self._at))
         self._text = self._text[self._at :] + piece
         self._at = 0
@@ -247,16 +222,11 @@ class JsonScanner:
 
 
 def _end_of_space(text: str, start: int) -> int:
-    """Returns the index of the first character from `start` on that is not JSON's white space; len(text) if none."""
     match = SPACE.match(text, start)
     return match.end() if match else start
 
 
 def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the whole text file as one record with the column "text". `columns` is ignored.
-
-    Raises OSError, and DataError if it is not UTF-8 or longer than LONGEST_RECORD bytes.
-    """
     with path.open("rb") as file:
         content = file.read(LONGEST_RECORD + 1)
     if len(content) > LONGEST_RECORD:
@@ -269,10 +239,6 @@ def _read_text(path: Path, columns: Collection[str] | None) -> Iterator[RawRecor
 
 
 def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the rows of a parquet file, ROWS at a time in memory, with those of `columns` that it has (None: all).
-
-    Raises DataError if it cannot be read as a table, LocalError without pyarrow.
-    """
     pyarrow = import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
@@ -283,11 +249,6 @@ def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[RawRe
 
 
 def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterator[RawRecord]:
-    """Yields the rows of a folder that `Dataset.save_to_disk` of the package datasets has written, file by file.
-
-    Rows are numbered through all files. columns: which columns to read, None for all. Raises DataError for another
-    folder or a damaged table, LocalError without pyarrow.
-    """
     pyarrow = import_pyarrow(path)
     rows_before = 0
     for file in _arrow_files(path):
@@ -303,11 +264,6 @@ def _read_datasets_folder(path: Path, columns: Collection[str] | None) -> Iterat
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    """Returns the paths of the arrow files that the state.json of a `datasets` folder names, in its order.
-
-    Raises DataError for a folder of several splits, for one that is not a `datasets` folder, and for a malformed
-    state.json. The files need not exist.
-    """
     if (folder / SPLITS_FILE).is_file():
         splits = sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}"))
         raise DataError(f"{folder} holds the splits {', '.join(map(repr, splits))}; give the folder of one of them.")
@@ -337,10 +293,6 @@ def import_pyarrow(path: Path) -> Any:
 
 
 def _iter_rows(batches: Iterable[Any], path: Path, rows_before: int = 0) -> Iterator[RawRecord]:
-    """Yields the rows of pyarrow record batches as records, with their row numbers from 1.
-
-    rows_before: how many rows of `path` precede the first batch.
-    """
     number = rows_before
     for batch in batches:
         for fields in batch.to_pylist():
@@ -353,10 +305,10 @@ def unreadable_table(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is not a readable table ({str(error)[:200]!r}); fetch or write it again.")
 
 
+# The function that reads a file, by its suffix.
 READERS: Final[dict[str, Reader]] = {
     ".jsonl": read_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".txt": _read_text,
 }
-"""The function that reads a file, by its suffix."""

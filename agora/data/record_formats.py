@@ -1,7 +1,6 @@
 """Recognises the format of a data file by the columns of its first record, and turns its records into samples.
 
-Knows: the columns of each format, and `--columns`, which maps them to other names. Must not know: files, templates,
-tokens. A new format is a row of FORMATS and the function that reads it.
+A new format is a row of FORMATS and the function that reads it.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class RecordFormat:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the format's columns, required ones first."""
         return self.required + self.optional
 
 
@@ -156,10 +154,6 @@ def recognise_format(first: RawRecord, mapped: Mapping[str, str], objective: Obj
 
 
 def _present_columns(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
-    """Returns the names of a record's columns that are not null; for a mapped column the format's name, not the file's.
-
-    mapped: format's column -> file's column. All of them count as present.
-    """
     own = {column for column, value in first.fields.items() if value is not None}
     return (own - set(mapped.values())) | set(mapped)
 
@@ -167,11 +161,6 @@ def _present_columns(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
 def _unknown_format_error(
     first: RawRecord, present: set[str], mapped: Mapping[str, str], objective: Objective | None
 ) -> DataError:
-    """Returns the error to raise when no format fits: it names the missing columns of the format that fits best.
-
-    That is the one with the greatest fraction of its required columns present. If no format has all mapped columns, or
-    not one required column is present, the error states that instead. present: what _present_columns returned.
-    """
     candidates = [kind for kind in FORMATS if set(mapped) <= set(kind.columns)]
     if mapped and not candidates:
         return DataError(
@@ -197,10 +186,6 @@ def _unknown_format_error(
 
 
 def _other_objective_error(first: RawRecord, kind: RecordFormat, objective: Objective | None) -> DataError:
-    """Returns the error to raise when a file's format, `kind`, does not serve the objective.
-
-    The text advises the format's default objective and, as an alternative, another file or --columns.
-    """
     other = (
         "or learn the better answers alone with --columns prompt=prompt,completion=chosen"
         if kind.name == "preference"
@@ -215,52 +200,31 @@ def _other_objective_error(first: RawRecord, kind: RecordFormat, objective: Obje
 
 
 def _quote_names(names: Mapping[str, Any]) -> str:
-    """Returns the first SHOWN_COLUMNS names, joined by commas, then "..." if there are more; "none" without any.
-
-    Each is quoted with escapes, because a file's text must not control a terminal, and cut to 60 characters.
-    """
+    # Each is quoted with escapes, because a file's text must not control a terminal, and cut to 60 characters.
     shown = [f"{name!r:.60}" for name in list(names)[:SHOWN_COLUMNS]]
     return ", ".join(shown + (["..."] if len(names) > SHOWN_COLUMNS else [])) or "none"
 
 
 def _make_conversation(messages: Sequence[ChatMessage], row: FormatRow, prompt_messages: int = 0) -> Conversation:
-    """Returns a conversation of these messages and the record's tools. Raises DataError if the roles' order is wrong.
-
-    prompt_messages: how many messages at the beginning are not supervised.
-    """
     check_order(messages, row.where)
     return Conversation(tuple(messages), prompt_messages, row.tools())
 
 
 def _with_system(messages: Sequence[ChatMessage], row: FormatRow) -> list[ChatMessage]:
-    """Returns the messages, preceded by a system message with the text of the optional column `system`.
-
-    Only the messages are returned if the column is missing, null or "", or the first is a system message already.
-    """
     system = row.text("system")
     nothing_to_add = not system or (len(messages) > 0 and messages[0].role == "system")
     return list(messages) if nothing_to_add else [ChatMessage("system", system), *messages]
 
 
 def _read_chat(row: FormatRow) -> Sample:
-    """Returns the conversation in `messages`: a list of {role, content}. Raises DataError if it is malformed."""
     return _make_conversation(row.messages("messages"), row)
 
 
 def _read_sharegpt(row: FormatRow) -> Sample:
-    """Returns the conversation in `conversations`: a list of {from, value}. Raises DataError if it is malformed.
-
-    The text of the optional column `system` becomes the first message, unless that is a system message already.
-    """
     return _make_conversation(_with_system(row.messages("conversations"), row), row)
 
 
 def _read_alpaca(row: FormatRow) -> Sample:
-    """Returns a conversation: `system`, the [question, answer] pairs in `history`, then a question and `output`.
-
-    The question is `instruction` and `input`, joined by a newline; `system`, `history` and `input` are optional. The
-    answers in the history are supervised, too. Raises DataError for a malformed column or pair.
-    """
     history = row.values.get("history") or []
     turns: list[ChatMessage] = []
     for number, pair in enumerate(history if isinstance(history, list) else [history], 1):
@@ -275,29 +239,16 @@ def _read_alpaca(row: FormatRow) -> Sample:
 
 
 def _read_completion(row: FormatRow) -> Sample:
-    """Returns `prompt` with the answer `completion`: a Completion if both are texts, otherwise a Conversation.
-
-    See _read_answer for lists of messages. Raises DataError if no answer follows the prompt, or for malformed messages.
-    """
+    # Returns `prompt` with the answer `completion`: a Completion if both are texts, otherwise a Conversation.
     return _read_answer(row, "completion")
 
 
 def _read_preference(row: FormatRow) -> Sample:
-    """Returns the preference in `prompt`, `chosen` and `rejected`: the prompt with the one and with the other answer.
-
-    _read_answer reads each side. Raises DataError for a side without an answer or with malformed messages, and if the
-    sides are equal or one is text and one messages.
-    """
     return _make_preference(row, _read_answer(row, "chosen"), _read_answer(row, "rejected"))
 
 
 def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
-    """Returns the prompt with the answer in `column`: a Completion if both are texts, otherwise a Conversation.
-
-    In a conversation, a text becomes one message (of the user, of the assistant), and the prompt is not supervised. If
-    an answer in messages repeats the prompt at its beginning, the repetition is dropped. Raises DataError if no answer
-    follows the prompt, or for malformed messages.
-    """
+    # Returns the prompt with the answer in `column`: a Completion if both are texts, otherwise a Conversation.
     prompt, answer = (
         value if isinstance(value := row.values[name], list | Mapping) else row.text(name)
         for name in ("prompt", column)
@@ -314,11 +265,7 @@ def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
 
 
 def _read_implicit_preference(row: FormatRow) -> Sample:
-    """Returns the preference in `chosen` and `rejected` without a column `prompt`: their common prefix is the prompt.
-
-    The prefix of two texts is cut to whole words. The prefix of two lists of messages is whole messages, and never
-    reaches the last message of either list. Raises DataError if the prefix is empty, or for malformed columns.
-    """
+    # The prefix of two lists of messages is whole messages, and never reaches the last message of either list.
     chosen, rejected = row.values["chosen"], row.values["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         prompt = _common_words(row.text("chosen"), row.text("rejected"))
@@ -336,23 +283,19 @@ def _read_implicit_preference(row: FormatRow) -> Sample:
 
 
 def _common_words(first: str, second: str) -> str:
-    """Returns the common prefix of two texts, cut before its last white space character, so that no word is cut.
-
-    "" if the common prefix has no white space.
-    """
+    # Returns the common prefix of two texts, cut before its last white space character, so that no word is cut. "" if
+    # the common prefix has no white space.
     shared = first[: _common_prefix_length(first, second)]
     end = next((index for index in range(len(shared) - 1, -1, -1) if shared[index].isspace()), 0)
     return shared[:end]
 
 
 def _common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _no_shared_prompt_error(row: FormatRow) -> DataError:
-    """Returns the error to raise when `chosen` and `rejected` begin with no common prompt."""
     return DataError(
         f"{row.where}: chosen and rejected do not begin with the same prompt; add a column 'prompt', or name it with "
         "--columns prompt=NAME."
@@ -362,7 +305,6 @@ def _no_shared_prompt_error(row: FormatRow) -> DataError:
 def _make_preference(
     row: FormatRow, chosen: Completion | Conversation, rejected: Completion | Conversation
 ) -> Preference:
-    """Returns a preference of the two sides. Raises DataError if they are equal, or one is text and one messages."""
     if chosen == rejected:
         raise DataError(f"{row.where}: chosen and rejected are equal, which says nothing; remove the record.")
     if type(chosen) is not type(rejected):
@@ -370,6 +312,7 @@ def _make_preference(
     return Preference(chosen, rejected)
 
 
+# The formats, in the order in which they are tried: those with the most specific columns come first.
 FORMATS: Final = (
     RecordFormat("preference", ("prompt", "chosen", "rejected"), _read_preference, ("dpo",), ("tools",)),
     RecordFormat("implicit preference", ("chosen", "rejected"), _read_implicit_preference, ("dpo",), ("tools",)),
@@ -379,4 +322,3 @@ FORMATS: Final = (
     RecordFormat("Alpaca", ("instruction", "output"), _read_alpaca, optional=("input", "system", "history")),
     RecordFormat("text", ("text",), lambda row: PlainText(row.text("text")), ("lm", "sft")),
 )
-"""The formats, in the order in which they are tried: those with the most specific columns come first."""

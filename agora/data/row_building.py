@@ -1,7 +1,5 @@
 """Packs tokenised samples into training rows, chunk by chunk, and holds some samples out for evaluation.
 
-Knows: sequences of tokens, rows, marks (see "Marks" in protocol/SPEC.md). Must not know: files, text, epochs.
-
 A row has s + 1 positions, for s inputs and the s targets after them. Each is stored as one value, 4 * id + marks.
 
 | objective | a row holds | a sample is left out when |
@@ -35,12 +33,11 @@ from agora.data.sequence_packing import assign_rows, fill_rows
 from agora.data.supervision import TokenSample, TokenSequence
 from agora.data.tokenizer import Ids, token_dtype
 
-MARK_BITS: Final = 2
-"""The lowest bits of a stored value, which are the marks of its token."""
+MARK_BITS: Final = 2  # the lowest bits of a stored value, which are the marks of its token
 CHUNK_TOKENS: Final = 1 << 21  # minimum number of tokens in a chunk, except the last
 CHUNK_ROWS: Final = 64  # minimum number of rows that a chunk's tokens could fill, except the last
+# Domain separator ("samplesp") of the hash that chooses held-out samples: other hashes do not depend on it.
 SPLIT_KEY: Final = 0x73616D706C657370
-"""Domain separator ("samplesp") of the hash that chooses held-out samples: other hashes do not depend on it."""
 
 _NO_OFFSETS: Final = np.zeros((0, 2), np.int32)
 
@@ -49,8 +46,8 @@ _NO_OFFSETS: Final = np.zeros((0, 2), np.int32)
 class RowSummary:
     """Counts of the rows made from a data file, and the fingerprint of those rows. A preference pair is one sample."""
 
+    # For each chunk, in stored order, how many training rows and how many held-out rows it has.
     chunks: tuple[tuple[int, int], ...]
-    """For each chunk, in stored order, how many training rows and how many held-out rows it has."""
     fingerprint: str  # SHA-256 over all training rows, in hex, equal for peers that train on the same rows
     samples: int  # all samples of the file
     heldout: int  # samples in held-out rows
@@ -61,17 +58,14 @@ class RowSummary:
 
     @property
     def rows(self) -> int:
-        """The number of training rows."""
         return sum(training for training, _ in self.chunks)
 
     @property
     def heldout_rows(self) -> int:
-        """The number of held-out rows."""
         return sum(heldout for _, heldout in self.chunks)
 
     @property
     def trained(self) -> int:
-        """The number of samples in the training rows: all but the held-out ones and those left out."""
         return self.samples - self.heldout - self.left_out
 
     def to_details(self) -> dict[str, Any]:
@@ -158,12 +152,6 @@ class RowBuilder:
         )
 
     def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:
-        """Yields the samples, without their text, in chunks of CHUNK_TOKENS tokens, or CHUNK_ROWS rows if that is more.
-
-        A chunk ends with the sample that reaches this size; the last chunk may be smaller. Leaves out a sample if one
-        of its sequences has no supervised token. Adds all samples, the truncated ones, and those left out to the
-        summary's counters.
-        """
         limit = max(CHUNK_TOKENS, CHUNK_ROWS * (self._context + 1))
         chunk = _SampleChunk([], [])
         tokens = 0
@@ -184,11 +172,8 @@ class RowBuilder:
             yield chunk
 
     def _split(self, chunk: _SampleChunk) -> tuple[list[TokenSample], list[TokenSample]]:
-        """Splits a chunk into its training samples and its held-out ones; about the fraction `heldout` is held out.
-
-        If `heldout` is above 0 and the first chunk has at least two samples, it gets samples of both kinds, so that a
-        short file has both.
-        """
+        # If `heldout` is above 0 and the first chunk has at least two samples, it gets samples of both kinds, so that a
+        # short file has both.
         if not self._heldout:
             return chunk.samples, []
         hashes = mix(np.array(chunk.numbers, np.uint64), self._split_key)
@@ -198,11 +183,6 @@ class RowBuilder:
         return list(itertools.compress(chunk.samples, ~is_held)), list(itertools.compress(chunk.samples, is_held))
 
     def _pack(self, samples: Sequence[TokenSample]) -> Ids:
-        """Packs samples into rows and returns the rows as stored, [rows, s + 1]; records how many samples each has.
-
-        For dpo, each sequence gets a row of its own; the chosen row counts 1 sample, the rejected one 0. Raises
-        DataError for a token id outside of the vocabulary.
-        """
         places = self._context + 1
         sequences = [part for sample in samples for part in sample]
         if self._is_packed:
@@ -224,7 +204,6 @@ class RowBuilder:
         return values
 
     def _check_enough(self) -> None:
-        """Raises DataError if fewer samples were kept than training needs: 1, or 2 if some are to be held out."""
         kept = self._samples - self._left_out
         needed = 2 if self._heldout else 1
         if kept >= needed:
@@ -239,14 +218,10 @@ class RowBuilder:
 
 
 def _without_text(sequence: TokenSequence) -> TokenSequence:
-    """Returns a copy of a sequence with an empty text and no offsets.
-
-    The arrays are copied because slices would keep the truncated tokens in memory.
-    """
+    # The arrays are copied because slices would keep the truncated tokens in memory.
     return TokenSequence(sequence.ids.copy(), sequence.supervised.copy(), _NO_OFFSETS, "", sequence.truncated)
 
 
 def _split_ids_and_marks(rows: Ids) -> NDArray[np.int32]:
-    """Returns stored rows [n, s + 1] as token ids [:, 0] and marks [:, 1]: little-endian int32 [n, 2, s + 1]."""
     values = rows.astype("<i4")
     return np.stack([values >> MARK_BITS, values & (SUPERVISED | BEGINS)], axis=1)

@@ -1,7 +1,4 @@
-"""Opens a data file: recognises its format by the first record, and reads its samples one by one.
-
-Knows: which reader and which format belong together. Must not know: templates, tokens, what is done with the samples.
-"""
+"""Opens a data file: recognises its format by the first record, and reads its samples one by one."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ class SampleFile:
 
     @property
     def used_columns(self) -> dict[str, str]:
-        """Format's column -> file's column, for the columns that the first record has."""
         return {name: column for name, column in self.reader.columns.items() if column in self.present}
 
     def samples(self) -> Iterator[PlacedSample]:

@@ -1,6 +1,6 @@
 """Opens the rows that a run trains on: made from its samples once per machine, and mapped into memory.
 
-Knows: manifest, data file, tokenizer, cache. Must not know: which origin takes which row, models, the pipeline. For
+For
 what a row is and how it is stored, see row_building.py.
 """
 
@@ -33,8 +33,7 @@ FORMAT: Final = "agora rows 1"
 HELDOUT_KEY: Final = 0x68656C646F757473  # goes into the hash that shuffles held-out rows
 PAIR: Final = 2  # rows of a preference pair
 
-MarkedRows = NDArray[np.int32]
-"""The rows of a microbatch, int32 [2, b, s + 1]: token ids [0], and marks [1]."""
+MarkedRows = NDArray[np.int32]  # the rows of a microbatch, int32 [2, b, s + 1]: token ids [0], and marks [1]
 
 
 class SampleRows:
@@ -62,12 +61,10 @@ class SampleRows:
 
     @property
     def items(self) -> int:
-        """The number of training rows; for dpo, of training pairs."""
         return self.summary.rows // self.rows_together
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 over all training rows, in hex: peers with the same fingerprint train on the same rows."""
         return self.summary.fingerprint
 
     def samples_in(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -97,10 +94,6 @@ class SampleRows:
             yield self._gather(batch, 1)
 
     def _stored_rows(self, rows: NDArray[np.int64], side: int) -> NDArray[np.int64]:
-        """Converts row numbers [n] to indices of the stored rows [n]. side: 0 for training rows, 1 for held-out ones.
-
-        Raises ValueError for a number that no row has.
-        """
         total = int(self._ends[-1, side])
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < total:
             raise ValueError(f"a row is not in 0 to {total - 1}")
@@ -109,10 +102,6 @@ class SampleRows:
         return rows + rows_before
 
     def _gather(self, rows: NDArray[np.int64], side: int) -> MarkedRows:
-        """Copies the rows with these numbers [b] out of the mapped file, as token ids and marks, int32 [2, b, s + 1].
-
-        side: 0 for training rows, 1 for held-out ones. Raises ValueError for a number that no row has.
-        """
         values = self._rows[self._stored_rows(rows, side)]
         return np.stack([(values >> MARK_BITS).astype(np.int32), (values & ((1 << MARK_BITS) - 1)).astype(np.int32)])
 
@@ -141,11 +130,6 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
 
 
 def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> None:
-    """Checks the samples' hash, makes the rows of the samples in `path`, and writes rows and summary to the cache.
-
-    Raises DataError if the hash differs from the manifest's, and for malformed or too few samples; DiskError when a
-    file cannot be read or written, LocalError without a package.
-    """
     data = manifest.data
     context = manifest.model.context
     objective = manifest.objective.kind
@@ -159,11 +143,6 @@ def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer:
 
 
 def _signature(manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> str:
-    """Returns the cache key: SHA-256, in hex, of all that the rows depend on.
-
-    That is the paths, sizes and modification times of the data files (not their content), the tokenizer, and fields of
-    the manifest. Raises DiskError or DataError if the files cannot be found.
-    """
     data = manifest.data
     parts: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.tokenizer.vocabulary, TRAINING_DATE.isoformat()]
     parts += [manifest.objective.kind, manifest.model.context, manifest.seed, data.heldout, sorted(data.columns)]

@@ -1,6 +1,6 @@
-"""Decides which tokens a sample of a corpus has: a function of seed and sample id, so that origins need not coordinate.
+"""Decides which tokens a sample of a corpus has: a function of seed and sample id.
 
-Knows: windows, the held-out split, the hash behind both, which numbers were drawn. Must not know: the pipeline.
+So that origins need not coordinate.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from agora.observe.events import DiskTrouble, Report, TaskFailed
 
 Tokens = NDArray[np.int32]
 
+# At most this many windows, evenly spread over the corpus, are hashed to find the held-out ones.
 SCANNED_WINDOWS = 1 << 22
-"""At most this many windows, evenly spread over the corpus, are hashed to find the held-out ones."""
 DRAW_KEY = 0x6472617773616D70  # goes into the hash that draws windows
 SPLIT_KEY = 0x73706C6974776E64  # goes into the hash that chooses held-out windows
 RESERVED_AT_ONCE = 4096  # microbatch numbers that are reserved with one write to the disk
@@ -117,7 +117,6 @@ class Sampler:
             yield self._gather(windows)
 
     def _gather(self, windows: NDArray[np.int64]) -> Tokens:
-        """Copies the tokens of the windows with these numbers [b] out of the corpus, int32 [b, context + 1]."""
         positions = windows[:, None] * self.context + np.arange(self.context + 1)
         tokens: Tokens = self._tokens[positions].astype(np.int32)
         return tokens
@@ -175,10 +174,6 @@ class OriginBatches:
         return map(encode_tokens, self._sampler.heldout_batches(self._microbatch_size, count))
 
     def _reserve(self, end: int) -> None:
-        """Reserves the numbers below `end` by replacing the file's content with `end`; a restart begins there.
-
-        A disk error is reported as DiskTrouble, not raised; the numbers count as reserved anyway.
-        """
         self._reserved = end
         try:
             temporary = self._file.with_suffix(".new")

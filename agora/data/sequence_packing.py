@@ -1,6 +1,6 @@
 """Packs sequences of tokens into rows of one length, with segments and positions that keep them apart in attention.
 
-Knows: lengths, rows. Must not know: text, models. Best-fit decreasing (Johnson et al., SIAM J. Computing 1974): the
+Best-fit decreasing (Johnson et al., SIAM J. Computing 1974): the
 longest sequence first, each into the fullest row that still has room. Nothing is split, and the same lengths give the
 same rows on every machine.
 """

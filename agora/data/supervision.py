@@ -1,7 +1,4 @@
-"""Turns samples into token ids with a mask of the supervised ones, cut to the context.
-
-Knows: which part of a sample is supervised, tokenizers and templates. Must not know: files, packing, models.
-"""
+"""Turns samples into token ids with a mask of the supervised ones, cut to the context."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ class TokenSequence:
 
     ids: NDArray[np.int32]  # [n]
     supervised: NDArray[np.bool_]  # [n]
+    # [n, 2]: the index of the first character of `text` that a token stands for, and the index after its last one.
     offsets: NDArray[np.int32]
-    """[n, 2]: the index of the first character of `text` that a token stands for, and the index after its last one."""
     text: str  # the whole text, also what was truncated
     truncated: int  # how many tokens were cut off at the end
 
@@ -43,8 +40,8 @@ class TokenSequence:
         return ranges
 
 
+# A sample as tokens: one sequence; of a preference two, the chosen and the rejected one.
 TokenSample = tuple[TokenSequence, ...]
-"""A sample as tokens: one sequence; of a preference two, the chosen and the rejected one."""
 
 
 def tokenise(
@@ -70,10 +67,6 @@ def tokenise(
 
 
 def _mark_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, supervise_all: bool) -> list[MarkedText]:
-    """Returns a list with the text of a sample and its supervised ranges; for a preference two: chosen and rejected.
-
-    supervise_all: all of each text is supervised, see _mark_text.
-    """
     match placed.sample:
         case Preference(chosen, rejected):
             sides: Sequence[PlainText | Completion | Conversation] = (chosen, rejected)
@@ -85,12 +78,6 @@ def _mark_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, supervise_al
 def _mark_text(
     sample: PlainText | Completion | Conversation, where: str, tokenizer: ModelTokenizer, *, supervise_all: bool
 ) -> MarkedText:
-    """Returns a sample's text with its supervised ranges; ends of turn are supervised, too.
-
-    Conversations are rendered by the chat template. The end of turn is appended to completions, and to plain text that
-    is not empty. Of a conversation the answers are supervised, of a completion what follows the prompt, of plain text
-    everything. supervise_all: all of any text is supervised, and the tokenizer is to add no special token to it.
-    """
     match sample:
         case Conversation() if supervise_all:
             text = tokenizer.template.render(sample, where)
@@ -110,11 +97,6 @@ def _mark_text(
 def _encode(
     batch: Sequence[Sequence[MarkedText]], tokenizer: ModelTokenizer, context: int | None
 ) -> Iterator[TokenSample]:
-    """Tokenises the texts of a batch of samples and yields each sample's sequences, in order, cut to `context`.
-
-    All texts are tokenised before the first sample is yielded, in two calls: those to which the tokenizer adds special
-    tokens, and those that contain them already.
-    """
     encoded: dict[bool, Iterator[EncodedText]] = {}
     for has_them in (False, True):
         texts = [marked.text for sample in batch for marked in sample if marked.has_special_tokens == has_them]
@@ -126,11 +108,7 @@ def _encode(
 
 
 def _supervise(marked: MarkedText, encoded: EncodedText, context: int | None) -> TokenSequence:
-    """Returns a text's tokens, cut to `context`; those that overlap a supervised range of characters are supervised.
-
-    The first token, and special tokens that the tokenizer added, are never supervised. Tokens that the tokenizer added
-    at the end are dropped: the text already ends with its end of turn.
-    """
+    # The first token, and special tokens that the tokenizer added, are never supervised.
     kept = np.flatnonzero(~encoded.is_added)
     length = int(kept[-1]) + 1 if len(kept) else 0
     cut = length if context is None else min(length, context)

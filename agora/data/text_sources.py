@@ -1,6 +1,5 @@
 """Finds the files that a corpus names, in a fixed order, and reads their documents piece by piece.
 
-Knows: .txt, .jsonl, .parquet, globs, folders, the running Python's standard library. Must not know: tokens, the cache.
 At most one piece of a file is in memory: a document, or a few MB of a long .txt.
 """
 
@@ -24,8 +23,8 @@ STDLIB = "stdlib"
 TEXT_FIELD = "text"
 PIECE_BYTES = 4 << 20  # bytes of a .txt that are read at a time
 
+# Folders of the standard library that are left out: some distributions do not ship them.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-"""Folders of the standard library that are left out: some distributions do not ship them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Piece:
     ends_document: bool
 
 
-Reader = Callable[[Path], Iterator[Piece]]
-"""Yields the text of a file piece by piece, in its order."""
+Reader = Callable[[Path], Iterator[Piece]]  # yields the text of a file piece by piece, in its order
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +84,6 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
 
 
 def _find_source_files(source: str, base: Path) -> list[SourceFile]:
-    """Returns the files of one source (stdlib, a folder, a file or a pattern), sorted by path.
-
-    A folder is searched with its subfolders; files of unknown formats in it are left out. Raises ManifestError for a
-    source without a file, and for a named or globbed file in an unknown format.
-    """
     if source == STDLIB:
         return stdlib_files()
     given = Path(source).expanduser()
@@ -135,17 +128,11 @@ def stdlib_files(root: Path | None = None) -> list[SourceFile]:
 
 
 def _read_source(path: Path) -> Iterator[Piece]:
-    """Yields the whole text of a Python source file as one document; yields nothing when it is not UTF-8."""
     with contextlib.suppress(UnicodeDecodeError):
         yield Piece(path.read_bytes().decode(), True)
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    """Yields a text file as one document, in pieces of about PIECE_BYTES, cut after a line's end where there is one.
-
-    The last piece may be empty; an empty file yields no piece. Raises DataError, with the position, if the file is not
-    UTF-8.
-    """
     rest = ""
     with path.open("rb") as file:
         try:
@@ -166,11 +153,6 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Piece]:
-    """Yields one document per line: the "text" of a JSON object. Blank lines and empty texts are skipped.
-
-    Raises DataError, with the line's number, for a line that is too long, is not a JSON object, or whose "text" is
-    missing or not a string.
-    """
     for record in read_lines(path):
         if TEXT_FIELD not in record.fields:
             raise _missing_text_error(record.where, "field", sorted(map(str, record.fields)))
@@ -179,10 +161,6 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
 
 
 def _missing_text_error(where: str, kind: str, present: Sequence[str]) -> DataError:
-    """Returns the error to raise if "text" is missing, or not a string although it is in `present`.
-
-    kind: "field" or "column". present: the names of fields or columns; the first 20 are shown.
-    """
     if TEXT_FIELD in present:
         return DataError(f"{where} has a {kind} 'text' that is not a string; convert it to one.")
     names = ", ".join(present[:20]) or "none"
@@ -190,10 +168,6 @@ def _missing_text_error(where: str, kind: str, present: Sequence[str]) -> DataEr
 
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
-    """Yields one document per row: its column "text". Nulls and empty texts are skipped.
-
-    Raises LocalError without pyarrow, DataError for an unreadable file or one without a column "text" of strings.
-    """
     pyarrow = import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
@@ -209,5 +183,5 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
         raise unreadable_table(path, error) from error
 
 
+# The function that reads a file, by its suffix. Another format is another entry.
 READERS: dict[str, Reader] = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-"""The function that reads a file, by its suffix. Another format is another entry."""

@@ -2,7 +2,7 @@
 
 `DIGEST.tokens` has the ids as little-endian unsigned integers. Its name is the SHA-256 of their dtype and the ids, so
 equal ids share a file. `index/SIGNATURE.json` has the digest, the CRC-32 of each block of BLOCK_BYTES, and details that
-the writer has added. Knows: bytes, files, folders. Must not know: text, tokenizers.
+the writer has added.
 """
 
 from __future__ import annotations
@@ -141,16 +141,11 @@ class CachedTokens:
 
 
 def _crc32_of(details: object) -> int:
-    """Returns the CRC-32 of the details' JSON text, in which keys are sorted."""
     return zlib.crc32(json.dumps(details, sort_keys=True).encode())
 
 
 @contextlib.contextmanager
 def _open_unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
-    """Context manager: creates `folder` if missing and yields a new file in it, open for reading and writing.
-
-    At the end of the block, deletes the file unless `_publish` has renamed it, and closes it.
-    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=BUILDING, dir=folder, delete=False) as file:
         try:
@@ -161,7 +156,6 @@ def _open_unfinished_file(folder: Path) -> Iterator[IO[bytes]]:
 
 
 def _publish(file: IO[bytes], path: Path) -> None:
-    """Flushes an unfinished file to disk (fsync), renames it to `path`, and flushes the folder. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
@@ -170,7 +164,6 @@ def _publish(file: IO[bytes], path: Path) -> None:
 
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Context manager: turns an OSError in the block into a DiskError that names `folder` and says what to do."""
     try:
         yield
     except OSError as error:

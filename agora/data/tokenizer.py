@@ -1,6 +1,6 @@
-"""Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package; exports both to transformers.
+"""Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package.
 
-Knows: which text an id stands for, and which ids end a document. Must not know: files of text, batches, models.
+Exports both to transformers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 from agora_protocol.errors import DiskError, LocalError, ManifestError
 from numpy.typing import NDArray
 
-Ids = NDArray[np.unsignedinteger[Any]]
-"""Token ids [n] in the narrowest dtype that holds them, see token_dtype."""
+Ids = NDArray[np.unsignedinteger[Any]]  # token ids [n] in the narrowest dtype that holds them, see token_dtype
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -134,9 +133,9 @@ class JsonTokenizer:
         return str(self._tokenizer.decode(list(ids)))
 
 
+# vocabulary: every id is below this number. separator: the ids that end each document. fingerprint: a text that differs
+# if two tokenizers may give different ids.
 Tokenizer = ByteTokenizer | JsonTokenizer
-"""vocabulary: every id is below this number. separator: the ids that end each document. fingerprint: a text that
-differs if two tokenizers may give different ids."""
 
 
 def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
@@ -168,11 +167,6 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    """Makes a tokenizers.Tokenizer of a tokenizer file's content, with truncation, padding and `trim_offsets` off.
-
-    Without trim_offsets a token's offsets include its white space. path: the file's name, for errors. Raises
-    ManifestError if the content is not a tokenizer file, LocalError without the package `tokenizers`.
-    """
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError as error:
@@ -192,10 +186,6 @@ def _parse(content: bytes, path: Path) -> Any:
 
 
 def _keep_space_in_offsets(rule: Any) -> None:
-    """Sets trim_offsets to false, in place, in a post-processor's JSON and those nested in it; ids stay the same.
-
-    Then a token's offsets include its white space. rule: anything but an object is left as it is.
-    """
     if isinstance(rule, dict):
         if "trim_offsets" in rule:
             rule["trim_offsets"] = False
@@ -204,7 +194,6 @@ def _keep_space_in_offsets(rule: Any) -> None:
 
 
 def _encode_bytes(text: str) -> EncodedText:
-    """Returns the UTF-8 bytes of a text as tokens; each byte's offsets are (i, i + 1) for its character i."""
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
@@ -278,5 +267,4 @@ def byte_tokenizer_json() -> dict[str, Any]:
 
 
 def _json_content(value: dict[str, Any]) -> bytes:
-    """Returns `value` as the content of a JSON file: indented, in UTF-8, with a newline at the end."""
     return json.dumps(value, indent=2).encode() + b"\n"

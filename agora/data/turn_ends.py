@@ -1,7 +1,4 @@
-"""Finds the tokens with which a model that was trained on samples ends its turn, so that generation can stop there.
-
-Knows: chat templates, tokenizers. Must not know: models, files of an export.
-"""
+"""Finds the tokens with which a model that was trained on samples ends its turn, so that generation can stop there."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from agora.data.model_tokenizer import ModelTokenizer
 from agora.data.tokenizer import JsonTokenizer
 
 QUESTION, ANSWER = "Hello", "Good morning"
+# A conversation to render, to see with which text a template ends an answer.
 PROBE: Final = Conversation((ChatMessage("user", QUESTION), ChatMessage("assistant", ANSWER)))
-"""A conversation to render, to see with which text a template ends an answer."""
 
 
 def turn_end_ids(tokenizer: ModelTokenizer) -> tuple[int, ...]:
@@ -42,10 +39,6 @@ def stop_token_id(tokenizer: ModelTokenizer, text: str) -> int | None:
 
 
 def _turn_ends(tokenizer: ModelTokenizer) -> Iterator[str]:
-    """Yields the supervised text that follows an answer in a conversation, then the text that follows a completion.
-
-    The first one is found by rendering PROBE; it is left out if the template refuses PROBE or supervises nothing of it.
-    """
     try:
         marked = tokenizer.template.mark(PROBE, "an example conversation")
         for start, end in marked.ranges[-1:]:
