@@ -1,7 +1,6 @@
 """Decides how much each consumer may use of what this peer shares: work per second, slots, bytes. Deterministic.
 
-Knows: consumers (a peer and the address prefix that it comes from), counts and amounts. Must not know: what is shared,
-clocks (`now` is an argument), sockets. A consumer's prefix matters because anyone can create as many peer ids as they
+A consumer's prefix matters because anyone can create as many peer ids as they
 like, but not as many networks.
 
 | shared | rule | function |
@@ -20,10 +19,9 @@ from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 
+# Maximum number of consumers whose buckets are remembered; the one that asked longest ago is forgotten first.
 MAX_CONSUMERS: Final = 16_384
-"""Maximum number of consumers whose buckets are remembered; the one that asked longest ago is forgotten first."""
-FREE_FRACTION: Final = 0.5
-"""The fraction of a capacity that any consumer may take, whichever consumers have the rest."""
+FREE_FRACTION: Final = 0.5  # the fraction of a capacity that any consumer may take, whichever consumers have the rest
 
 
 class Consumer(NamedTuple):
