@@ -1,7 +1,5 @@
 """The metrics of an objective: the sums in a microbatch's answer, their bounds, and the means that are made from them.
 
-Knows: names, sums. Must not know: logits, messages, where the sums are added up.
-
 | objective | sums of a microbatch                                                           | metrics             |
 |-----------|--------------------------------------------------------------------------------|---------------------|
 | lm        | none                                                                           | none                |
@@ -17,16 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+# The names of the metrics, by the manifest's `objective.kind`, in the order in which a progress record has them.
 METRIC_NAMES: Final = {
     "lm": (),
     "sft": ("token_accuracy",),
     "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
 }
-"""The names of the metrics, by the manifest's `objective.kind`, in the order in which a progress record has them."""
 
 
-MAX_REWARD: Final = 1e12
-"""The largest absolute value that a microbatch's sum of rewards may have."""
+MAX_REWARD: Final = 1e12  # the largest absolute value that a microbatch's sum of rewards may have
 
 
 def are_plausible(kind: str, sums: Sequence[float], tokens: int, rows: int) -> bool:
