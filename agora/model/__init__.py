@@ -1,7 +1,4 @@
-"""Stages as torch modules, and which families there are.
-
-Knows: families, layers, initial weights. Must not know: peers, streams, optimizers.
-"""
+"""Stages as torch modules, and which families there are."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,8 +13,8 @@ from agora.model.subspace_family import SubspaceFamily
 
 __all__ = ["FAMILIES", "Family", "RunLayer", "Stage", "family_of", "keep_graph", "stage_loss"]
 
+# The value of [model] family -> the class that is called with the model section.
 FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": HfFamily}
-"""The value of [model] family -> the class that is called with the model section."""
 
 
 def family_of(model: ModelSection) -> Family:

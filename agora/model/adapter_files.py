@@ -1,7 +1,6 @@
 """The files of a LoRA adapter as peft reads them: adapter_config.json, and the names in adapter_model.safetensors.
 
 Also finds which matrices belong to which weight, and the factor with which their product is added to that weight.
-Knows: peft's keys and names. Must not know: the package peft, layers, where files are written.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The files are the model's own, or those of tensors that were fetched from peers (state.tensor_store), or some of each.
 Also lists the weights files of a folder, for writing a manifest. The header of each file lists the file's tensors; only
 the files with wanted tensors are hashed and read, so a peer needs only the shards of its own span. The index file,
-which no hash in the manifest covers, is read only for writing a manifest. Knows: safetensors files, names, shapes,
-hashes. Must not know: layers, families, peers.
+which no hash in the manifest covers, is read only for writing a manifest.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from agora.state.tensor_store import TensorStore
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION: Final = "generation_config.json"
 MAX_INDEX_BYTES: Final = 64 * 2**20
-READABLE: Final = ("F32", "BF16", "F16")
-"""The dtypes, as safetensors calls them, that become float32 without a loss."""
+READABLE: Final = ("F32", "BF16", "F16")  # the dtypes, as safetensors calls them, that become float32 without a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ class StoredTensor:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the values can be converted to float32 without a loss: the dtype is one of READABLE."""
         return self.dtype in READABLE
 
 
@@ -117,10 +114,6 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path, max_bytes: int) -> str:
-    """Returns the text of a file of at most `max_bytes` bytes.
-
-    Raises BaseModelError when it is longer, cannot be read, or is not UTF-8.
-    """
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -261,16 +254,12 @@ def file_hash(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _hash_content(path: Path, size: int, changed_ns: int, inode: int) -> str:
-    """Returns the SHA-256 of a file's content in hex, and caches the result for these arguments. Raises OSError.
-
-    size, changed_ns, inode: not used but as the cache's key, so that a changed file is hashed again.
-    """
+    # Raises OSError. size, changed_ns, inode: not used but as the cache's key, so that a changed file is hashed again.
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_hash(path: Path, digest: str) -> None:
-    """Raises BaseModelError unless the file's SHA-256 is `digest` (hex). See file_hash, which caches."""
     if (found := file_hash(path)) != digest:
         raise BaseModelError(
             f"{path} has the SHA-256 {found[:16]}..., and the manifest says {digest[:16]}...; {DOWNLOAD_AGAIN}."
@@ -287,10 +276,6 @@ def require_folder(folder: Path | None) -> Path:
 
 
 def _explain_missing(folder: Path, tensor: str, absent: Sequence[str]) -> str:
-    """Returns the error text for a tensor that no present file has. absent: names of the missing weights files.
-
-    If there are any, the text names the first of them, which need not be the one with the tensor.
-    """
     if not absent:
         return (
             f"No weights file in {folder} has the tensor {tensor}, which the manifest's config needs; whoever wrote "

@@ -1,7 +1,4 @@
-"""Finds which tensors of the base model the stages of a span need, before any of these stages is built.
-
-Knows: the hf family. Must not know: files, peers.
-"""
+"""Finds which tensors of the base model the stages of a span need, before any of these stages is built."""
 
 from __future__ import annotations
 

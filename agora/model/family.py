@@ -1,7 +1,6 @@
 """The interface of a model family and of its stages, the initial weights of stages, and the loss after the last one.
 
-Layers are numbered over the whole model; a stage is a range of them. Knows: what enters and leaves a stage, tensors'
-names and shapes. Must not know: how a family computes, peers, what is in files.
+Layers are numbered over the whole model; a stage is a range of them.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ from agora.plan.cost_of_run import min_memory
 from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 
-IGNORED: Final = -1
-"""The target of a token that is not supervised."""
+IGNORED: Final = -1  # the target of a token that is not supervised
+# Called with a layer, the function that computes the layer, and the layer's input; returns the output. It decides what
+# autograd keeps for the backward: the layer's whole graph, or only the layer's input (recomputation).
 RunLayer = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Called with a layer, the function that computes the layer, and the layer's input; returns the output. It decides what
-autograd keeps for the backward: the layer's whole graph, or only the layer's input (recomputation)."""
-PIECES, PIECE_BITS = 8, 15
-"""An initial value is the sum of PIECES uniform integers of PIECE_BITS bits."""
+PIECES, PIECE_BITS = 8, 15  # an initial value is the sum of PIECES uniform integers of PIECE_BITS bits
 CHUNK = 1 << 22  # values drawn at a time
 
 
@@ -238,7 +235,6 @@ class Family(abc.ABC):
         """
 
     def _allocate_stage(self, layers: range, seed: int) -> Stage:
-        """Returns the stage of `layers` on the CPU: buffers are computed, parameters have undefined values."""
         with torch.device("meta"):
             stage = self.make_stage(layers)
         stage.allocate()

@@ -9,7 +9,7 @@
 Vectors are a thousandth of a model; kept as float32 they need no special case in norms and biases. The residual stream
 is float32 throughout. Products are in the dtype of torch's autocast if that is on, and in float32 if it is off: then a
 matrix is converted to float32 for each product. A CPU without native bf16 therefore never emulates bf16; it computes in
-float32 with weights that were rounded once. Knows: linear layers, dtypes. Must not know: LoRA, files.
+float32 with weights that were rounded once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class Bf16Linear(FrozenLinear, nn.Linear):
         return product
 
     def _keep_matrix(self, values: Tensor) -> None:
-        """Stores the values, rounded to bf16."""
         self.weight = nn.Parameter(values.to(torch.bfloat16), requires_grad=False)
 
 
@@ -83,13 +82,11 @@ class _UpcastProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns x W^T + bias, with W converted to the dtype of x; keeps a reference to W, and not x."""
         ctx.weight = weight
         return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient with respect to x, and None for weight and bias."""
         (gradient,) = gradients
         return gradient @ ctx.weight.to(gradient.dtype), None, None
 
@@ -119,20 +116,12 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _replace_linears(module: nn.Module, frozen_as: FrozenAs) -> None:
-    """Replaces the linear layers in `module`, in place, by frozen ones of the kind `frozen_as`; keeps FrozenLinear.
-
-    Raises TuningMissing without a package.
-    """
     for name, linear in linear_layers(module).items():
         if not isinstance(linear, FrozenLinear):
             module.set_submodule(name, _frozen_like(linear, frozen_as))
 
 
 def _frozen_like(linear: nn.Module, frozen_as: FrozenAs) -> FrozenLinear:
-    """Returns a new frozen layer with the sizes and the bias of `linear`: Nf4Linear for "nf4", else Bf16Linear.
-
-    Its values are not those of `linear`. Raises TuningMissing for "nf4" without bitsandbytes.
-    """
     is_transposed = not isinstance(linear, nn.Linear)
     matrix = linear.get_parameter("weight")
     bias = getattr(linear, "bias", None)

@@ -1,7 +1,4 @@
-"""Continues token ids with a whole model: each next id is drawn from what the model predicts.
-
-Knows: one stage that is the whole model. Must not know: text, files, peers.
-"""
+"""Continues token ids with a whole model: each next id is drawn from what the model predicts."""
 
 from __future__ import annotations
 

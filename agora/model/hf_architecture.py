@@ -2,8 +2,7 @@
 
 transformers is imported when a class of it is needed, never before. Of a config.json, only the keys listed here are
 passed to it: a manifest comes from strangers, and other keys could choose what code runs. Dropout is off, because a
-forward that is repeated for its backward must give the same values. Knows: names of classes and keys. Must not know:
-weights, files.
+forward that is repeated for its backward must give the same values.
 """
 
 from __future__ import annotations
@@ -140,13 +139,10 @@ class HfArchitecture:
         return kind
 
     def _import(self, kind: str) -> Any:
-        """Imports and returns the model type's module in transformers. kind: "modeling" or "configuration".
-
-        Raises TuningMissing if transformers is missing, broken or too old.
-        """
         return import_tuning(f"transformers.models.{self.module}.{kind}_{self.module}")
 
 
+# The model types by `model_type` of config.json.
 ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
     "llama": HfArchitecture("Llama", "llama", "Llama", DECODER_KEYS | {"attention_bias", "mlp_bias"}),
     "mistral": HfArchitecture("Mistral", "mistral", "Mistral", DECODER_KEYS | {"sliding_window"}, windows="all"),
@@ -192,7 +188,6 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
         dropout=NO_GPT2_DROPOUT,
     ),
 }
-"""The model types by `model_type` of config.json."""
 
 
 def architecture_of(model: HfSection) -> HfArchitecture:

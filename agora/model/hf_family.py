@@ -3,8 +3,7 @@
 Either all parameters are trained, or only the LoRA matrices while the others are frozen; only trained parameters are
 counted, averaged and exported. A tied head is untied: the first and the last stage are on different peers, so the head
 begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA both stay as they
-are, so that a merged model is tied as the base model is. Knows: names of tensors, keys of config.json. Must not know:
-where files are, peers.
+are, so that a merged model is tied as the base model is.
 """
 
 from __future__ import annotations
@@ -57,47 +56,23 @@ class HfFamily(Family):
         self._has_lora = model.trained == "lora"
 
     def check_machine(self, base_model: Path | None) -> None:
-        """Raises TuningMissing without a package, BaseModelError without the folder, ManifestError for a wrong config.
-
-        Makes a stage of the first layer on the meta device for that. Does not look into the folder: its files are
-        checked when a stage is built.
-        """
         require_folder(base_model)
         self.parameter_shapes(range(1))
 
     def make_stage(self, layers: range) -> Stage:
-        """Constructs the HfStage of `layers`; the caller must have set the meta device.
-
-        Raises TuningMissing without a package that the stage needs, ManifestError for a wrong config or LoRA target.
-        """
         return HfStage(self._model, layers)
 
     def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
-        """Sets the parameters of `stage` from the base model's files, and LoRA matrices, if any, from the seed.
-
-        Names, shapes and hashes of all tensors are checked before the first value is copied. Raises BaseModelError
-        without the folder, and for tensors that are missing, damaged or not those of the manifest.
-        """
         self._read_files(stage, base_model)
         if self._has_lora:
             for name, parameter in stage.trained_parameters():
                 parameter.copy_(initial_lora_values(seed, name, parameter.shape))
 
     def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
-        """Sets the frozen parameters of `stage` from the base model's files; does nothing in a run without LoRA.
-
-        Raises BaseModelError without the folder, and for tensors that are missing, damaged or not those of the
-        manifest.
-        """
         if self._has_lora:
             self._read_files(stage, base_model)
 
     def _read_files(self, stage: Stage, base_model: Path | None) -> None:
-        """Sets the parameters of `stage` that come from files, in place; one tensor at a time is in memory as float32.
-
-        Raises BaseModelError without the folder, and for tensors that are missing, damaged or not those of the
-        manifest.
-        """
         assert isinstance(stage, HfStage)
         for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
             stage.load(name, values)
@@ -114,10 +89,6 @@ class HfFamily(Family):
         locate_tensors(base_model, [name for name, _ in self._model.weights], wanted_tensors(whole))
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns name and shape under which each trained tensor of `layers` is exported; values are not converted.
-
-        A LoRA matrix gets its name in a peft adapter's file, any other tensor keeps its name. The seed is not used.
-        """
         shapes = self.parameter_shapes(layers)
         named = {name: adapter_tensor_name(name) if self._has_lora else name for name in shapes}
         return [ExportedTensor(name, named[name], shape) for name, shape in shapes.items()]
@@ -125,23 +96,12 @@ class HfFamily(Family):
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns file name -> content: with LoRA only adapter_config.json, otherwise the base model's config.json.
-
-        The config.json gets the export's dtype and an untied head. With turn_ends, a generation_config.json is added
-        that has these ids and the base model's end ids. end_of_text is not used: the base model's config has the ids
-        that end a text.
-        """
+        # Returns file name -> content: with LoRA only adapter_config.json, otherwise the base model's config.json.
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}
         return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}, **self._generation({}, turn_ends)}
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
-        """Returns the tensors of the base model; to those with LoRA, the product of the LoRA matrices will be added.
-
-        Checks all hashes now; values are read and added only when the blocks are read. A tied head is not a tensor of
-        its own. The base weights are read from the files, whatever dtype the stages kept them in. Raises BaseModelError
-        unless the folder has every tensor of the base model, with the right hash.
-        """
         whole_section = self._model.model_copy(update={"trained": "all"})
         with torch.device("meta"):
             whole = HfStage(whole_section, range(self._model.layers))
@@ -152,7 +112,6 @@ class HfFamily(Family):
         return [merged_tensor(name, place, products.get(name)) for name, place in stored.items()]
 
     def _product(self, name_a: str, name_b: str, read_trained: ReadTrained) -> LoraProduct:
-        """Returns the LoraProduct of the matrices with these names in the run; reads them only when it is computed."""
         is_transposed = architecture_of(self._model).is_transposed
         reads = partial(read_trained, name_a), partial(read_trained, name_b)
         return LoraProduct(*reads, lora_scaling(self._model), is_transposed)
@@ -160,20 +119,10 @@ class HfFamily(Family):
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns file name -> content: the base model's config.json with the export's dtype, generation_config.json.
-
-        The generation_config.json is the base model's, with turn_ends put before the ids at which generation stops.
-        Without turn_ends it is left out if the base model has none. Raises BaseModelError if it is malformed.
-        """
         generation = read_generation_config(base_model)
         return {CONFIG: self._base_config(dtype), **self._generation(generation, turn_ends)}
 
     def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
-        """Returns {"generation_config.json": a copy of `values` with `turn_ends` put before its eos_token_id}.
-
-        If `values` has no eos_token_id, the one of config.json follows `turn_ends`. No id is repeated. Without
-        turn_ends the content is `values`; returns {} if `values` is empty.
-        """
         if turn_ends:
             known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))
             ends = known if isinstance(known, list) else [known]
@@ -181,14 +130,9 @@ class HfFamily(Family):
         return {GENERATION: values} if values else {}
 
     def _base_config(self, dtype: str) -> dict[str, Any]:
-        """Returns the content of the base model's config.json, with the export's dtype in place of its own.
-
-        The dtype is written under both keys: "dtype" (transformers 5) and "torch_dtype" (transformers 4).
-        """
         return {**parse_config(self._model.config), "dtype": dtype, "torch_dtype": dtype}
 
     def describe(self) -> ModelDescription:
-        """Returns the ModelDescription for the model card: the decoder's kind and sizes, and the adapter's if any."""
         model = self._model
         return ModelDescription(
             kind=f"A {architecture_of(model).display_name} decoder",
@@ -199,10 +143,6 @@ class HfFamily(Family):
         )
 
     def _adapter_words(self) -> str:
-        """Returns rank, scale, dropout and targets of LoRA in words, for the model card.
-
-        Raises ManifestError for targets that the model does not have.
-        """
         model = self._model
         targets = ", ".join(sorted(lora_targets(model, architecture_of(model).linears)))
         scale = f"{model.lora_alpha:g} / {'sqrt(rank)' if model.lora_rslora else 'rank'}"

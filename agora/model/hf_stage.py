@@ -3,7 +3,7 @@
 Parameters have their Hugging Face names, LoRA matrices those of peft. Rotary positions and attention masks are computed
 in every forward from the lengths of the sequences, so that only the residual stream crosses a boundary. With LoRA,
 frozen_layers decides the format of the frozen weights. Only LoRA's dropout depends on train and eval mode. Shapes: b
-rows, s positions, d width. Knows: layers. Must not know: files, initial values, peers.
+rows, s positions, d width.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from agora.model.tuning_packages import TuningMissing
 from agora.terminal_text import one_line
 
 HEAD: Final = "lm_head"
-INSIDE_LORA: Final = ".base_layer."
-"""What peft inserts into the name of a parameter of a layer that has LoRA."""
+INSIDE_LORA: Final = ".base_layer."  # what peft inserts into the name of a parameter of a layer that has LoRA
 
 
 class HfStage(Stage):
@@ -64,11 +63,6 @@ class HfStage(Stage):
             self._add_lora(model, self._frozen_as)
 
     def _add_lora(self, model: HfSection, frozen_as: FrozenAs) -> None:
-        """Freezes all parameters, kept as `frozen_as`, then wraps the target linear layers of the decoder with LoRA.
-
-        model: has the targets, rank, scale and dropout. Raises ManifestError for an unknown target, TuningMissing
-        without peft or bitsandbytes.
-        """
         names = self._architecture
         targets = lora_targets(model, names.linears)
         layers = self.get_submodule(f"{names.root}.{names.layers}")
@@ -76,10 +70,6 @@ class HfStage(Stage):
         inject_lora(layers, model, targets, is_transposed=names.is_transposed and frozen_as == "float32")
 
     def _make_body(self) -> nn.Module:
-        """Makes the module under the model's root: embeddings in the first stage, layers, the norm in the last stage.
-
-        The embeddings are those of tokens and, if the model type learns them, of positions.
-        """
         names = self._architecture
         config = self._config
         body = nn.Module()
@@ -98,7 +88,6 @@ class HfStage(Stage):
         return body
 
     def _make_rotary(self) -> nn.Module | None:
-        """Makes transformers' module for rotary positions, with its frequencies; None if the model type has no such."""
         if not self._architecture.has_rotary:
             return None
         rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
@@ -111,7 +100,6 @@ class HfStage(Stage):
         segments: Tensor | None = None,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward."""
         body = self.get_submodule(self._architecture.root)
         positions = token_positions(hidden, segments)
         if self.is_first:
@@ -127,10 +115,6 @@ class HfStage(Stage):
         return self._logits(body, hidden) if self.is_last else hidden
 
     def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Returns the embeddings, float32 [b, s, d], of token ids [b, s]; a negative id is read as 0.
-
-        Some model types scale the embeddings or add learnt position embeddings. body: see _make_body.
-        """
         names = self._architecture
         hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long()).float()
         if names.scales_embedding:
@@ -140,19 +124,13 @@ class HfStage(Stage):
         return hidden
 
     def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
-        """Returns the logits [b, s, vocabulary] of the last layer's output: final norm, head, the config's soft cap."""
         normed = body.get_submodule(self._architecture.norm)(hidden)
         logits: Tensor = self.get_submodule(HEAD)(normed)
         cap = getattr(self._config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
-        """Returns the attention mask of layers with this window, [b or 1, 1, s, s]; None: plain causal attention.
-
-        For fused attention the mask is bool, see attended_pairs; it is None if each row is one sequence and fits into
-        the window. For eager attention it is never None, and a float to add to the scores. hidden: for sizes, dtype and
-        device.
-        """
+        # For eager attention it is never None, and a float to add to the scores. hidden: for sizes, dtype and device.
         if self._config._attn_implementation == "eager":
             return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
         if segments is None and (window is None or hidden.shape[1] <= window):
@@ -160,7 +138,6 @@ class HfStage(Stage):
         return attended_pairs(hidden, window, segments)
 
     def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Returns attention type (see _rotation_of) -> cosines and sines of `positions`; {} if the model has none."""
         if self._rotary is None:
             return {}
         types = sorted({self._rotation_of(index) for index in self.layer_range})
@@ -168,18 +145,12 @@ class HfStage(Stage):
         return {kind: self._rotary(hidden, positions, **options[kind]) for kind in types}
 
     def _rotation_of(self, layer: int) -> str:
-        """Returns the key in _rotations for a layer: its attention type, or "" if all layers use the same rotations."""
         return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Context manager: inside it, forwards of this stage skip LoRA. Raises LookupError in a run without LoRA."""
         return super().without_adapters() if self._frozen_as is None else adapters_off(self)
 
     def allocate(self) -> None:
-        """Moves all parameters and buffers to the CPU, in place, with undefined values, except the frozen matrices.
-
-        `load` allocates the frozen matrices.
-        """
         allocate(self)
 
     def load(self, name: str, values: Tensor) -> None:
@@ -191,14 +162,9 @@ class HfStage(Stage):
         load_parameter(self, name, values, self._frozen_as)
 
     def fill_buffers(self, seed: int) -> None:
-        """Makes the rotary module again on the CPU, with the frequencies of the config; the seed is not used.
-
-        Does nothing for a model type without rotary positions.
-        """
         self._rotary = self._make_rotary()
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the parameter of this full name is a matrix (two dimensions) inside a decoder layer."""
         root, layers = self._architecture.root, self._architecture.layers
         return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
 
@@ -229,18 +195,11 @@ class HfStage(Stage):
 
 
 def _apply_layer(layer: nn.Module, options: dict[str, Any], hidden: Tensor) -> Tensor:
-    """Runs a decoder layer on `hidden`, [b, s, d], and returns its output hidden state [b, s, d].
-
-    options: the layer's keyword arguments.
-    """
     output: Any = layer(hidden, **options)
     after: Tensor = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
     return after
 
 
 def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
-    """Makes an embedding [rows, width] with undefined values. padding: the index of a row that gets no gradient.
-
-    No values are drawn, because drawing on the meta device would import much of torch.
-    """
+    # No values are drawn, because drawing on the meta device would import much of torch.
     return nn.Embedding(rows, width, padding, _weight=torch.empty(rows, width))

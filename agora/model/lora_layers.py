@@ -1,7 +1,7 @@
 """LoRA in the decoder layers of a stage: wraps linear layers with peft's, sets initial values, switches LoRA off.
 
 The names of the trained matrices are peft's, such as model.layers.7.self_attn.q_proj.lora_A.default.weight. Source:
-LoRA, arXiv 2106.09685; the scale alpha / sqrt(r): arXiv 2312.03732. Knows: peft. Must not know: files, peers.
+LoRA, arXiv 2106.09685; the scale alpha / sqrt(r): arXiv 2312.03732.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from agora.model.family import initial_values
 from agora.model.tuning_packages import import_tuning
 
-ADAPTER: Final = "default"
-"""peft's name of the adapter; it is part of the names of its matrices."""
+ADAPTER: Final = "default"  # peft's name of the adapter; it is part of the names of its matrices
 
 
 def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Adds LoRA's products to the matrices of a base model: W + scale * B A, a block of rows at a time, read from files.
 
 Only one block of a matrix is in memory as float32 at a time, with the small matrices A and B. Source: LoRA, arXiv
-2106.09685. Knows: safetensors files, this formula. Must not know: names, hashes, what the blocks are used for.
+2106.09685.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch import Tensor
 from agora.model.base_model import StoredTensor
 from agora.state.merged_model import TensorBlocks
 
+# Maximum number of values of a block, 4 MiB of float32; a block has at least one row, which may be longer.
 BLOCK_VALUES: Final = 1 << 20
-"""Maximum number of values of a block, 4 MiB of float32; a block has at least one row, which may be longer."""
 
-ReadTrained = Callable[[str], NDArray[np.float32]]
-"""Returns a trained tensor, float32, by its name in the run."""
+ReadTrained = Callable[[str], NDArray[np.float32]]  # returns a trained tensor, float32, by its name in the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,6 @@ def merged_tensor(name: str, stored: StoredTensor, product: LoraProduct | None) 
 
 
 def _merged_blocks(stored: StoredTensor, product: LoraProduct | None) -> Iterator[NDArray[np.float32]]:
-    """Reads a base model's tensor and yields it, plus `product` if given, in blocks of whole rows, float32 [rows, ...].
-
-    The blocks come in order, each of at most BLOCK_VALUES values or one row.
-    """
     row_values = math.prod(stored.shape[1:])
     rows = max(1, BLOCK_VALUES // max(1, row_values))
     factors = product.factors() if product is not None else None

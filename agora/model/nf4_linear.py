@@ -1,7 +1,7 @@
 """A linear layer whose frozen matrix is kept in 4 bits, as bitsandbytes' Linear4bit.
 
 Imported only when a run needs it: bitsandbytes is slow to import, and optional. Source of NF4 and of the double
-quantisation: QLoRA, arXiv 2305.14314, section 3. Knows: bitsandbytes. Must not know: models, files.
+quantisation: QLoRA, arXiv 2305.14314, section 3.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from agora.model.frozen_layers import FrozenLinear
 
-BLOCK = 64
-"""Values that share a scale of one byte; equals NF4_BLOCK of agora.plan.cost_of_run, which counts the bytes."""
+BLOCK = 64  # values that share a scale of one byte; equals NF4_BLOCK of agora.plan.cost_of_run, which counts the bytes
 
 
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
@@ -49,6 +48,5 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         return product
 
     def _keep_matrix(self, values: Tensor) -> None:
-        """Quantises the values to NF4, in blocks of BLOCK, and stores them as the matrix."""
         packed = Params4bit(values, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
         self.weight = packed.to("cpu")  # Params4bit quantises in `to`

@@ -1,6 +1,6 @@
 """Rows of tokens that hold several sequences: which token attends to which, and each token's position.
 
-Shapes: b rows, s tokens of a row. Knows: numbers of sequences, windows. Must not know: layers, models.
+Shapes: b rows, s tokens of a row.
 """
 
 from __future__ import annotations

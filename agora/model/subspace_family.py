@@ -2,7 +2,7 @@
 
 In an export, a matrix whose output is added to the residual stream's k coordinates is multiplied by U, so that it has
 all d rows, and the embedding becomes the learnt rows times U^T plus the fixed rows. Other tensors only get another
-name. Knows: names of tensors, keys of config.json. Must not know: files, peers, the package transformers.
+name.
 """
 
 from __future__ import annotations
@@ -50,30 +50,20 @@ class SubspaceFamily(Family):
         self._model = model
 
     def make_stage(self, layers: range) -> Stage:
-        """Constructs the SubspaceStage of `layers`; the caller must have set the meta device."""
         return SubspaceStage(self._model, layers)
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns, for each tensor of `layers`, its name and shape in LlamaForCausalLM and how to convert its values.
-
-        seed: the run's seed, from which U and the fixed embedding are derived when a tensor is converted.
-        """
         return [self._exported_tensor(name, shape, seed) for name, shape in self.parameter_shapes(layers).items()]
 
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns file name -> content: a Llama's config.json, and a generation_config.json with settings for sampling.
-
-        Generation ends at `end_of_text`. turn_ends is not used: this family learns text only.
-        """
         sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
         llama = _llama_config(self._model, dtype, end_of_text)
         return {"config.json": llama, "generation_config.json": sampling | tokens}
 
     def describe(self) -> ModelDescription:
-        """Returns the decoder's ModelDescription for the model card: its kind and sizes in words."""
         model = self._model
         return ModelDescription(
             kind="A Llama-style decoder",
@@ -83,10 +73,6 @@ class SubspaceFamily(Family):
         )
 
     def _exported_tensor(self, name: str, shape: tuple[int, ...], seed: int) -> ExportedTensor:
-        """Returns how the parameter `name` is exported: its name and shape in a Llama, and how to convert its values.
-
-        A fixed embedding is added to the learnt one; outputs into the subspace are multiplied by U; others are copied.
-        """
         model = self._model
         llama = llama_name(name)
         if name == EMBEDDING and model.is_embedding_fixed:
@@ -98,7 +84,6 @@ class SubspaceFamily(Family):
         return ExportedTensor(name, llama, shape)
 
     def _expand_embedding(self, learnt: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
-        """Returns the whole embedding [V, d] = learnt U^T + T from the learnt rows [V, k] and the seed of U and T."""
         model = self._model
         table = fixed_tensors.derive_embedding(seed, model.vocabulary, model.width)
         table *= np.float32(FIXED_SCALE)
@@ -106,7 +91,6 @@ class SubspaceFamily(Family):
         return table
 
     def _basis(self, seed: int) -> NDArray[np.float32]:
-        """Derives the run's basis U, float32 [d, k], from the seed; the process caches the last one."""
         return _cached_basis(seed, self._model.width, self._model.subspace)
 
 
@@ -122,11 +106,6 @@ def llama_name(name: str) -> str:
 
 
 def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """Returns the content of a LlamaForCausalLM's config.json with this model's sizes, for transformers 4 and 5.
-
-    dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, or None. Version 4 reads rope_theta and
-    torch_dtype, version 5 rope_parameters and dtype.
-    """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

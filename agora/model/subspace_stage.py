@@ -5,7 +5,7 @@ output projection has k rows and is added to c, so a boundary that carries c (an
 layer is not restricted: it converts c to x once and continues in all d dimensions. If k = d and no embedding is fixed,
 x is c and the model is a plain Llama: pre-norm RMSNorm, rotate-half positions, grouped-query attention, SwiGLU, untied
 head. Source: Subspace Networks, arXiv 2506.01260, with the constraint built into the weights. Shapes: b sequences, s
-positions, d width, k subspace, e head width. Knows: layers. Must not know: how a seed becomes values, peers.
+positions, d width, k subspace, e head width.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ from torch import Tensor, nn
 from agora.model import fixed_tensors
 from agora.model.family import RunLayer, Stage, keep_graph
 
+# Standard deviation of initial weights in layers; those of STREAM_PROJECTIONS are smaller, see initial_std.
 WEIGHT_STD = 0.02
-"""Standard deviation of initial weights in layers; those of STREAM_PROJECTIONS are smaller, see initial_std."""
-EMBEDDING_STD = 0.05
-"""Standard deviation of the initial embedding, chosen by measurement: docs/notes/subspace.md."""
-FIXED_SCALE = 0.0625
-"""Magnitude of every value of the fixed embedding T."""
+EMBEDDING_STD = 0.05  # standard deviation of the initial embedding, chosen by measurement: docs/notes/subspace.md
+FIXED_SCALE = 0.0625  # magnitude of every value of the fixed embedding T
 
+# How the names of the parameters end whose outputs are added to the residual stream.
 STREAM_PROJECTIONS = ("attention.output.weight", "feed_forward.down.weight")
-"""How the names of the parameters end whose outputs are added to the residual stream."""
 
-Expand = Callable[[Tensor], Tensor]
-"""Converts the residual stream [b, s, k] to the input of a sublayer [b, s, d]."""
-EXPAND_NOTHING: Expand = nn.Identity()
-"""The Expand of layers whose residual stream has the whole width already."""
+Expand = Callable[[Tensor], Tensor]  # converts the residual stream [b, s, k] to the input of a sublayer [b, s, d]
+EXPAND_NOTHING: Expand = nn.Identity()  # the Expand of layers whose residual stream has the whole width already
 
 
 def rotary_table(context: int, head_width: int, theta: float) -> Tensor:
@@ -82,7 +78,6 @@ class Attention(nn.Module):
         return output
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:
-        """Reshapes x [b, s, heads * e] to [b, heads, s, e]."""
         return x.view(*x.shape[:-1], heads, self.head_width).transpose(1, 2)
 
 
@@ -164,7 +159,6 @@ class Subspace(nn.Module):
         rows = torch.where(signs.bool(), FIXED_SCALE, -FIXED_SCALE)
 
         def expand(coordinates: Tensor) -> Tensor:
-            """Returns x = U c + T[tokens], [b, s, d], for the coordinates c [b, s, k] of the tokens of expand_for."""
             inside = coordinates if self.basis is None else F.linear(coordinates, self.basis)
             return inside + rows
 
@@ -203,12 +197,6 @@ class SubspaceStage(Stage):
         segments: Tensor | None = None,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Returns the boundary that leaves the stage, or the last stage's logits; see Stage.forward.
-
-        Before the model's last layer, the residual stream is expanded to the whole width, once. segments are not used:
-        each row is one sequence. Raises ValueError if the embedding is fixed and a stage after the first gets no
-        `tokens`.
-        """
         expand = EXPAND_NOTHING
         tokens = hidden if self.is_first else tokens
         if self.space is not None:
@@ -227,22 +215,13 @@ class SubspaceStage(Stage):
         return hidden
 
     def fill_buffers(self, seed: int) -> None:
-        """Computes the rotary `table`; if the embedding is fixed, also derives the basis U and the embedding T.
-
-        U and T depend on `seed` only. Raises DerivationError if this machine would derive other values than the other
-        peers.
-        """
+        # Raises DerivationError if this machine would derive other values than the other peers.
         model = self._model
         self.table.copy_(rotary_table(model.context, model.width // model.heads, model.rope_theta))
         if self.space is not None:
             self.space.fill_buffers(seed)
 
     def initial_std(self, name: str) -> float | None:
-        """Returns the standard deviation of the named parameter's initial values; None for norms, which begin as 1.
-
-        It is EMBEDDING_STD for the embedding, 1 / sqrt(width) for the head, WEIGHT_STD / sqrt(2 * (layer + 1)) for
-        projections into the residual stream (layers counted from 0), and WEIGHT_STD for all other matrices.
-        """
         if "norm." in name:
             return None
         if name == "embedding.weight":
@@ -254,7 +233,6 @@ class SubspaceStage(Stage):
         return WEIGHT_STD
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns whether the parameter is inside a decoder layer and not of a norm: then it is a matrix."""
         return name.startswith("layers.") and "norm." not in name
 
 

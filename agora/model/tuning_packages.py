@@ -1,7 +1,6 @@
 """The packages of the extra `tuning`: each is imported when it is needed, never before, and a missing one is an error.
 
-All of them are slow to import, and pretraining needs none. Knows: names and versions of packages. Must not know: what
-they are used for.
+All of them are slow to import, and pretraining needs none.
 """
 
 from __future__ import annotations
@@ -62,5 +61,4 @@ def import_tuning(module: str) -> Any:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the first two numbers of a version: (0, 21) of "0.21.2rc1", (5,) of "5"."""
     return Version(version).release[:2]
