@@ -1,7 +1,4 @@
-"""The exponential moving average of measurements that start without a value. Deterministic.
-
-Knows: numbers. Must not know: what they measure, or when.
-"""
+"""The exponential moving average of measurements that start without a value. Deterministic."""
 
 from __future__ import annotations
 
