@@ -1,6 +1,6 @@
 """Remembers where peers can be dialled. Deterministic: a book changes only by the calls to it.
 
-Knows: addresses. Must not know: sockets. The memory is bounded: a stranger can make as many identities as it likes.
+The memory is bounded: a stranger can make as many identities as it likes.
 """
 
 from __future__ import annotations

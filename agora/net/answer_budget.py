@@ -1,7 +1,6 @@
 """Reserves the bytes of answers before they are made, and rations the answers that strangers may ask for.
 
-Knows: how large the answer to each kind of request can be, how many bytes each consumer has. Must not know: how an
-answer is made, or how it travels. Answers to Process and Contribute are not reserved: a request as large is held for
+Answers to Process and Contribute are not reserved: a request as large is held for
 each.
 
 | request | bytes reserved | besides |
@@ -24,8 +23,7 @@ from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, Ge
 
 from agora.fair_share import Consumer, RateLimiter, SharedCapacity
 
-INDEX_BYTES: Final = 1_048_576
-"""Maximum number of bytes of an index of a state or of a base model."""
+INDEX_BYTES: Final = 1_048_576  # maximum number of bytes of an index of a state or of a base model
 ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetChunk: STATE_CHUNK_BYTES,
     GetPiece: STATE_CHUNK_BYTES,
@@ -35,17 +33,15 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetStatus: MAX_STATUS_BYTES,
     GetManifest: MAX_MANIFEST_BYTES,
 }
-MAX_FRACTION_EACH: Final = 0.5
-"""The largest fraction of all bytes for answers that one peer's unread answers may hold."""
+MAX_FRACTION_EACH: Final = 0.5  # the largest fraction of all bytes for answers that one peer's unread answers may hold
+# Rationed requests of one peer: this many a second, and this many in one burst after a pause.
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
-"""Rationed requests of one peer: this many a second, and this many in one burst after a pause."""
+# Rationed requests of all peers of one network together: per second, and in one burst after a pause.
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
-"""Rationed requests of all peers of one network together: per second, and in one burst after a pause."""
+# Refusals in one burst after which a peer that goes on asking breaks the protocol: refusing costs something too.
 REFUSAL_BURST: Final = 200.0
-"""Refusals in one burst after which a peer that goes on asking breaks the protocol: refusing costs something too."""
 RATIONED: Final = (GetStatus, GetManifest)
-RETRY_MS: Final = 1000
-"""Milliseconds after which a peer that was refused as Busy may ask again."""
+RETRY_MS: Final = 1000  # milliseconds after which a peer that was refused as Busy may ask again
 
 
 class AnswerBudget:

@@ -1,7 +1,6 @@
 """Bounds what the DHT's messages can cost: requests before they are parsed, replies before hivemind sees them.
 
-Knows: hivemind's DHT messages and how its node sends them. Must not know: what records mean, or which peers are members
-(a DhtGuard decides it). BoundedP2P stands between hivemind's DHTNode and p2pd; docs/limits.md has the bounds as a
+BoundedP2P stands between hivemind's DHTNode and p2pd; docs/limits.md has the bounds as a
 table.
 
 | of others | bound |
@@ -37,35 +36,23 @@ from agora.net.hive import DHTID, DHTRecord, P2PContext, P2PHandlerError, PeerID
 from agora.net.stored_records import SignedRecords
 
 MAX_REQUEST_BYTES: Final = 262_144
-MAX_ANSWER_BYTES: Final = 4_000_000
-"""p2pd carries no message of more than 4 MiB."""
-MAX_NODES: Final = 20
-"""Nodes that a reply may name for each key: hivemind's bucket size."""
-MAX_PEER_ID_BYTES: Final = 64
-"""Bytes of a peer id in a reply; an Ed25519 key's has 38."""
-MAX_NAMED: Final = 4096
-"""Maximum number of nodes for which the peer that named them last is remembered."""
-SHARDS_PER_STAGE: Final = 3
-"""A peer publishes a record under at most this many keys for each stage."""
-MIN_KEYS: Final = 64
-"""Keys that a find may have in a run of fewer stages."""
+MAX_ANSWER_BYTES: Final = 4_000_000  # p2pd carries no message of more than 4 MiB
+MAX_NODES: Final = 20  # nodes that a reply may name for each key: hivemind's bucket size
+MAX_PEER_ID_BYTES: Final = 64  # bytes of a peer id in a reply; an Ed25519 key's has 38
+MAX_NAMED: Final = 4096  # maximum number of nodes for which the peer that named them last is remembered
+SHARDS_PER_STAGE: Final = 3  # A peer publishes a record under at most this many keys for each stage
+MIN_KEYS: Final = 64  # keys that a find may have in a run of fewer stages
 TOKENS_PER_S: Final = 200.0
+# A peer may spend TOKENS_PER_S + TOKENS_PER_STAGE * stages tokens a second: a small run is read whole, key by key.
 TOKENS_PER_STAGE: Final = 8.0
-"""A peer may spend TOKENS_PER_S + TOKENS_PER_STAGE * stages tokens a second: a small run is read whole, key by key."""
-BURST_S: Final = 10.0
-"""A bucket holds the tokens of this many seconds."""
-RECORD_PRICE: Final = 4.0
-"""Tokens for each record to store; a key, and a kilobyte, cost 1."""
+BURST_S: Final = 10.0  # A bucket holds the tokens of this many seconds
+RECORD_PRICE: Final = 4.0  # tokens for each record to store; a key, and a kilobyte, cost 1
+# New signatures in one peer's replies that are verified: per second, and in one burst after a pause.
 SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
-"""New signatures in one peer's replies that are verified: per second, and in one burst after a pause."""
-VERIFIED_AT_ONCE: Final = 16
-"""Number of signatures after which other tasks on the event loop have their turn."""
-RPC_S: Final = 2.0
-"""Seconds in which a node must answer a call once HELLO was exchanged."""
-RETRY_MS: Final = 2000
-"""Milliseconds after which a node that was refused as Busy may ask again."""
-_DICTIONARY: Final = 0x50
-"""The msgpack extension type in which hivemind packs a dictionary of records."""
+VERIFIED_AT_ONCE: Final = 16  # number of signatures after which other tasks on the event loop have their turn
+RPC_S: Final = 2.0  # seconds in which a node must answer a call once HELLO was exchanged
+RETRY_MS: Final = 2000  # milliseconds after which a node that was refused as Busy may ask again
+_DICTIONARY: Final = 0x50  # the msgpack extension type in which hivemind packs a dictionary of records
 _PACKED_NONE: Final = pack(None)
 
 
@@ -106,7 +93,6 @@ class BoundedP2P:
 
     @property
     def peer_id(self) -> Any:
-        """This peer's id, as hivemind's PeerID."""
         return self._p2p.peer_id
 
     async def remove_protobuf_handler(self, name: str, **_: Any) -> None:
@@ -125,13 +111,7 @@ class BoundedP2P:
         kind = name.rpartition(".")[2]
 
         async def answer(raw: bytes, remote: Any) -> bytes:
-            """Checks and charges one request, has `handler` answer it, and returns the packed response.
-
-            In a store's response, the records that were removed from the request are False. p2pd sends the caller the
-            text of any error raised here. Raises NotAdmitted for a caller that has not exchanged HELLO. Raises
-            ProtocolError, after it is counted and reported, for a malformed or oversized request. Raises Busy when the
-            caller's bucket is too low or a find's answer would be too large.
-            """
+            # Raises Busy when the caller's bucket is too low or a find's answer would be too large.
             peer = PeerId(str(remote))
             if not self._guard.is_admitted_member(peer):
                 raise NotAdmitted(SAY_HELLO)
@@ -154,12 +134,8 @@ class BoundedP2P:
         await self._p2p._client.add_unary_handler(name, answer)
 
     def _parse_and_charge(self, kind: str, raw: bytes, peer: PeerId, message_type: Any) -> Any:
-        """Parses and checks a request, charges the caller for its bytes, keys and records, and returns it parsed.
-
-        The bytes are charged before parsing, but not those of a request above MAX_REQUEST_BYTES. A find is also charged
-        for its answer's bytes. Raises ProtocolError for a malformed or oversized request, Busy when the bucket is too
-        low or a find's answer would be too large.
-        """
+        # Raises ProtocolError for a malformed or oversized request, Busy when the bucket is too low or a find's answer
+        # would be too large.
         if len(raw) > MAX_REQUEST_BYTES:
             raise ProtocolError("too-large", f"A DHT request of {len(raw)} bytes; {MAX_REQUEST_BYTES} are the most.")
         self._charge(peer, 1.0 + len(raw) / 1024)
@@ -171,11 +147,6 @@ class BoundedP2P:
         return request
 
     def _check_find(self, request: Any, peer: PeerId) -> None:
-        """Charges 1 token for each key of a find, then 1 for every 16 KiB that this node stores under those keys.
-
-        Raises ProtocolError for more than `max_keys` keys or one that is not a hash; Busy when the peer's bucket holds
-        too few tokens, or, after the first charge, if the stored values exceed MAX_ANSWER_BYTES.
-        """
         if len(request.keys) > self.max_keys or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
             raise ProtocolError("too-large", f"A find of {len(request.keys)} keys; {self.max_keys} are the most.")
         self._charge(peer, float(len(request.keys)))
@@ -185,11 +156,6 @@ class BoundedP2P:
         self._charge(peer, nbytes / 16_384)
 
     def _check_store(self, request: Any, peer: PeerId) -> None:
-        """Charges RECORD_PRICE tokens for each record of a store; raises Busy when the peer's bucket holds too few.
-
-        Raises ProtocolError, without a charge, for more than max_keys * SHARDS_PER_STAGE records, lists of unequal
-        length, or a key that is not a hash.
-        """
         count = len(request.keys)
         max_records = self.max_keys * SHARDS_PER_STAGE
         lists = request.subkeys, request.values, request.expiration_time, request.in_cache
@@ -200,30 +166,15 @@ class BoundedP2P:
         self._charge(peer, RECORD_PRICE * count)
 
     def _charge(self, peer: PeerId, price: float) -> None:
-        """Takes `price` tokens out of the peer's token bucket.
-
-        If the bucket holds fewer, takes none, counts a refusal and raises Busy.
-        """
         if not self._work.take(peer, loop_time(), price):
             self._validator.refused["busy"] += 1
             raise Busy("you ask this node of the DHT for more than your share of its capacity", RETRY_MS)
 
     def _clear_foreign_node_id(self, request: Any, remote: Any, peer: PeerId) -> None:
-        """Clears the request's `peer` if its node id is not that of the caller's id, or the caller is not `is_member`.
-
-        So the caller stays out of the routing table, to which hivemind's node adds every caller with a node id. A
-        request without a node id stays as it is. remote, peer: the caller, in hivemind's type and in this project's.
-        """
         if request.peer.node_id and (request.peer.node_id != node_id_of(remote).to_bytes() or not self.is_member(peer)):
             request.ClearField("peer")
 
     async def _keep_own_records(self, request: Any, peer: PeerId) -> list[bool]:
-        """Removes from a store all records but the caller's own valid ones; returns for each record whether it stays.
-
-        A record is the caller's own if its subkey is the caller's id and it is not marked as cached. A valid record
-        that is not is counted as refused, with the code wrong-key. Lets other tasks run after every VERIFIED_AT_ONCE
-        signatures.
-        """
         own_subkey = pack(str(peer))
         verdicts = list[bool]()
         entries = list(
@@ -271,12 +222,6 @@ class BoundedP2P:
         return response
 
     async def _call_greeted(self, peer_id: Any, name: str, request: bytes) -> bytes:
-        """Exchanges HELLOs with a node if there is no connection, calls the node, and returns its reply.
-
-        If the node answers SAY_HELLO, it does not know this connection any more: HELLO is exchanged on a new one, and
-        the call made once more. Raises NotAdmitted for a node that is not a member of the run or not greeted within
-        GREET_S, TimeoutError when no reply comes in RPC_S, and hivemind's errors when the call fails.
-        """
         peer = PeerId(str(peer_id))
         await greet_member(self._guard, peer, named_by=self._named_by.get(peer))
         try:
@@ -288,16 +233,10 @@ class BoundedP2P:
             return await self._call_once(peer_id, name, request)
 
     async def _call_once(self, peer_id: Any, name: str, request: bytes) -> bytes:
-        """Returns a node's reply to one request. Raises TimeoutError after RPC_S, or hivemind's errors."""
         async with asyncio.timeout(RPC_S):
             return bytes(await self._p2p._client.call_unary_handler(peer_id, name, request))
 
     async def _screen(self, response: Any, keys: Any, peer: PeerId) -> None:
-        """Removes invalid nodes and records from a find's reply; remembers that its sender named the nodes left.
-
-        A result that is not a dictionary of records becomes NOT_FOUND. keys: what was asked for, one result each. peer:
-        the sender. Raises ProtocolError if the reply is malformed or exceeds a bound of this module's table.
-        """
         if len(response.results) != len(keys):
             raise ProtocolError("bad-message", f"{len(response.results)} results for {len(keys)} keys.")
         for key, result in zip(keys, response.results, strict=True):
@@ -309,7 +248,6 @@ class BoundedP2P:
                 result.type = dht_pb2.NOT_FOUND  # every record has a subkey
 
     def _record_named(self, result: Any, by: PeerId) -> None:
-        """Remembers `by` as the last peer to name each node of a result; beyond MAX_NAMED nodes, forgets the oldest."""
         for raw in result.nearest_peer_ids:
             named = PeerId(str(PeerID(bytes(raw))))
             self._named_by[named] = by
@@ -318,12 +256,6 @@ class BoundedP2P:
             self._named_by.popitem(last=False)
 
     async def _screen_records(self, key: bytes, result: Any, peer: PeerId) -> None:
-        """Removes invalid records from `peer`'s result, and unverified ones beyond that peer's signature budget.
-
-        A record whose signature is known to be valid costs nothing. A result with no record left becomes NOT_FOUND.
-        Lets other tasks run after every VERIFIED_AT_ONCE records. Raises ProtocolError for a malformed dictionary, an
-        oversized record, or more than MAX_KEY_RECORDS.
-        """
         entries = read_dictionary(result.value)
         kept = list[ReplyEntry]()
         for number, entry in enumerate(entries):
@@ -340,7 +272,6 @@ class BoundedP2P:
 
 
 def _parse(message_type: Any, raw: bytes) -> Any:
-    """Returns the protobuf message in `raw`. Raises ProtocolError for bytes that are no message of this type."""
     try:
         return message_type.FromString(raw)
     except DecodeError as error:
@@ -348,11 +279,6 @@ def _parse(message_type: Any, raw: bytes) -> Any:
 
 
 def _screen_nodes(result: Any, own_id: bytes) -> None:
-    """Removes from a result this node (`own_id`), and each whose peer id is overlong or does not hash to the node's id.
-
-    hivemind's search takes for granted that no reply names this node. Raises ProtocolError "too-large" for more than
-    MAX_NODES, or unless each node id has a peer id.
-    """
     count = len(result.nearest_node_ids)
     if count > MAX_NODES or len(result.nearest_peer_ids) != count:
         raise ProtocolError("too-large", f"{count} nodes for one key; {MAX_NODES} are the most.")
@@ -384,7 +310,6 @@ def read_dictionary(value: bytes) -> list[ReplyEntry]:
 
 
 def _entries(items: Any) -> Iterator[ReplyEntry]:
-    """Yields the records of an unpacked dictionary. Raises ValueError if one has other fields, or is too large."""
     for subkey, packed, expires_unix in items:
         is_small = isinstance(packed, bytes) and len(packed) <= 2 * MAX_RECORD_BYTES
         if not (isinstance(subkey, str) and is_small and isinstance(expires_unix, float)):

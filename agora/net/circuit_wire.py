@@ -1,7 +1,6 @@
 """The bytes of libp2p's circuit relay, version 2, and of multiaddrs with a relay in them. Pure.
 
-Knows: https://github.com/libp2p/specs, relay/circuit-v2.md, as far as this peer uses it. Must not know: streams, peers'
-roles. hivemind's own Multiaddr cannot read an address that goes through a relay, so those are converted here.
+hivemind's own Multiaddr cannot read an address that goes through a relay, so those are converted here.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Final
 
 from agora.net.hive import PeerID
 
+# The protocol of the streams on which a peer asks a relay for a reservation or a circuit.
 HOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/hop"
-"""The protocol of the streams on which a peer asks a relay for a reservation or a circuit."""
+# The protocol of the streams on which a relay offers a peer a circuit from another one.
 STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"
-"""The protocol of the streams on which a relay offers a peer a circuit from another one."""
 MAX_MESSAGE_BYTES: Final = 4096
 CIRCUIT: Final = "p2p-circuit"
 
@@ -147,10 +146,6 @@ def read_varint(data: bytes) -> tuple[int, bytes]:
 
 
 def _value_bytes(name: str, value: str) -> bytes:
-    """Returns as bytes the value of the protocol `name` in a multiaddr, after its length if that is not fixed.
-
-    Raises ValueError if the value is malformed.
-    """
     if name in ("ip4", "ip6"):
         packed = ipaddress.ip_address(value).packed
         if len(packed) != _FIXED_BYTES[name]:
@@ -167,7 +162,6 @@ def _value_bytes(name: str, value: str) -> bytes:
 
 
 def _value_text(name: str, value: bytes) -> str:
-    """Returns as text the value of the protocol `name` in a binary multiaddr. Raises ValueError if it is malformed."""
     if name in ("ip4", "ip6"):
         return str(ipaddress.ip_address(value))
     if name == "tcp":
@@ -181,28 +175,20 @@ def with_length(body: bytes) -> bytes:
 
 
 def _field(number: int, value: int | bytes) -> bytes:
-    """Returns field `number` of a protobuf message as bytes: a varint for an integer, else bytes with their length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + with_length(value)
 
 
 def _peer_field(peer: str) -> bytes:
-    """Returns field 2 of a message, which names `peer` by its binary id; no bytes for ""."""
     return _field(2, _field(1, PeerID.from_base58(peer).to_bytes())) if peer else b""
 
 
 def _status(number: int, status: int) -> bytes:
-    """Returns the status as field `number` of a message; no bytes for 0."""
     return _field(number, status) if status else b""
 
 
 def _decode(body: bytes, status_field: int) -> CircuitMessage:
-    """Parses a circuit message whose status is in field `status_field`; ignores unknown fields.
-
-    In the result, `peer` is "" if no peer is named or its id has more than 64 bytes, and `status` 0 if there is none.
-    Raises ValueError for a message without a type, and for malformed bytes.
-    """
     kind, peer, status = -1, "", 0
     for number, value in _fields(body):
         if number == 1 and isinstance(value, int):
@@ -218,10 +204,6 @@ def _decode(body: bytes, status_field: int) -> CircuitMessage:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields number and value of each field of a protobuf message, in order: varints as integers, the rest as bytes.
-
-    Raises ValueError when it meets malformed bytes, or a field that is neither a varint nor bytes with their length.
-    """
     value: int | bytes
     while body:
         key, body = read_varint(body)

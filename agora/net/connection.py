@@ -1,8 +1,4 @@
-"""One stream between two peers, from HELLO to GOODBYE, and the calls that both sides have open on it.
-
-Knows: the order of frames, and the numbers of calls: odd ones from the side that opened the stream, even ones from the
-other. Must not know: how streams are opened, which peers exist, or what a request means beyond its type.
-"""
+"""One stream between two peers, from HELLO to GOODBYE, and the calls that both sides have open on it."""
 
 from __future__ import annotations
 
@@ -116,18 +112,15 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether new calls may go here: to a member that sent no GOODBYE, not broken, with call numbers left."""
         has_numbers = self._next_call <= LAST_CALL - 2
         return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
     def consumer(self) -> Consumer:
-        """The peer, and the network of its address."""
         return Consumer(self.stream.address_prefix, self.peer)
 
     @property
     def is_reader(self) -> bool:
-        """Whether the peer is admitted only as a reader, or its HELLO has not come yet."""
         return self.role != MEMBER
 
     def close(self, error: AgoraError, reason: str) -> None:
@@ -147,11 +140,6 @@ class Connection:
         self._mark_broken(ConnectionBroken(reason))
 
     def _mark_broken(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
-        """Marks the connection as broken and notifies its owner; no-op if it is broken already. Leaves the stream open.
-
-        Open calls raise `error`; a waiting `start` raises `handshake_error`, or `error` if that is None. The peer's
-        calls are not answered any more, although their work goes on.
-        """
         if self.broken is not None:
             return
         self.broken = error
@@ -164,7 +152,6 @@ class Connection:
         self._owner.on_gone(self)
 
     def _close_when_idle(self) -> None:
-        """Aborts if the peer has sent GOODBYE without a refusal and neither side has an open call other than a ping."""
         if self._peer_leaves and not self._unanswered_calls and not len(self.incoming):
             self.abort("the peer is leaving")
 
@@ -182,12 +169,7 @@ class Connection:
                 self._close_when_idle()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Sends a request without waiting for a call slot (a large one waits for room), and returns the reply.
-
-        on_progress: called with each CallProgress before the reply. When cancelled, drops a request that is still
-        queued, otherwise sends CANCEL if no reply has come. Raises the peer's refusal as an AgoraError, or `broken`,
-        the error that ended the connection: mostly ConnectionBroken.
-        """
+        # When cancelled, drops a request that is still queued, otherwise sends CANCEL if no reply has come.
         if self.broken is not None:
             raise self.broken
         number, self._next_call = self._next_call, self._next_call + 2
@@ -251,7 +233,6 @@ class Connection:
             self.abort(f"the peer has been silent for {now - self._liveness.alive_at:.0f} s")
 
     def _find_stall(self, now: float) -> str:
-        """Returns in words which transfer has stalled; "" if none has. Gives both TransferWatches a sample."""
         stream = self.stream
         budget = self._owner.budget
         is_reading = stream.is_mid_payload and not stream.is_waiting
@@ -335,17 +316,16 @@ class Connection:
         self._owner.report_protocol_error(self.peer, error)
 
     def _is_own(self, number: int) -> bool:
-        """Returns whether `number` has the parity of this side's calls: odd on the side that opened the stream."""
         return number % 2 == self._next_call % 2
 
     def _find_open(self, number: int) -> _OpenCall | None:
-        """Returns this side's open call `number`; None if it is over. Raises ProtocolError if it was never made."""
+        # Raises ProtocolError if it was never made.
         if number not in self._open and (not self._is_own(number) or number >= self._next_call):
             raise ProtocolError("out-of-order", f"A frame answers call {number}, which was never made.")
         return self._open.get(number)
 
     def _settle(self, number: int, result: Reply | AgoraError) -> None:
-        """Has this side's call, if open, return the Reply or raise the error. ProtocolError if it was never made."""
+        # ProtocolError if it was never made.
         call = self._find_open(number)
         if call is None or call.reply.done():
             return
@@ -356,15 +336,10 @@ class Connection:
             call.reply.set_result(result)
 
     def _say_hello(self) -> None:
-        """Queues this side's HELLO for the peer."""
         self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.gate.hello_to(self.peer)))
 
     def _on_hello(self, hello: Hello) -> None:
-        """Sets the peer's role and proof and lets `start` return if the gate admits it; otherwise ends with GOODBYE.
-
-        Sends HELLO if the peer opened the stream; notifies the owner. Raises ProtocolError for a second HELLO or a bad
-        proof.
-        """
+        # Sets the peer's role and proof and lets `start` return if the gate admits it; otherwise ends with GOODBYE.
         if self.role is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
         try:
@@ -383,11 +358,9 @@ class Connection:
             self._ready.set_result(None)
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        """Ends the connection: immediately if the GOODBYE carries a refusal, otherwise once no call is open.
-
-        With a refusal all calls fail: with the refusal itself if the peer rejects this one or its version, otherwise
-        with ConnectionBroken; `start` raises the refusal. The stream is aborted GOODBYE_S later.
-        """
+        # Ends the connection: immediately if the GOODBYE carries a refusal, otherwise once no call is open. With a
+        # refusal all calls fail: with the refusal itself if the peer rejects this one or its version, otherwise with
+        # ConnectionBroken; `start` raises the refusal.
         if refusal is None:
             self._peer_leaves = True
             self._close_when_idle()

@@ -1,7 +1,6 @@
 """Decides between which peers the DHT's calls pass, in and out, and whose records are kept.
 
-Knows: that HELLO comes before a call. Must not know: hivemind's messages (net/bounded_dht.py applies this), records'
-fields, tickets. A refused caller gets an error, and learns neither records nor neighbours.
+A refused caller gets an error, and learns neither records nor neighbours.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from agora_protocol.errors import NotAdmitted
 from agora_protocol.ids import PeerId
 from agora_protocol.records import Record
 
-GREET_S: Final = 2.0
-"""Seconds that exchanging HELLOs may take before a call of the DHT."""
+GREET_S: Final = 2.0  # seconds that exchanging HELLOs may take before a call of the DHT
+# The error text for a caller without HELLO, for example one that was connected before this node's restart.
 SAY_HELLO: Final = "say HELLO first"
-"""The error text for a caller without HELLO, for example one that was connected before this node's restart."""
 
 
 class DhtGuard(Protocol):

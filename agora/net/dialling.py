@@ -1,8 +1,4 @@
-"""Opens connections to other peers: dials each at its known addresses, again after a simultaneous open.
-
-Knows: where peers can be dialled, and the dials under way. Must not know: which peers are connected (it asks), whether
-a peer may be called, or what is sent on a connection after HELLO.
-"""
+"""Opens connections to other peers: dials each at its known addresses, again after a simultaneous open."""
 
 from __future__ import annotations
 
@@ -113,18 +109,12 @@ class Dialler:
         return dial.result()
 
     def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
-        """Called when a dial has ended: forgets it, so that the next caller of `dial` starts a new one."""
+        # Called when a dial has ended: forgets it, so that the next caller of `dial` starts a new one.
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get the error; perhaps none does
 
     async def _open(self, peer: PeerId) -> Connection:
-        """Opens a stream to `peer`, registers and greets a connection on it, and returns the connection.
-
-        After a simultaneous open, returns the connection that the peer opened, if it did. Aborts the new connection if
-        the HELLOs fail. Raises ConnectionBroken when the peer is not reached within `dial_s`, and the error of a failed
-        HELLO, see `Connection.start`.
-        """
         try:
             async with asyncio.timeout(self._dial_s):
                 reached = await self._open_stream_or_await_peer(peer)
@@ -141,12 +131,6 @@ class Dialler:
         return connection
 
     async def _open_stream_or_await_peer(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        """Returns a new stream to `peer` and its path; or, after a simultaneous open, the peer's connection.
-
-        Simultaneous open: both peers dialled each other at the same time, and both dials failed. Then waits for the
-        peer's stream for DIAL_AGAIN_S plus a random time, shorter at the lower peer id, and dials again if none came,
-        without end: the caller sets a limit.
-        """
         while True:
             try:
                 return await self._open_stream(peer)
@@ -163,12 +147,6 @@ class Dialler:
                 return connection
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
-        """Connects p2pd to `peer` in any way at its known addresses, if any, opens a stream, returns it and its path.
-
-        If connecting fails, tries to open the stream all the same. The path is "direct", "punched" or "relayed". Raises
-        ConnectionBroken, with the reasons, when the peer cannot be reached, and SimultaneousOpen when both peers
-        dialled each other at the same time.
-        """
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
         addresses = self._book.addresses(peer)
         tried = ""

@@ -1,7 +1,6 @@
 """The DHT in which peers publish signed records and read those of other peers.
 
-Knows: hivemind's DHTNode, its keys and its notion of time (unix seconds; a later expiry replaces an earlier one). Must
-not know: what a record's fields mean. Every node that stores or returns a record validates it first, by the same rules.
+Every node that stores or returns a record validates it first, by the same rules.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ PUBLISH_S: Final = 10.0  # seconds after which storing a record is given up
 SMALL_SWARM: Final = 20  # neighbours up to which every node knows every other: hivemind's buckets hold 20
 NEXT_ANSWER_S: Final = 0.3  # seconds that a read waits for the next answer, once half of the nodes have answered
 
-_Entries = dict[str, tuple[bytes, float]]
-"""By peer: the record as msgpack, and its expiry in unix seconds."""
+_Entries = dict[str, tuple[bytes, float]]  # by peer: the record as msgpack, and its expiry in unix seconds
 
 
 class Directory:
@@ -114,7 +112,6 @@ class Directory:
 
     @property
     def neighbours(self) -> int:
-        """The number of other nodes in this node's routing table; 0 if it knows none."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> None:
@@ -171,19 +168,12 @@ class Directory:
 
     @property
     def _is_small(self) -> bool:
-        """Whether the swarm is small enough to ask every node."""
         return self.neighbours <= SMALL_SWARM
 
     def _key(self, kind: type[Record], shard: Shard) -> str:
-        """Returns the DHT key, as text, of a shard's records of one kind."""
         return record_key(self._run, kind, shard.stage, shard.bits)
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks every known node, and the nodes that they name, for all keys together; returns merged records by key.
-
-        Includes what this node itself stores; a key that no node has gets no records. Stops waiting after READ_S, or
-        when half have answered and no other answer comes for NEXT_ANSWER_S; the other requests go on, unused.
-        """
         deadline = loop_time() + READ_S
         found: dict[Any, _Entries] = {key: {} for key in keys}
         for key in keys:
@@ -213,20 +203,11 @@ class Directory:
         return found
 
     async def _ask_holders(self, keys: list[Any]) -> dict[Any, _Entries]:
-        """Asks ASKED holders of each key, and this node, for READ_S at most; returns merged records by key.
-
-        A key that no node answered for is left out.
-        """
         found: dict[Any, _Entries] = {}
         await _within(self._holders.read(keys, lambda key, value: _merge(found.setdefault(key, {}), value)), READ_S)
         return found
 
     def _verify_all(self, key: Any, entries: _Entries) -> list[Record]:
-        """Verifies and decodes the entries under one key, without those expired, invalid or not from a member.
-
-        Returns at most MAX_KEY_RECORDS: peers that `bounds.is_member` accepts come first, then smaller hashes. Also
-        remembers when this peer's own record expires, see `publish`.
-        """
         now_unix = self._unix()
         records = []
         for peer, (packed, expires_unix) in entries.items():
@@ -240,7 +221,6 @@ class Directory:
 
         # Members first: an attacker that invents many peers can choose ids with the smallest hashes.
         def rank(record: Record) -> tuple[bool, int]:
-            """Returns a sort key: peers that `bounds.is_member` accepts first, then ascending by `peer_hash`."""
             return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
 
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]
@@ -266,10 +246,6 @@ class Directory:
 
 
 def _merge(entries: _Entries, found: Any) -> None:
-    """Adds a node's records under one key to `entries`; of two records of one peer, the later-expiring stays.
-
-    found: hivemind's value; None, or one that is no dictionary of records, adds nothing.
-    """
     if found is not None and isinstance(found.value, DictionaryDHTValue):
         for peer, (packed, expires_unix) in found.value.items():
             if peer not in entries or entries[peer][1] < expires_unix:
@@ -277,7 +253,6 @@ def _merge(entries: _Entries, found: Any) -> None:
 
 
 async def _within(work: Any, timeout_s: float) -> Any:
-    """Awaits `work` and returns its result; cancels it after `timeout_s` and returns None."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work

@@ -1,8 +1,5 @@
 """The gate between this peer and all others: makes its HELLO, judges theirs, and decides which it may call.
 
-Knows: HELLO, roles, which peers have sent HELLO. Must not know: tickets, modes, bans (agora/swarm/admission.py judges),
-streams.
-
 | what | asks the gate |
 |---|---|
 | a stream that this peer opens | `find_refusal` before it dials, `hello_to`, then `admit` with the peer's HELLO |
@@ -24,11 +21,11 @@ from agora_protocol.limits import PROTOCOL_VERSION, SALT_BYTES
 from agora_protocol.messages import Hello
 from agora_protocol.tickets import MEMBER, READER, run_token
 
+# Maximum number of admitted members that are remembered; the one whose HELLO came longest ago is forgotten first.
 MAX_GREETED: Final = 16_384
-"""Maximum number of admitted members that are remembered; the one whose HELLO came longest ago is forgotten first."""
 
+# Returns the role, MEMBER or READER, that a peer's proof bytes grant it. Raises NotAdmitted or ProtocolError.
 Judge = Callable[[PeerId, bytes], str]
-"""Returns the role, MEMBER or READER, that a peer's proof bytes grant it. Raises NotAdmitted or ProtocolError."""
 
 
 def admit_everyone(peer: PeerId, proof: bytes) -> str:

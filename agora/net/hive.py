@@ -1,6 +1,6 @@
 """Imports the parts of hivemind that the network uses: its p2pd, its DHT, their messages.
 
-Knows: where hivemind keeps its parts. Must not know: what is done with them. `import hivemind` also imports averaging,
+`import hivemind` also imports averaging,
 optimizers, experts and scipy, none of which is used: a quarter of a daemon's import time, and 45 MB of memory. So
 its submodules are imported here without running its `__init__`.
 """

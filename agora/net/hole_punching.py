@@ -1,8 +1,5 @@
 """Opens TCP connections through the NATs of both ends, and carries ordinary libp2p connections through them.
 
-Knows: TCP's simultaneous open (RFC 9293, section 3.5; RFC 5128, section 3.4). Must not know: which peer introduced the
-two.
-
 Both peers connect at the same time, from the port at which their p2pd listens and to the address from which a common
 neighbour sees the other; each one's packet opens its own NAT for the other's. The socket must stay the same from the
 first packet on: the NAT drops an answer to any other. p2pd cannot be made to dial so without four observers of its
@@ -26,12 +23,10 @@ from agora.net.network_errors import ConnectionBroken, SimultaneousOpen
 from agora.net.own_addresses import host_and_port
 from agora.net.raw_streams import READ_BYTES, RawStream, splice
 
-PUNCH_S: Final = 4.0
-"""Seconds after which an attempt to open a hole is given up: time for three packets of each end."""
-AGAIN_S: Final = 0.1
-"""Seconds from a refused connection to the next attempt."""
+PUNCH_S: Final = 4.0  # seconds after which an attempt to open a hole is given up: time for three packets of each end
+AGAIN_S: Final = 0.1  # seconds from a refused connection to the next attempt
+# Maximum number of holes that are open, or being opened, at the same time; see HolePuncher.has_room.
 MAX_HOLES: Final = 64
-"""Maximum number of holes that are open, or being opened, at the same time; see HolePuncher.has_room."""
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
@@ -61,7 +56,6 @@ class HolePuncher:
         accepted: asyncio.Future[RawStream] = asyncio.get_running_loop().create_future()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Takes the first connection to the loopback port, expected to be p2pd's; aborts later ones."""
             stream = RawStream(reader, writer)
             if accepted.done():
                 stream.abort()
@@ -101,17 +95,11 @@ class HolePuncher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` in a task that `close` cancels and that counts as an open hole until it ends."""
         task = asyncio.create_task(work, name="hole")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, hole: RawStream, accepted: asyncio.Future[RawStream], port: int) -> None:
-        """Waits for p2pd's connection to loopback `port`, carries its bytes through the hole until either end closes.
-
-        Meanwhile `port` is one of the host's tunnel_ports. At the end, or when `accepted` is cancelled, aborts the
-        hole.
-        """
         self._host.tunnel_ports.add(port)
         try:
             await splice(await accepted, hole)
@@ -120,10 +108,6 @@ class HolePuncher:
             self._host.tunnel_ports.discard(port)
 
     async def _serve(self, address: str) -> None:
-        """Opens a hole, connects it with this host's p2pd, carries bytes until either end closes. Ignores failures.
-
-        Meanwhile the local port of the connection to p2pd is one of the host's tunnel_ports.
-        """
         with contextlib.suppress(ConnectionBroken, OSError):
             hole = await self._open(address)
             with contextlib.ExitStack() as undo:
@@ -137,11 +121,6 @@ class HolePuncher:
                 await splice(RawStream(reader, writer), hole)
 
     async def _open(self, address: str) -> RawStream:
-        """Returns a TCP connection to `address`, made from the port at which p2pd listens.
-
-        Tries again AGAIN_S after each failure. Raises ConnectionBroken: immediately for an address that is no direct
-        TCP address, or of a kind of IP on which p2pd does not listen; else after PUNCH_S.
-        """
         parts = host_and_port(address)
         if parts is None or parts[0] not in self._host.listen_endpoints:
             raise ConnectionBroken(f"no hole can be punched to {address or 'an unknown address'}")
@@ -158,7 +137,6 @@ class HolePuncher:
 
 
 async def _connect_from(family: socket.AddressFamily, own_port: int, host: str, port: int) -> RawStream:
-    """Returns a TCP connection to `host`:`port` from this machine's `own_port`, which p2pd shares. Raises OSError."""
     sock = socket.socket(family)
     with contextlib.ExitStack() as undo:
         undo.callback(sock.close)
@@ -176,5 +154,4 @@ async def _connect_from(family: socket.AddressFamily, own_port: int, host: str, 
 
 
 def _kind(address: str) -> str:
-    """Returns the first word of a multiaddr of an IP address: "ip4" or "ip6"."""
     return address.split("/")[1]

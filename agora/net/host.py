@@ -1,6 +1,6 @@
 """This machine's libp2p host: starts hivemind's p2pd process, watches it, and sends it requests.
 
-Knows: p2pd's control socket, its addresses and its process. Must not know: frames' meaning, calls, runs or records. It
+It
 listens on TCP unless other addresses are given: QUIC through p2pd is ten times slower where packets get lost.
 """
 
@@ -36,8 +36,8 @@ from agora.net.shaping import AccessLink, ShapedTransport
 from agora.net.streams import MAX_PREAMBLE_BYTES, FrameStream
 from agora.terminal_text import one_line
 
+# Takes a stream that a peer opened, its peer and its path ("direct", "punched", "relayed"); attaches or closes it.
 OnStream = Callable[[FrameStream, PeerId, str], None]
-"""Takes a stream that a peer opened, its peer and its path ("direct", "punched", "relayed"); attaches or closes it."""
 
 ANSWER_S: Final = 5.0  # seconds for p2pd to answer what needs no network
 MORE_PEERS_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
@@ -223,7 +223,6 @@ class Host:
         """
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Reads a stream's `peer` and `is_relayed` from its preamble, awaits `on_stream`, aborts the stream."""
             stream = RawStream(reader, writer)
             with contextlib.suppress(ConnectionBroken, ValueError, asyncio.CancelledError):
                 info = p2pd_pb2.StreamInfo.FromString(await stream.read_message(MAX_PREAMBLE_BYTES))
@@ -243,7 +242,6 @@ class Host:
         """
 
         def accept_stream() -> FrameStream:
-            """Returns the stream for a connection from p2pd; `on_stream` gets it once its preamble is read."""
             stream = FrameStream(limits)
             stream.preamble.add_done_callback(partial(self._pass_on, stream, on_stream))
             return stream
@@ -253,13 +251,11 @@ class Host:
         await self._set_handler(protocol, path)
 
     async def _set_handler(self, protocol: str, path: Path) -> None:
-        """Has p2pd connect the streams that peers open for `protocol` to the Unix socket at `path`."""
         address = Multiaddr(f"/unix{path}").to_bytes()
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
 
     def _pass_on(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
-        """Called when reading a preamble has ended: passes the stream to `on_stream`, unless no preamble came."""
         if not preamble.cancelled() and preamble.exception() is None:
             info = p2pd_pb2.StreamInfo.FromString(preamble.result())
             peer = PeerId(str(PeerID(info.peer)))
@@ -267,10 +263,6 @@ class Host:
             on_stream(self._shape(stream), peer, self._record_path(peer, info.addr))
 
     def _record_path(self, peer: PeerId, raw: bytes) -> str:
-        """Returns the path of a stream, "direct", "punched" or "relayed", as its multiaddr from p2pd (`raw`) shows.
-
-        Also remembers the address of a direct one, for `remote_address`. An unknown address counts as direct.
-        """
         address = _address_text(raw)
         if own_addresses.is_circuit(address):
             return "relayed"
@@ -284,7 +276,6 @@ class Host:
         return "direct"
 
     def _shape(self, stream: FrameStream) -> FrameStream:
-        """Slows a stream down from now on if a link is emulated or the owner has set limits; returns the stream."""
         link = self.brake.link if self.brake is not None else self.link
         if link is not None:
             stream.interpose(partial(ShapedTransport, link=link))
@@ -315,7 +306,6 @@ class Host:
         self._sockets.remove()
 
     async def _watch(self) -> None:
-        """Waits for p2pd's end. Sets `died` when p2pd, or the task that reads its answers, ends before `close`."""
         # hivemind does not check p2pd: with its p2pd gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
@@ -324,16 +314,11 @@ class Host:
         await child
 
     async def _ask(self, request: Any, timeout_s: float) -> Any:
-        """Sends p2pd a request that opens no stream, and returns its answer; for errors see `_request`."""
         stream, response = await self._request(request, FrameLimits(), timeout_s)
         stream.abort()
         return response
 
     async def _request(self, request: Any, limits: FrameLimits, timeout_s: float) -> tuple[FrameStream, Any]:
-        """Sends a request to p2pd on a new socket; returns the socket, which carries the opened stream, and the answer.
-
-        Raises ConnectionBroken if p2pd is gone, late or answers with an error, SimultaneousOpen if both peers dialled.
-        """
         loop = asyncio.get_running_loop()
         control = self.p2p._daemon_listen_maddr["unix"]
         with contextlib.ExitStack() as undo:
@@ -355,7 +340,6 @@ class Host:
 
 
 def _check_listen(address: str) -> None:
-    """Raises LocalError for a malformed address, or a TCP port that this machine cannot listen on now."""
     if _parse_multiaddr(address) is None:
         raise LocalError(f"{address!r} is not an address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
     direct = own_addresses.host_and_port(address)
@@ -364,7 +348,6 @@ def _check_listen(address: str) -> None:
 
 
 def _parse_multiaddr(address: str | bytes) -> Any:
-    """Returns hivemind's Multiaddr; None for an address that is malformed or of a kind that hivemind does not know."""
     try:
         parsed = Multiaddr(address)
         return parsed if str(parsed) else None  # bytes are only read when they become text
@@ -373,7 +356,6 @@ def _parse_multiaddr(address: str | bytes) -> Any:
 
 
 def _address_text(raw: bytes) -> str:
-    """Returns the text of a multiaddr from p2pd; "" for one that is malformed or of a kind that is not known here."""
     try:
         return decode_multiaddr(raw)
     except (ValueError, UnicodeDecodeError):
@@ -381,7 +363,6 @@ def _address_text(raw: bytes) -> str:
 
 
 def _address_bytes(text: str) -> bytes:
-    """Returns a multiaddr as p2pd takes it; b"" for one that is malformed or of a kind that is not known here."""
     try:
         return encode_multiaddr(text)
     except (ValueError, OverflowError):
@@ -390,11 +371,10 @@ def _address_bytes(text: str) -> bytes:
 
 
 def _public_addresses(listen: Sequence[str], announce: Sequence[str]) -> tuple[str, ...]:
-    """Returns `announce` and the public addresses of `listen`, for p2pd to announce; NOWHERE if there are none."""
     public = own_addresses.public_only(own_addresses.interface_addresses(listen))
     return (*announce, *public) or (NOWHERE,)
 
 
 def _failure(text: str) -> AgoraError:
-    """Returns the error for p2pd's error text: SimultaneousOpen if both peers dialled, otherwise ConnectionBroken."""
+    # SimultaneousOpen if both peers dialled, otherwise ConnectionBroken.
     return SimultaneousOpen(text) if SIMULTANEOUS_OPEN_ERROR in text else ConnectionBroken(text)

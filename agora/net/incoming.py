@@ -1,8 +1,4 @@
-"""The calls that a peer has open on one connection: whether their requests are read, and how they are answered.
-
-Knows: call numbers, the handler, what peers may cost this one, and the memory for payloads, which is reserved before a
-buffer exists. Must not know: what a request means beyond its type, or how streams are opened.
-"""
+"""The calls that a peer has open on one connection: whether their requests are read, and how they are answered."""
 
 from __future__ import annotations
 
@@ -67,11 +63,10 @@ class IncomingCall:
     is_caller_gone: bool = False  # the caller has cancelled the call, or its connection broke: it gets no answer
 
 
+# Answers a peer. An AgoraError that it raises becomes a typed refusal, any other error PeerFailed.
+#
+# It is cancelled when the caller gives up or the deadline passes, but not when the connection breaks.
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
-"""Answers a peer. An AgoraError that it raises becomes a typed refusal, any other error PeerFailed.
-
-It is cancelled when the caller gives up or the deadline passes, but not when the connection breaks.
-"""
 
 
 class PayloadBudget:
@@ -93,7 +88,6 @@ class PayloadBudget:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether more than half of the bytes are reserved, or a connection waits for some."""
         return bool(self.waiting) or 2 * self.used > self.limit
 
     def reserve(self, size: int) -> None:
@@ -192,7 +186,6 @@ class PayloadReservations:
         self.release(self.take_arrived())
 
     def _stop_waiting(self) -> int:
-        """Leaves the budget's queue. Returns the bytes that this connection waited for, 0 if it did not wait."""
         if self._wait_timer is not None:
             self._wait_timer.cancel()
         return self._budget.waiting.pop(self, 0)
@@ -230,7 +223,6 @@ class IncomingCalls:
         self._reserved: dict[int, int] = {}  # bytes of answers that are not written yet, by call
 
     def __len__(self) -> int:
-        """Returns the number of the peer's requests in progress: neither answered nor cancelled yet."""
         return len(self._open)
 
     def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> PayloadAction:
@@ -265,21 +257,17 @@ class IncomingCalls:
 
     @property
     def _consumer(self) -> Consumer:
-        """The caller and the network of its address, together the consumer of bytes that are reserved for answers."""
         return Consumer(self._stream.address_prefix, self._peer)
 
     def _release_answer(self, number: int) -> None:
-        """Releases the bytes reserved for the answer to call `number`, if any are."""
         self._network.answers.release(self._consumer, self._reserved.pop(number, 0))
 
     def _on_wait_over(self, is_reserved: bool) -> None:
-        """Called when a request's wait for memory ends: has its payload read, or refuses the request as Busy."""
         self._stream.resume_payload(
             PayloadAction.TAKE if is_reserved else self._refuse_busy(self._waiting_call, NO_MEMORY)
         )
 
     def _refuse_busy(self, number: int, why: str) -> PayloadAction:
-        """Refuses a request as Busy, to be tried again after `payload_wait_s`. Returns DROP."""
         return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.payload_wait_s * 1000)))
 
     def refuse(self, number: int, error: AgoraError) -> PayloadAction:
@@ -326,16 +314,10 @@ class IncomingCalls:
         self.payloads.close()
 
     def _send_progress(self, number: int, call_progress: CallProgress) -> None:
-        """Queues a PROGRESS frame, unless the call is answered, its caller gone, or too much waits to be sent."""
         if number in self._open and not self._open[number][0].is_caller_gone:
             self._stream.enqueue_droppable(encode_frame(FrameType.PROGRESS, number, call_progress), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
-        """Has one request handled, then queues its answer, unless the caller is gone or no room comes in time.
-
-        In time: before the call's deadline. The bytes reserved for the answer are released when it was written, or
-        immediately when it is not sent.
-        """
         is_sent = False
         try:
             buffers = await self._answer(number, call)
@@ -349,7 +331,6 @@ class IncomingCalls:
                 self._release_answer(number)
 
     def _on_served(self, number: int, held_bytes: int, task: asyncio.Task[None]) -> None:
-        """Called when a request's task ended: forgets the call, releases its payload's bytes, calls `on_answered`."""
         if number in self._open and self._open[number][1] is task:
             del self._open[number]
         if task.cancelled():  # perhaps before it began
@@ -358,12 +339,6 @@ class IncomingCalls:
         self._on_answered()
 
     async def _answer(self, number: int, call: IncomingCall) -> Buffers:
-        """Runs the handler until the call's deadline; returns the ANSWER frame, or a REFUSAL with its AgoraError.
-
-        A missed deadline is refused as PeerFailed, and so is a handler that ends as cancelled although this call's task
-        was not cancelled. So are other exceptions and invalid answers, which are also reported. An ANSWER is counted
-        as sent (`count_sent`).
-        """
         refusal: AgoraError
         try:
             async with asyncio.timeout_at(call.deadline) as timeout:

@@ -1,7 +1,5 @@
 """Reads and writes DHT keys at the nodes nearest to them: in swarms that are too large to ask every node.
 
-Knows: hivemind's node, its searches and calls. Must not know: records, runs, what the keys stand for.
-
 hivemind's own search asks 20 nodes for each key, each time, and every node that holds the key answers with all of it.
 Here a key's nodes are looked up once every HOLDERS_S, by an adjacent id that stores nothing, so that the search moves
 no records. Then ASKED of them are asked, chosen at random at each read.
@@ -19,16 +17,11 @@ from typing import Any, Final
 from agora.clock import loop_time
 from agora.net.hive import DHTID
 
-HOLDERS: Final = 5
-"""Number of nodes at which a record is stored, those nearest to its key."""
-ASKED: Final = 2
-"""Number of these nodes that are asked at a read."""
-HOLDERS_S: Final = 300.0
-"""Seconds after which a key's nodes are looked up again."""
-KEYS_AT_ONCE: Final = 16
-"""Keys whose nodes are looked up in one search."""
-MAX_KEYS: Final = 4096
-"""Maximum number of keys whose nodes are remembered."""
+HOLDERS: Final = 5  # number of nodes at which a record is stored, those nearest to its key
+ASKED: Final = 2  # number of these nodes that are asked at a read
+HOLDERS_S: Final = 300.0  # seconds after which a key's nodes are looked up again
+KEYS_AT_ONCE: Final = 16  # keys whose nodes are looked up in one search
+MAX_KEYS: Final = 4096  # maximum number of keys whose nodes are remembered
 
 
 @dataclass(slots=True)
@@ -75,10 +68,6 @@ class KeyHolders:
     async def _ask(
         self, node: Any, peer: Any, keys: list[Any], on_value: Callable[[Any, Any], None], answered: set[Any]
     ) -> None:
-        """Asks one node for several keys: calls `on_value` for each of its answers, adds `keys` to `answered`.
-
-        A node that does not answer is removed from the holders of `keys`.
-        """
         found = await self._node._call_find_with_blacklist(peer, keys)
         if found is None:
             self._forget(node, keys)
@@ -99,10 +88,6 @@ class KeyHolders:
         by_node = self._assign_keys(keys, HOLDERS)
 
         async def store(node: Any, peer: Any, held: list[Any]) -> None:
-            """Stores the value at one node under the keys `held`, and adds those that it accepted to `stored`.
-
-            A node that does not answer is removed from the holders of these keys.
-            """
             count = len(held)
             done = await self._node.protocol.call_store(
                 peer, held, [packed] * count, [expires_unix] * count, [subkey] * count
@@ -119,10 +104,6 @@ class KeyHolders:
         return stored == set(keys)
 
     async def _look_up(self, keys: Iterable[Any]) -> None:
-        """Looks up and remembers the holders of those keys that are unknown, too old, or have lost more than half.
-
-        KEYS_AT_ONCE keys at a time, one batch after another. Beyond MAX_KEYS, forgets the keys looked up longest ago.
-        """
         oldest = loop_time() - HOLDERS_S
         unknown = []
         for key in keys:
@@ -142,10 +123,6 @@ class KeyHolders:
             self._holders.popitem(last=False)
 
     def _assign_keys(self, keys: Iterable[Any], nodes_per_key: int) -> dict[tuple[Any, Any], list[Any]]:
-        """Returns the keys to ask or store at each remote node (id, peer): each key at `nodes_per_key` of its holders.
-
-        The holders are chosen at random, or all if they are fewer. A key without known remote holders is left out.
-        """
         by_node: dict[tuple[Any, Any], list[Any]] = defaultdict(list)
         for key in keys:
             known = self._holders.get(key)
@@ -155,7 +132,6 @@ class KeyHolders:
         return by_node
 
     def _forget(self, node: Any, keys: Iterable[Any]) -> None:
-        """Removes `node`, which did not answer, from the remembered holders of `keys`."""
         for key in keys:
             if key in self._holders:
                 self._holders[key].nodes.pop(node, None)

@@ -1,7 +1,6 @@
-"""The light client: gets the status from a peer of a run, or delivers a revocation, without daemon, torch or hivemind.
+"""The light client: gets the status from a peer of a run, or delivers a revocation, without daemon.
 
-Knows: py-libp2p, trio and the wire protocol. Must not know: hivemind, nor anything of agora that imports it: two libp2p
-implementations cannot live in one process.
+Torch or hivemind.
 """
 
 from __future__ import annotations
@@ -81,11 +80,6 @@ def share_revocations(
 def _ask_run(
     addresses: Sequence[str], run: RunId, request: Message, timeout_s: float, credentials: Credentials | None
 ) -> Message:
-    """Sends one request to the peers at `addresses`, returns the first answer. Silences py-libp2p's log.
-
-    credentials: None for a new identity without tickets. Blocks for at most about `timeout_s`. Raises InputError for a
-    malformed address, and WrongRun, NotAdmitted or Unreachable, see `_ask_all`.
-    """
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
     requester = credentials or Credentials(Identity.generate())
     answer: Message = trio.run(_ask_all, addresses_by_peer(addresses), _Query(run, request, requester), timeout_s)
@@ -101,26 +95,16 @@ class _Query:
     requester: Credentials
 
     def hello_to(self, peer: PeerId) -> messages.Hello:
-        """Returns the HELLO for a stream to `peer`, in which this client asks to be a reader of the run.
-
-        The HELLO carries a token of the run, salted for `peer`.
-        """
         me = self.requester.identity.peer
         salt = os.urandom(SALT_BYTES)
         token = run_token(self.run, salt, me, peer)
         return messages.Hello(PROTOCOL_VERSION, salt, token, READER, self.requester.proof, SOFTWARE, ())
 
     def is_of_run(self, hello: messages.Hello, peer: PeerId) -> bool:
-        """Returns whether the HELLO that `peer` sent is for this run."""
         return hello.run == run_token(self.run, hello.salt, peer, self.requester.identity.peer)
 
 
 async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: float) -> Message:
-    """Asks the peers, each STAGGER_S after the one before, or as soon as that has failed; returns the first answer.
-
-    The first answer cancels the other queries. Raises WrongRun or NotAdmitted when each peer that refused or answered
-    wrongly did so for that reason, even if others were silent; else Unreachable, with every peer's reason.
-    """
     answers: list[Message] = []
     errors: list[AgoraError] = []
     reasons: dict[PeerId, str] = dict.fromkeys(by_peer, "no answer in time")
@@ -129,7 +113,6 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: f
         async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
 
             async def ask_one_peer(peer: PeerId, addresses: list[str], done: trio.Event) -> None:
-                """Asks one peer: its answer stops the others, its failure is noted; sets `done` either way."""
                 try:
                     answers.append(await _ask(host, peer, addresses, query))
                     nursery.cancel_scope.cancel()
@@ -155,19 +138,11 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: f
 
 
 async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> Message:
-    """Connects to one peer, exchanges HELLO, sends it the request, returns its answer. Answers Pings meanwhile.
-
-    Runs on trio, and has no time limit of its own; a GOODBYE counts as a refusal.
-
-    Raises the peer's refusal as its error, WrongRun if the peer trains another run, Unreachable if the stream ends,
-    ProtocolError for a malformed frame, or py-libp2p's errors.
-    """
     identity = ID.from_base58(peer)
     await host.connect(PeerInfo(identity, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]))
     stream = await host.new_stream(identity, [TProtocol(PROTOCOL_NAME)])
 
     async def send(type: FrameType, call: int, message: Message) -> None:
-        """Writes one frame without payload."""
         await stream.write(b"".join(encode_frame(type, call, message)))
 
     await send(FrameType.HELLO, 0, query.hello_to(peer))
@@ -189,7 +164,6 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> 
 
 
 def _decode_status(answer: Message) -> dict[str, Any]:
-    """Returns the JSON object in a peer's answer. Raises ProtocolError when there is none."""
     try:
         status = json.loads(answer.status) if isinstance(answer, messages.StatusAnswer) else None
     except ValueError:
@@ -200,7 +174,6 @@ def _decode_status(answer: Message) -> dict[str, Any]:
 
 
 async def _read_exactly(stream: Any, count: int) -> bytes:
-    """Reads exactly `count` bytes of a py-libp2p stream. Raises Unreachable when the stream ends before."""
     data = b""
     while len(data) < count:
         chunk = await stream.read(count - len(data))

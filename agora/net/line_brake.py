@@ -1,7 +1,5 @@
 """Keeps all traffic of this daemon within its owner's limits: counts what p2pd's sockets carry, and slows down streams.
 
-Knows: p2pd's process, the streams' access link, through which circuits that this peer relays pass as well. Must
-not know: how a rate follows from the counts (rate_limits.py).
 Received bytes are braked by not reading them; p2pd then holds up to a flow-control window of each connection.
 """
 
@@ -17,10 +15,8 @@ from agora.net.rate_limits import RateLimits, StreamBrake
 from agora.net.shaping import AccessLink
 from agora.net.socket_bytes import CarriedBytes, SocketCounter
 
-COUNT_EVERY_S: Final = 0.25
-"""Seconds between two counts of the bytes that were carried."""
-FREE_LINK: Final = LinkSpec(1.25e9, 0.0)
-"""A link that delays nothing, and is as fast as this program can be."""
+COUNT_EVERY_S: Final = 0.25  # seconds between two counts of the bytes that were carried
+FREE_LINK: Final = LinkSpec(1.25e9, 0.0)  # A link that delays nothing, and is as fast as this program can be
 
 
 class LineBrake:
@@ -60,7 +56,6 @@ class LineBrake:
         self._task.cancel()
 
     async def _run(self) -> None:
-        """Every COUNT_EVERY_S, until cancelled: counts what sockets and streams carried, sets the rates of `link`."""
         up, down = self._brakes
         while True:
             self.carried = carried = await asyncio.to_thread(self._counter.read)

@@ -1,8 +1,6 @@
 """Computes when a chunk has left a link of a given rate and latency, and when it arrives.
 
 Deterministic: its objects change only by the calls to them; times and the random generator are arguments.
-
-Knows: rates and delays, as docs/links.md defines them. Must not know: clocks, sockets, streams (`shaping` does).
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ SLOWEST: Final = 1_000  # the least rate of a link, in bytes per second
 LONGEST_S: Final = 10.0  # the longest round trip or jitter of a link, in seconds
 MAX_LOSS: Final = 0.5  # the largest fraction of packets that a link may lose
 
+# What a number in each unit is multiplied by, to give bytes per second, seconds, or a fraction.
 _UNITS: Final = {"": 0.125, "k": 125.0, "m": 125e3, "g": 125e6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01}
-"""What a number in each unit is multiplied by, to give bytes per second, seconds, or a fraction."""
 _NUMBER: Final = r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)"
+# What the parts of a link are, in order: name, example, pattern.
 _PARTS: Final = (
     ("rate", "20Mbit", re.compile(_NUMBER + "(?P<unit>[kmg]?)bit(?:/s)?")),
     ("RTT", "50ms", re.compile(_NUMBER + "(?P<unit>us|ms|s)")),
     ("jitter", "50ms", re.compile(_NUMBER + "(?P<unit>us|ms|s)")),
     ("loss", "0.1%", re.compile(_NUMBER + "(?P<unit>%)")),
 )
-"""What the parts of a link are, in order: name, example, pattern."""
 
 
 class LinkError(InputError):
@@ -89,7 +87,6 @@ class LinkSpec:
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes that one stream sends at its turn: rate * CHUNK_S, within MIN_CHUNK and MAX_CHUNK."""
         return max(MIN_CHUNK, min(MAX_CHUNK, int(self.rate * CHUNK_S)))
 
 

@@ -1,9 +1,6 @@
 """Decides when a silent peer counts as gone.
 
 Deterministic: a LivenessCheck changes only itself, and only by the calls to it; `now` is an argument.
-
-Knows: what one stream has sent and received, and two waits: how long a peer that owes an answer may be silent before it
-is pinged, and how long it then has to answer. Must not know: clocks, sockets, calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Makes and answers all calls of this peer: opens connections to other peers when they are needed, and keeps them.
 
-Knows: which peers are connected. Must not know: how a peer is dialled (dialling.py), what a request means, or why a
-peer is suspended. One long-lived stream for each pair of peers carries all calls both ways; either may have opened it.
+One long-lived stream for each pair of peers carries all calls both ways; either may have opened it.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class Network:
 
     @property
     def carried_bytes(self) -> tuple[int, int]:
-        """The bytes that all streams together have read, and have written, since the start; ended ones included."""
+        # The bytes that all streams together have read, and have written, since the start; ended ones included.
         bytes_in, bytes_out = self._past_bytes
         for connection in self._all_connections():
             bytes_in += connection.stream.bytes_in
@@ -144,7 +143,7 @@ class Network:
 
     @property
     def given_and_waiting_bytes(self) -> tuple[int, int]:
-        """The bytes that all streams were given to send since the start, and those of them that are not sent yet."""
+        # The bytes that all streams were given to send since the start, and those of them that are not sent yet.
         streams = [connection.stream for connection in self._all_connections()]
         written = self._past_bytes[1] + sum(stream.bytes_out for stream in streams)
         waiting = sum(stream.backlog for stream in streams)
@@ -152,7 +151,6 @@ class Network:
 
     @property
     def paths(self) -> dict[PeerId, str]:
-        """By peer, the path of its newest connection, usable or not: "direct", "punched" or "relayed"."""
         return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
     def round_trip_s(self, peer: PeerId) -> float | None:
@@ -230,10 +228,6 @@ class Network:
             await self._dialler.dial(peer)
 
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
-        """Makes a connection of a stream that a peer opened, begins its handshake, aborts the peer's earlier ones.
-
-        Sends GOODBYE instead if the peer is suspended, this network is closing, or there are too many connections.
-        """
         try:
             self._raise_if_suspended(peer)
             if self._is_closing or not self._make_room(Consumer(stream.address_prefix, peer)):
@@ -248,12 +242,8 @@ class Network:
         self.spawn(self._await_hello(self._add_connection(stream, peer, path, is_initiator=False)))
 
     def _make_room(self, newcomer: Consumer) -> bool:
-        """Returns whether one more connection may be made; aborts another one for it if there are too many.
-
-        First a silent one, of which `max_silent` may be: opened by a peer that is a reader or has not sent HELLO.
-        Without one, a connection of the largest consumer if that is of another network than `newcomer`; otherwise
-        returns False.
-        """
+        # Without one, a connection of the largest consumer if that is of another network than `newcomer`; otherwise
+        # returns False.
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]
         if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
@@ -269,29 +259,25 @@ class Network:
 
     @staticmethod
     def _choose_to_break(silent: Sequence[Connection], newcomer: Consumer) -> Connection:
-        """Returns which silent connection makes room: the oldest of the largest consumer, without one the first."""
         largest = largest_consumer(Counter(known.consumer for known in silent), newcomer)
         return next((known for known in silent if known.consumer == largest), silent[0])
 
     async def _await_hello(self, connection: Connection) -> None:
-        """Exchanges HELLO on a stream that a peer has opened. Ignores a failure, which has ended the connection."""
         with contextlib.suppress(AgoraError):
             await connection.start()
 
     def _raise_if_refused(self, peer: PeerId) -> None:
-        """Raises NotAdmitted for a peer that must not be called: the gate refuses it, or it is suspended."""
+        # Raises NotAdmitted for a peer that must not be called: the gate refuses it, or it is suspended.
         if refusal := self.gate.find_refusal(peer):
             raise refusal
         self._raise_if_suspended(peer)
 
     def _raise_if_suspended(self, peer: PeerId) -> None:
-        """Raises NotAdmitted while `peer` is suspended, for a time, for its offences (`suspended_s`)."""
         seconds = self.suspended_s(peer)
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is suspended for {seconds:.0f} s more.")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, path: str, *, is_initiator: bool) -> Connection:
-        """Makes a connection of a stream, keeps it and returns it; the caller begins the handshake."""
         connection = Connection(self, stream, peer, is_initiator=is_initiator, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection
@@ -323,7 +309,6 @@ class Network:
             del self._connections[connection.peer]
 
     def _record_met(self, peer: PeerId) -> None:
-        """Records that `peer` was met now; beyond MAX_PEERS, forgets the peer that was met longest ago."""
         self._met[peer] = loop_time()
         self._met.move_to_end(peer)
         if len(self._met) > MAX_PEERS:
@@ -337,11 +322,9 @@ class Network:
         return task
 
     def _all_connections(self) -> list[Connection]:
-        """Returns the connections to all peers, usable or not."""
         return [connection for connections in self._connections.values() for connection in connections]
 
     def _end_if_refused(self, connection: Connection) -> None:
-        """Ends a connection if its peer is no longer admitted (with GOODBYE) or is suspended; nothing before HELLO."""
         if (role := connection.role) is None:
             return
         if refusal := self.gate.find_new_refusal(connection.peer, connection.proof, role):
@@ -364,7 +347,6 @@ class Network:
         return False
 
     async def _dial_or_ask(self, peer: PeerId, named_by: PeerId | None) -> Connection:
-        """Dials `peer`; if that fails, asks `named_by` for other addresses and dials those. Raises an AgoraError."""
         try:
             return await self._dialler.dial(peer)
         except ConnectionBroken:
@@ -392,7 +374,6 @@ class Network:
             self._end_if_refused(connection)
 
     async def _tick(self) -> None:
-        """Every TICK_S or more often, until cancelled: ends connections to refused peers, ticks all connections."""
         while True:
             await asyncio.sleep(min(TICK_S, self.limits.ping_after_s / 4))
             for connection in self._all_connections():

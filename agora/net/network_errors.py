@@ -1,4 +1,4 @@
-"""The errors of the network: how a call ends without an answer. Knows: their texts. Must not know: streams, peers."""
+"""The errors of the network: how a call ends without an answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Finds this machine's own addresses and ports, and which addresses are private.
 
-Knows: interfaces, multiaddrs of TCP. Must not know: p2pd, other peers, which peers may see an address.
-
 Private is every address that not all of the internet can dial: of a LAN, of one cable, of loopback, behind a carrier's
 NAT, or reserved (RFC 6890).
 """
@@ -17,8 +15,7 @@ from typing import Final
 import psutil
 from agora_protocol.errors import LocalError
 
-ANY: Final = {"ip4": "0.0.0.0", "ip6": "::"}
-"""The addresses to listen on that stand for all of the machine's."""
+ANY: Final = {"ip4": "0.0.0.0", "ip6": "::"}  # the addresses to listen on that stand for all of the machine's
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
@@ -83,7 +80,6 @@ def listening_places(listen: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 
 def _own_ips(family: socket.AddressFamily) -> list[str]:
-    """Returns the IP addresses of one family on this machine's interfaces, link-local IPv6 ones left out."""
     known = [each.address for listed in psutil.net_if_addrs().values() for each in listed if each.family == family]
     return [each for each in known if "%" not in each]
 
@@ -107,7 +103,6 @@ class HeldPorts:
         return [self._hold_free_port(address) for address in present or listen]
 
     def _hold_free_port(self, address: str) -> str:
-        """Returns a TCP multiaddr of port 0 with a port held for it, any other as it is. May raise LocalError."""
         parts = host_and_port(address)
         if parts is None or parts[2] != 0:
             return address
@@ -146,7 +141,6 @@ def check_port(address: str, family: str, host: str, port: int) -> None:
 
 
 def _has_ip_version_of(address: str) -> bool:
-    """Returns whether this machine's kernel has the IP version of a direct TCP multiaddr; True for any other text."""
     parts = host_and_port(address)
     if parts is None:
         return True
@@ -158,7 +152,6 @@ def _has_ip_version_of(address: str) -> bool:
 
 
 def _listen_error(address: str, port: int, error: OSError) -> LocalError:
-    """Returns the error to raise when this machine cannot listen on `address`, whose TCP port is `port`."""
     if error.errno == errno.EADDRINUSE:
         why = f"port {port} is taken; choose another with --listen, or stop the program that listens there"
     else:

@@ -1,7 +1,4 @@
-"""Starts hivemind's p2pd with its Unix sockets in a private directory, so that it ends together with this process.
-
-Knows: p2pd's command line and process. Must not know: what is asked of it afterwards (host.py).
-"""
+"""Starts hivemind's p2pd with its Unix sockets in a private directory, so that it ends together with this process."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        """Returns p2pd's command line, without relay and DHT; on Linux, p2pd is killed when this process ends."""
         kwargs["relayService"] = 0  # p2pd's own relay; the daemon has one (relay.py)
         kwargs.pop("dhtServer", None)  # p2pd's own Kademlia: it tells every stranger p2pd's connected peers
         command: list[str] = P2P._make_process_args(*args, **kwargs)
@@ -62,7 +58,6 @@ class _OpenCalls(dict[UUID, "asyncio.Future[Any]"]):
     """
 
     def __contains__(self, call: object) -> bool:
-        """Returns whether the call is known and its answer may still be set."""
         answer = self.get(call) if isinstance(call, UUID) else None
         return answer is not None and not answer.done()
 

@@ -1,20 +1,15 @@
 """Decides when a transfer that does not progress is given up, so that what it holds is free again.
 
 Deterministic: a TransferWatch changes only itself, and only by the calls to it; `now` is an argument.
-
-Knows: how many bytes a stream has moved, and whether others wait for what it holds. Must not know: sockets, calls.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-STALLED_S: Final = 15.0
-"""Seconds in which a transfer must bring at least one byte."""
-PRESSED_S: Final = 3.0
-"""Seconds over which a transfer must bring MIN_BYTES_PER_S while others wait for memory."""
-MIN_BYTES_PER_S: Final = 2048.0
-"""The minimum rate of a transfer while others wait for memory."""
+STALLED_S: Final = 15.0  # seconds in which a transfer must bring at least one byte
+PRESSED_S: Final = 3.0  # seconds over which a transfer must bring MIN_BYTES_PER_S while others wait for memory
+MIN_BYTES_PER_S: Final = 2048.0  # the minimum rate of a transfer while others wait for memory
 
 
 class TransferWatch:

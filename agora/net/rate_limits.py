@@ -1,7 +1,5 @@
 """The owner's limits on this machine's line, and how much of them is left for streams. Deterministic.
 
-Knows: rates, byte counts. Must not know: clocks, sockets, streams.
-
 All traffic of a daemon leaves through p2pd: streams (microbatches, averaging, state, relayed circuits), which the
 daemon can slow down, and the DHT, dials and protocol overhead, which it cannot. So what p2pd's sockets carry is
 counted, and streams get what the rest leaves.
@@ -16,18 +14,12 @@ from typing import Final
 
 from agora_protocol.errors import InputError
 
-MIN_RATE: Final = 10_000.0
-"""The lowest limit, in bytes per second: below it not even the directory's traffic fits."""
-MIN_SHARE: Final = 0.1
-"""The minimum part of a limit that streams get, whatever else is sent."""
-UNCOUNTED_SHARE: Final = 0.9
-"""The part of a limit that streams get where sockets' bytes cannot be counted."""
-MEMORY_S: Final = 4.0
-"""Averaging window of the traffic that is not of streams, in seconds."""
-DEBT_S: Final = 4.0
-"""Seconds over which an excess over the limit is paid back."""
-MAX_DEBT_S: Final = 1.0
-"""Upper bound of that excess, as seconds of traffic at the limit."""
+MIN_RATE: Final = 10_000.0  # the lowest limit, in bytes per second: below it not even the directory's traffic fits
+MIN_SHARE: Final = 0.1  # the minimum part of a limit that streams get, whatever else is sent
+UNCOUNTED_SHARE: Final = 0.9  # the part of a limit that streams get where sockets' bytes cannot be counted
+MEMORY_S: Final = 4.0  # averaging window of the traffic that is not of streams, in seconds
+DEBT_S: Final = 4.0  # seconds over which an excess over the limit is paid back
+MAX_DEBT_S: Final = 1.0  # upper bound of that excess, as seconds of traffic at the limit
 _RATE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kMG]?)(bit|B)(?:/s|ps)?")
 _FACTORS: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -57,7 +49,6 @@ class RateLimits:
 
     @property
     def is_limited(self) -> bool:
-        """Whether either direction has a limit."""
         return min(self.upload, self.download) < math.inf
 
 

@@ -1,7 +1,4 @@
-"""Streams of plain bytes between peers: a circuit's two halves, and a connection through a punched hole.
-
-Knows: p2pd's preamble, lengths before messages. Must not know: what the bytes are.
-"""
+"""Streams of plain bytes between peers: a circuit's two halves, and a connection through a punched hole."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from agora_protocol.ids import PeerId
 
 from agora.net.network_errors import ConnectionBroken
 
-READ_BYTES: Final = 262_144
-"""Maximum number of bytes that one direction of a splice reads in one go, and holds."""
+READ_BYTES: Final = 262_144  # maximum number of bytes that one direction of a splice reads in one go, and holds
 
 
 class RawStream:
@@ -91,7 +87,6 @@ async def splice(one: RawStream, other: RawStream, let_pass: Callable[[int], Awa
 
 
 async def _pump(source: RawStream, sink: RawStream, let_pass: Callable[[int], Awaitable[None]]) -> None:
-    """Carries bytes from `source` to `sink` until either ends or breaks. let_pass: see splice."""
     try:
         while data := await source.read():
             await let_pass(len(data))

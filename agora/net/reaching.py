@@ -1,7 +1,5 @@
 """Connects p2pd to a peer in the first way that works: directly, through a punched hole, through a relay.
 
-Knows: the order, and how long each way may take. Must not know: how holes are punched, which relays there are.
-
 | way | tried when | for at most |
 |---|---|---|
 | directly | the peer has direct addresses | DIRECT_S, or all of the time when there is no other way |
@@ -24,16 +22,13 @@ from agora.net.host import Host
 from agora.net.network_errors import ConnectionBroken
 from agora.net.own_addresses import is_circuit
 
-DIRECT_S: Final = 3.0
-"""Seconds for a direct dial when there are other ways."""
-RELAY_S: Final = 3.0
-"""Seconds that are kept for the way through a relay."""
+DIRECT_S: Final = 3.0  # seconds for a direct dial when there are other ways
+RELAY_S: Final = 3.0  # seconds that are kept for the way through a relay
 
+# Connects p2pd to the first peer through a punched hole; the second is the relay that introduces the two.
+#
+# Raises an AgoraError when that fails.
 PunchHole = Callable[[PeerId, PeerId], Awaitable[None]]
-"""Connects p2pd to the first peer through a punched hole; the second is the relay that introduces the two.
-
-Raises an AgoraError when that fails.
-"""
 
 
 @dataclass(frozen=True, slots=True)

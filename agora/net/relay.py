@@ -1,7 +1,6 @@
 """Relays connections between peers that cannot dial each other, and makes reservations at other relays.
 
-Knows: the hop and stop streams of libp2p's circuit relay, the owner's cap. Must not know: which peers are public, which
-relay to choose. Between its ends a circuit is encrypted like any other connection: a relay carries bytes that it cannot
+Between its ends a circuit is encrypted like any other connection: a relay carries bytes that it cannot
 read. p2pd's own relay ends each circuit after 128 KiB, so this one takes its place on the host.
 """
 
@@ -24,14 +23,11 @@ from agora.net.link import TokenBucket
 from agora.net.network_errors import ConnectionBroken
 from agora.net.raw_streams import RawStream, splice
 
-RESERVED_S: Final = 120.0
-"""Seconds for which a reservation lasts."""
-ANSWER_S: Final = 10.0
-"""Seconds within which each message that opens a circuit must come."""
+RESERVED_S: Final = 120.0  # seconds for which a reservation lasts
+ANSWER_S: Final = 10.0  # seconds within which each message that opens a circuit must come
+# Maximum number of circuits that one peer may have open through this relay; all peers: `max_peers` times as many.
 CIRCUITS_PER_PEER: Final = 8
-"""Maximum number of circuits that one peer may have open through this relay; all peers: `max_peers` times as many."""
-MAX_OPENING: Final = 32
-"""Maximum number of streams whose first message is not answered yet."""
+MAX_OPENING: Final = 32  # maximum number of streams whose first message is not answered yet
 
 
 class RelayService:
@@ -64,11 +60,6 @@ class RelayService:
         return list(self._reserved)
 
     async def _serve_stream(self, stream: RawStream) -> None:
-        """Serves one hop stream: answers its first message, and carries the circuit that this opens until its end.
-
-        Returns without an answer while MAX_OPENING other streams have no answer yet, for a first message that is
-        malformed or late, and when the other end of the circuit breaks off or answers with something malformed.
-        """
         if self._opening >= MAX_OPENING:
             return
         self._opening += 1
@@ -88,12 +79,6 @@ class RelayService:
             self._forget_circuit(stream.peer)
 
     async def _answer_request(self, stream: RawStream, message: CircuitMessage) -> RawStream | None:
-        """Answers the first message of a hop stream; a RESERVE that may be served makes or renews a reservation.
-
-        For a CONNECT, returns the stream to the other end of the circuit, which counts as the caller's from the moment
-        that it is allowed; None if it is refused. For a RESERVE, returns None. Raises ConnectionBroken or ValueError
-        when either end breaks off or sends something malformed; then no circuit counts, and its other end is aborted.
-        """
         expires_unix = 0
         other = None
         status = self._decide_status(stream, message)
@@ -115,17 +100,11 @@ class RelayService:
         return other
 
     def _forget_circuit(self, caller: PeerId) -> None:
-        """Counts one circuit of the caller less; forgets a caller without circuits."""
         self._circuits[caller] -= 1
         self._circuits += Counter()
 
     def _decide_status(self, stream: RawStream, message: CircuitMessage) -> Status:
-        """Returns the status to answer a request with: OK if it may be served, otherwise why not.
-
-        Refused are peers that are not admitted or come through a relay themselves, reservations beyond `max_peers`, and
-        circuits to a peer without reservation. So are circuits beyond CIRCUITS_PER_PEER of one caller, or beyond
-        CIRCUITS_PER_PEER * max_peers of all callers.
-        """
+        # OK if it may be served, otherwise why not.
         peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
             return Status.PERMISSION_DENIED
@@ -141,10 +120,6 @@ class RelayService:
         return Status.OK if has_room else Status.RESOURCE_LIMIT_EXCEEDED
 
     async def _offer_circuit(self, caller: PeerId, peer: PeerId) -> RawStream | None:
-        """Offers `peer` a circuit from `caller` on a new stream of libp2p's stop protocol, and returns the stream.
-
-        None if `peer` refuses, or no stream opens. Raises ConnectionBroken or ValueError if no readable answer comes.
-        """
         try:
             stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_S)
         except ConnectionBroken:
@@ -159,7 +134,6 @@ class RelayService:
         return stream
 
     async def _count_and_wait(self, size: int) -> None:
-        """Counts `size` bytes of a circuit as carried, then waits until the limits of relay and host allow them."""
         self.carried_bytes += size
         if self._host.brake is not None:
             await self._host.brake.let_pass(size)

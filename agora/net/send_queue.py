@@ -1,7 +1,4 @@
-"""Frames that wait to be written: small ones before bulk, and bulk in bounded amounts.
-
-Knows: frames' sizes and the calls that they belong to. Must not know: their bytes' meaning, transports.
-"""
+"""Frames that wait to be written: small ones before bulk, and bulk in bounded amounts."""
 
 from __future__ import annotations
 
@@ -98,7 +95,6 @@ class SendQueue:
             frame.on_released()
 
     def _take(self, queue: deque[QueuedFrame], frame: QueuedFrame) -> QueuedFrame:
-        """Removes `frame` from `queue`, and returns it; removing a bulk frame wakes the senders in `wait_for_room`."""
         queue.remove(frame)
         if queue is self._small:
             self.small_bytes -= frame.size

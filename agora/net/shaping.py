@@ -1,7 +1,4 @@
-"""Makes this peer's streams behave as if they ran over a link of a given rate and latency, inside the process.
-
-Knows: asyncio transports, and when bytes may pass, which `link` computes. Must not know: frames, calls, peers.
-"""
+"""Makes this peer's streams behave as if they ran over a link of a given rate and latency, inside the process."""
 
 from __future__ import annotations
 
@@ -57,12 +54,10 @@ class AccessLink:
 
     @property
     def sent_at_once(self) -> int:
-        """The bytes that one stream sends at its turn: the spec's chunk_bytes, or fewer under a lower limit."""
         return min(self.spec.chunk_bytes, max(MIN_CHUNK, int(self.up.rate * CHUNK_S)))
 
     @property
     def read_at_once(self) -> int:
-        """Maximum number of bytes to read in one go: those of HOLD_S within MAX_CHUNK, but at least `sent_at_once`."""
         return max(self.sent_at_once, min(MAX_CHUNK, int(HOLD_S * self.down.rate)))
 
 
@@ -139,11 +134,6 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._set_timer()
 
     def _send(self, now: float) -> None:
-        """Called by `_step`: moves chunks from the queue onto the link, and from there to the real transport.
-
-        A chunk goes onto the link when the rate allows it by `now`, and leaves it when its delay has passed. Each real
-        write costs time, so parts of a message are written together: once all have arrived, or HOLD_S after the first.
-        """
         while self._queue and self._ready <= now:
             size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
@@ -157,7 +147,6 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._real.writelines(arrived)
 
     def _next_chunk(self) -> tuple[int, bool, list[memoryview]]:
-        """Removes the bytes of one turn from the queue; returns their number, whether they end a message, the bytes."""
         max_bytes = self._link.sent_at_once
         room = max_bytes
         pieces = []
@@ -207,7 +196,6 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._set_timer()
 
     def _read(self) -> None:
-        """Resumes the real transport's reading if the stream wants bytes and no chunk is held; else pauses it."""
         if self._is_reading_wanted and not self._held:
             self._real.resume_reading()
         else:
@@ -216,10 +204,6 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # --- both ways
 
     def _set_timer(self) -> None:
-        """Has `_step` called when the next chunk may leave, be written or be released to the stream, if there is any.
-
-        Replaces the former timer.
-        """
         due = [self._held_until] if self._held else []
         if not self._is_blocked:
             due += [self._ready] if self._queue else []
@@ -231,10 +215,6 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._timer = self._loop.call_later(ticks * TICK_S, self._step)
 
     def _step(self) -> None:
-        """Called by the timer, which may be early: moves what is due both ways, and sets the timer again.
-
-        Lets a paused stream write again once at most LOW_BYTES are queued.
-        """
         now = self._link.clock()
         if not self._is_blocked:
             self._send(now)
@@ -263,7 +243,6 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._stream.connection_lost(exc)
 
     def _drop_all(self) -> None:
-        """Discards all bytes queued, in flight on the emulated link or held for the reader. Stops the timer."""
         self._queue.clear()
         self._in_flight.clear()
         self._queued = self._held = 0

@@ -1,7 +1,4 @@
-"""Counts the bytes that the TCP sockets of a process have carried, from Linux' sock_diag(7), open to any user.
-
-Knows: netlink's messages, /proc/PID/fd. Must not know: whose process it is, what the bytes are.
-"""
+"""Counts the bytes that the TCP sockets of a process have carried, from Linux' sock_diag(7), open to any user."""
 
 from __future__ import annotations
 
@@ -15,22 +12,17 @@ from typing import Final
 
 NETLINK_SOCK_DIAG: Final = 4
 SOCK_DIAG_BY_FAMILY: Final = 20
-REQUEST_DUMP: Final = 0x301
-"""NLM_F_REQUEST and NLM_F_DUMP."""
-NLMSG_ERROR, NLMSG_DONE = 2, 3
-"""Kinds of netlink messages: a refusal, and the end of the list."""
-INET_DIAG_INFO: Final = 2
-"""The attribute of a socket that holds struct tcp_info."""
-HEADER_BYTES: Final = 52
-"""Bytes of IPv4 and TCP headers with timestamps before each segment."""
+REQUEST_DUMP: Final = 0x301  # NLM_F_REQUEST and NLM_F_DUMP
+NLMSG_ERROR, NLMSG_DONE = 2, 3  # kinds of netlink messages: a refusal, and the end of the list
+INET_DIAG_INFO: Final = 2  # the attribute of a socket that holds struct tcp_info
+HEADER_BYTES: Final = 52  # bytes of IPv4 and TCP headers with timestamps before each segment
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST: Final = struct.Struct("=BBBxI48x")
 _MESSAGE: Final = struct.Struct("=BBBB48xIIIII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _RECEIVED: Final = struct.Struct("=QII")  # at 128 of struct tcp_info: bytes_received, segs_out, segs_in
 _SENT: Final = struct.Struct("=Q")  # at 200: bytes_sent, since Linux 4.19; retransmissions count
-RECEIVED_AT, SENT_AT = 128, 200
-"""Offsets in struct tcp_info of what _RECEIVED and _SENT read."""
+RECEIVED_AT, SENT_AT = 128, 200  # offsets in struct tcp_info of what _RECEIVED and _SENT read
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,6 @@ class SocketCounter:
 
 
 def _socket_inodes(pid: int) -> Iterator[int]:
-    """Yields the inodes of the process's sockets. Raises OSError for a process that is gone or another user's."""
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):
@@ -82,10 +73,6 @@ def _socket_inodes(pid: int) -> Iterator[int]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, CarriedBytes]]:
-    """Yields inode and carried bytes of each TCP socket of this network namespace, from the kernel's sock_diag.
-
-    Raises OSError if the kernel refuses.
-    """
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, kind, NETLINK_SOCK_DIAG) as channel:
@@ -105,7 +92,6 @@ def _tcp_sockets() -> Iterator[tuple[int, CarriedBytes]]:
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields type and body of each netlink message in `data`; stops at a malformed one."""
     at = 0
     while at + _HEADER.size <= len(data):
         size, kind, *_ = _HEADER.unpack_from(data, at)
@@ -116,7 +102,6 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_socket(body: bytes) -> tuple[int, CarriedBytes] | None:
-    """Returns a socket's inode and carried bytes from a netlink message's body; None without (enough of) tcp_info."""
     if len(body) < _MESSAGE.size:
         return None
     inode = _MESSAGE.unpack_from(body)[-1]

@@ -1,7 +1,6 @@
 """Checks and keeps the records that this node of the DHT is asked to store, or gets from another.
 
-Knows: hivemind's validator and storage, which peers' records a key keeps. Must not know: the network, what a record's
-fields mean. The rules are those of protocol/SPEC.md, "Records in the DHT".
+The rules are those of protocol/SPEC.md, "Records in the DHT".
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ MAX_SHARD_KEYS: Final = 8192  # maximum number of shards' keys that are remember
 MAX_STORED_KEYS: Final = 16_384  # maximum number of keys under which a node stores records
 _PACKING_BYTES: Final = 16  # an upper bound on what msgpack adds around a record's bytes
 
-peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)
-"""Returns the shard hash of a peer in a run; caches it."""
+peer_hash = lru_cache(maxsize=MAX_VERIFIED)(shard_hash)  # returns the shard hash of a peer in a run; caches it
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -93,11 +91,6 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return record
 
     def _find_shard_key(self, key_hash: bytes, packed: bytes) -> str:
-        """Returns the key, as text, of the shard whose DHT id is `key_hash`, and remembers it.
-
-        A key cannot be computed from its hash, but the record in `packed` shows in which shards it can be: each of them
-        is tried. Raises ProtocolError if none has this hash.
-        """
         with contextlib.suppress(ProtocolError):
             record, _ = read_unverified(_unpack_value(packed, bytes))
             for key in self._shard_keys_of(record):
@@ -109,10 +102,6 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         raise ProtocolError("wrong-run", "The key is not that of any record of this run.")
 
     def _shard_keys_of(self, record: Record) -> Iterator[str]:
-        """Yields the keys of the shards that may hold a record: 1 to MAX_SHARD_BITS bits deep, for each of its stages.
-
-        Depth 0 is in `_keys`. Stages that the run does not have are left out.
-        """
         bits = shard_bits(shard_hash(self.run, record.peer), MAX_SHARD_BITS)
         for depth in range(1, MAX_SHARD_BITS + 1):
             for stage in record.span.stages:
@@ -185,17 +174,14 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                 del entry.value[peer]
 
     def _hash(self, peer: str) -> int:
-        """Returns the hash of a peer's id in this run, by which shards and full keys order peers."""
         return peer_hash(self._run, PeerId(peer))
 
 
 def _dht_id_of(key: str) -> bytes:
-    """Returns hivemind's 20-byte DHT id of a key."""
     return bytes(DHTID.generate(key).to_bytes())
 
 
 def _unpack_value(packed: bytes, kind: type) -> Any:
-    """Unpacks one msgpack value, which must be of type `kind`. Raises ProtocolError for anything else."""
     value = unpack(packed, MAX_RECORD_BYTES + _PACKING_BYTES, "bad-record")
     if not isinstance(value, kind):
         raise ProtocolError("bad-record", f"A DHT entry is not {kind.__name__}.")

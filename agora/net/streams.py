@@ -1,8 +1,4 @@
-"""Reads and writes frames on one byte stream: reads into preallocated buffers, writes views without copying.
-
-Knows: the frame layout and asyncio transports. Must not know: calls, runs, or what peers may do: a `FrameSink` decides
-that, frame by frame, before a payload costs any memory.
-"""
+"""Reads and writes frames on one byte stream: reads into preallocated buffers, writes views without copying."""
 
 from __future__ import annotations
 
@@ -191,7 +187,6 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def is_mid_payload(self) -> bool:
-        """Whether a payload is being read, waits to be read (WAIT), or is being thrown away (DROP)."""
         return self._frame is not None or self._bytes_to_skip > 0
 
     def resume_payload(self, action: PayloadAction) -> None:
@@ -206,7 +201,6 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _advance(self) -> None:
-        """Parses the unparsed bytes as far as it can; then resets, shrinks, compacts or grows the scratch buffer."""
         self._call_guarded(self._parse)
         if self._start == self._end:
             self._start = self._end = 0
@@ -216,7 +210,6 @@ class FrameStream(asyncio.BufferedProtocol):
             self._make_room(1)  # the buffer must never stay full
 
     def _call_guarded(self, step: Callable[[], object]) -> None:
-        """Calls `step`; if it raises ProtocolError, ignores later bytes and calls the sink's `on_protocol_error`."""
         try:
             step()
         except ProtocolError as error:
@@ -225,10 +218,6 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._sink.on_protocol_error(error, self._frame_prefix)
 
     def _parse(self) -> None:
-        """Parses frames until bytes are missing, a payload has begun that is not complete, or the sink returns WAIT.
-
-        Calls the sink's on_prefix and on_header on the way. While no sink is attached, reads the preamble instead.
-        """
         sink = self._sink
         if sink is None:
             self._read_preamble(self._end - self._start)
@@ -257,10 +246,6 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _read_preamble(self, available: int) -> None:
-        """Sets `preamble` and pauses reading once it is complete; aborts the stream if it exceeds MAX_PREAMBLE_BYTES.
-
-        available: bytes in the scratch buffer, which stay there while the preamble is not complete.
-        """
         size, shift = 0, 0  # its length comes first, as protobuf's varint
         for at in range(0 if self.preamble.done() else min(available, 3)):
             byte = self._scratch[self._start + at]
@@ -276,16 +261,11 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _take_scratch(self, size: int) -> memoryview:
-        """Returns a view of the next `size` bytes of the scratch buffer, and counts them as parsed."""
         view = self._scratch[self._start : self._start + size]
         self._start += size
         return view
 
     def _make_room(self, missing: int) -> None:
-        """Ensures that `missing` bytes fit into the scratch buffer after the unparsed ones.
-
-        If they do not, moves the unparsed bytes to its front, or to a larger buffer.
-        """
         used = self._end - self._start
         if self._end + missing <= len(self._scratch):
             return
@@ -296,10 +276,6 @@ class FrameStream(asyncio.BufferedProtocol):
         self._start, self._end = 0, used
 
     def _begin_payload(self, frame: Frame, prefix: Prefix, action: PayloadAction) -> None:
-        """Begins a frame's payload. TAKE: makes a buffer to read it into, and delivers the frame if all of it is here.
-
-        DROP: skips the payload. WAIT: pauses reading until `resume_payload`.
-        """
         size = prefix.payload_bytes
         if action is PayloadAction.WAIT:
             self.is_waiting = True
@@ -317,7 +293,6 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._deliver(frame)
 
     def _deliver(self, frame: Frame) -> None:
-        """Calls the sink's `on_frame` with a complete frame, and makes ready for the next."""
         self._frame, self._filled = None, 0
         if self._sink is not None:
             self._sink.on_frame(frame)
@@ -327,12 +302,10 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes that this stream has handed to its transport and the kernel has not taken yet; 0 when it is lost."""
         return self._transport.get_write_buffer_size() if not self.is_lost else 0
 
     @property
     def backlog(self) -> int:
-        """Bytes that this stream was given and the kernel has not taken yet: `unsent` and the queued frames."""
         return self.unsent + self._queue.small_bytes + self._queue.bulk_bytes
 
     def enqueue(self, buffers: Buffers, call: int = 0, on_released: Callable[[], None] | None = None) -> None:
@@ -382,7 +355,6 @@ class FrameStream(asyncio.BufferedProtocol):
         self._pump()
 
     def _pump(self) -> None:
-        """Writes queued frames, small ones first, until the queue is empty or the transport has paused writing."""
         while not self.is_lost and not self._is_paused:
             self._on_written_or_gone()
             frame = self._queue.pop()
@@ -394,7 +366,6 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.writelines(frame.buffers)
 
     def _on_written_or_gone(self) -> None:
-        """Called when the transport has room again or is gone: calls `on_released` of the frame written last, once."""
         written, self._written = self._written, None
         if written is not None:
             written.on_released()

@@ -1,7 +1,5 @@
 """Measures the rate of this peer's uplink by its usual traffic. Deterministic: a meter changes only by calls to it.
 
-Knows: how many bytes were given to streams, and how many of them still wait. Must not know: streams, peers, clocks.
-
 An uplink shows its rate only while more waits for it than it carries. So a sample counts when bytes waited at its start
 and at its end; an uplink that nothing ever waits for is faster than needed, and its rate stays unknown.
 """
@@ -13,10 +11,9 @@ from typing import Final
 
 from agora.moving_average import MovingAverage
 
-SAMPLE_S: Final = 0.25
-"""Seconds between two calls of `measure`."""
+SAMPLE_S: Final = 0.25  # seconds between two calls of `measure`
+# Bytes that must wait at both ends of a sample: less may just be on its way through the buffers.
 MIN_WAITING_BYTES: Final = 65_536
-"""Bytes that must wait at both ends of a sample: less may just be on its way through the buffers."""
 
 
 @dataclass(slots=True)
