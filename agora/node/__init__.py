@@ -1,5 +1,5 @@
 """The daemon: where its files are, how it starts, serves, answers on its socket and leaves.
 
-Knows: all other packages. Must not know: command lines (cli), or how another package does its work. This package
+This package
 imports nothing by itself, so that the commands can use `paths` and `control_client` without torch or hivemind.
 """

@@ -1,7 +1,5 @@
 """Keeps on disk what a daemon must not forget about admission: its ticket, the run's revocations, the owner's bans.
 
-Knows: paths, modes of files. Must not know: whether a ticket or a revocation counts, the network.
-
 | file | what | mode |
 |---|---|---|
 | runs/<run id>/ticket | this machine's proof, hex | 0600 |
@@ -21,10 +19,8 @@ from agora_protocol.limits import MAX_PROOF_BYTES, MAX_REVOCATION_BYTES, MAX_REV
 
 from agora.node.paths import Home
 
-MAX_BANNED = 10_000
-"""At most this many peers are kept in banned.txt."""
-MAX_LINE_CHARACTERS = 64
-"""Characters that are read of banned.txt for each of them, on average."""
+MAX_BANNED = 10_000  # at most this many peers are kept in banned.txt
+MAX_LINE_CHARACTERS = 64  # characters that are read of banned.txt for each of them, on average
 
 
 def read_proof(home: Home, run: str) -> bytes:
@@ -86,7 +82,6 @@ def add_banned(home: Home, peer: str) -> PeerId:
 
 
 def _is_hex(line: str) -> bool:
-    """Returns whether a text is hex."""
     try:
         bytes.fromhex(line)
     except ValueError:
@@ -95,7 +90,6 @@ def _is_hex(line: str) -> bool:
 
 
 def _read(path: Path, max_characters: int) -> str:
-    """Returns the first `max_characters` of a file, "" when there is none. Raises DiskError when it cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(max_characters)
@@ -106,10 +100,6 @@ def _read(path: Path, max_characters: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file of mode 0600 in place of an old one, atomically and durably; creates its folder if missing.
-
-    Raises DiskError.
-    """
     temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

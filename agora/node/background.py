@@ -1,7 +1,4 @@
-"""Tasks that run in the background for as long as the object that they belong to lives.
-
-Knows: asyncio tasks. Must not know: what they do.
-"""
+"""Tasks that run in the background for as long as the object that they belong to lives."""
 
 from __future__ import annotations
 

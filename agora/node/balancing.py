@@ -1,8 +1,4 @@
-"""Runs two tasks of the local peer: publishing how fast this machine is, and moving to the swarm's slowest stages.
-
-Knows: when to decide, what was measured, how to ask for a move. Must not know: how that is decided
-(swarm/rebalancing.py), how a move is carried out (lifecycle.py).
-"""
+"""Runs two tasks of the local peer: publishing how fast this machine is, and moving to the swarm's slowest stages."""
 
 from __future__ import annotations
 
@@ -20,10 +16,8 @@ from agora.observe import events
 from agora.swarm.placement import Placement
 from agora.swarm.rebalancing import judge_interval_s, judge_move
 
-MEASURE_S = 4.0
-"""Seconds between two measurements of how long microbatches take here."""
-WAIT_AFTER_FAILURE_S = 120.0
-"""Seconds for which a peer whose move has failed does not try again."""
+MEASURE_S = 4.0  # seconds between two measurements of how long microbatches take here
+WAIT_AFTER_FAILURE_S = 120.0  # seconds for which a peer whose move has failed does not try again
 
 
 async def publish_ability(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
@@ -66,11 +60,7 @@ async def keep_balance(
 
 
 async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: float) -> Placement | None:
-    """Returns where to move, None to stay: decided on the present view and, if that leads to a move, on a fresh one.
-
-    loaded_at: when the present span was loaded, on the loop's clock. Reads the directory for the second decision. Both
-    decisions draw the same random numbers, so that deciding twice does not make a move less likely.
-    """
+    # Both decisions draw the same random numbers, so that deciding twice does not make a move less likely.
     seed = rng.random()
     placement = None
     for is_fresh in (False, True):

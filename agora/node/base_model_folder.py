@@ -1,7 +1,4 @@
-"""Turns what --base-model names, a folder or a model of the Hugging Face Hub, into a folder of this machine.
-
-Knows: that a folder which exists wins over an id, and the cache over the network. Must not know: what is in the folder.
-"""
+"""Turns what --base-model names, a folder or a model of the Hugging Face Hub, into a folder of this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Supplies the base model's tensors on this machine: fetches those that a span lacks, and gives them to other peers.
 
-Lives as long as the local peer. Knows: the owner's folder, the store of fetched tensors, which peers may have more.
-Must not know: how pieces are fetched or served (state.base_fetch, state.base_giving), or what becomes of the tensors.
+Lives as long as the local peer.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ class BaseSupply:
             return self._owner_folder
 
         def find_lacking() -> list[WantedTensor]:
-            """Returns the tensors that the span needs and the owner's files do not have."""
             owned = base.locations_in_folder()
             wanted = needed_tensors(model, self._manifest.layers_in(span))
             return [tensor for tensor in wanted if not any(name in owned for name in tensor.names)]
@@ -126,11 +124,6 @@ class BaseSupply:
         return base.store.folder
 
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
-        """Fetches the `lacking` tensors that are not in the store yet; returns a text about that, see describe_fetch.
-
-        First fetches the tensor list if it is not here. Reports its progress as that of the start, serves each tensor
-        to other peers once it is complete, and at the end links the owner's files into the store's folder.
-        """
         fetch = BaseFetch(
             self._caller,
             base.list_hash,
@@ -150,7 +143,6 @@ class BaseSupply:
         return describe_fetch(len(tensors.tensors), plan, len(fetch.bytes_from))
 
     def _list_sources(self) -> list[PeerId]:
-        """Returns all other peers in the view: serving ones first, and within each group in a new random order."""
         seen = [peer for peer in self._view().peers.values() if peer.peer != self._startup.me]
         self._random.shuffle(seen)
         return [peer.peer for peer in sorted(seen, key=lambda peer: peer.state != "serving")]

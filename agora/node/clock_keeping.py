@@ -1,8 +1,4 @@
-"""Keeps this daemon's clock at the swarm's time, which connected peers report.
-
-Knows: when peers are asked, and which peers at a start. Must not know: how a correction follows from their answers
-(swarm/swarm_clock.py), what is judged by the time.
-"""
+"""Keeps this daemon's clock at the swarm's time, which connected peers report."""
 
 from __future__ import annotations
 
@@ -20,14 +16,11 @@ from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.swarm.swarm_clock import clock_remark
 
-ASK_S: Final = 4.0
-"""Seconds within which peers must answer with the time, dialling included."""
-MORE_ANSWERS_S: Final = 0.5
-"""Seconds that a start waits for further answers once it has one."""
+ASK_S: Final = 4.0  # seconds within which peers must answer with the time, dialling included
+MORE_ANSWERS_S: Final = 0.5  # seconds that a start waits for further answers once it has one
+# Seconds from the start of `run` until the peers that are connected then are asked for the first time.
 FIRST_ASK_S: Final = 5.0
-"""Seconds from the start of `run` until the peers that are connected then are asked for the first time."""
-ASK_AGAIN_S: Final = 20.0
-"""Seconds between two such questions after the first."""
+ASK_AGAIN_S: Final = 20.0  # seconds between two such questions after the first
 
 
 class ClockKeeper:
@@ -64,11 +57,6 @@ class ClockKeeper:
             self._correct_clock(await self._network.ask_clocks(ASK_S))
 
     async def _await_answers(self, peers: Sequence[PeerId]) -> None:
-        """Pings these peers concurrently; returns after ASK_S without an answer, or MORE_ANSWERS_S after the last.
-
-        Returns earlier if all have answered. Cancels the pings that are still open then; ignores failed ones. The times
-        are read with Network.ask_clocks.
-        """
         deadline = loop_time() + ASK_S
         calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
         running = calls
@@ -86,10 +74,6 @@ class ClockKeeper:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def _correct_clock(self, boot_unix: Sequence[float]) -> None:
-        """Corrects the clock by the times of other peers; reports a new remark on a wrong clock (OwnerTold).
-
-        boot_unix: for each peer the unix time, by its clock, at which this machine's `boot_time` was 0.
-        """
         clock = self._startup.clock
         former = clock_remark(clock.correction)
         clock.follow(boot_unix)

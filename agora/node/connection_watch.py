@@ -1,6 +1,6 @@
-"""A task of the local peer: notices within seconds that a peer was killed, by its broken connection and a failed dial.
+"""A task of the local peer: notices within seconds that a peer was killed.
 
-Knows: when to look. Must not know: what makes a peer count as gone (swarm/lost_peers.py), what becomes of its stages.
+By its broken connection and a failed dial.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from agora.net.network_errors import ConnectionBroken
 from agora.swarm.lost_peers import LostPeers
 from agora.swarm.view import PeerView, View
 
-POLL_S: Final = 1.0
-"""Seconds between two checks of which peers are connected."""
-DIAL_S: Final = 4.0
-"""Seconds after which a dial counts as failed."""
+POLL_S: Final = 1.0  # seconds between two checks of which peers are connected
+DIAL_S: Final = 4.0  # seconds after which a dial counts as failed
 
 
 async def watch_connections(
@@ -44,7 +42,6 @@ async def watch_connections(
 
 
 async def _is_unreachable(host: Host, peer: PeerView) -> bool:
-    """Dials a peer; returns whether that fails. A dial that crosses with the peer's own does not count as failed."""
     try:
         await host.reach(peer.peer, peer.addresses, DIAL_S)
     except AgoraError as error:

@@ -1,10 +1,8 @@
 """Serves the control socket: a Unix socket that only this user can open; JSON lines, one answer for each question.
 
-Knows: the socket, limits, deadlines, errors as data. Must not know: what the questions do (the daemon gives handlers).
-
-    {"ask": "status"}                          ->  {"answer": {...}}
-    {"ask": "evaluate", "batches": 4}          ->  {"answer": {"loss": 3.05, ...}}
-    {"ask": "nonsense"}                        ->  {"error": {"code": "unknown", "text": "..."}}
+{"ask": "status"}                          ->  {"answer": {...}}
+{"ask": "evaluate", "batches": 4}          ->  {"answer": {"loss": 3.05, ...}}
+{"ask": "nonsense"}                        ->  {"error": {"code": "unknown", "text": "..."}}
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ from agora.node import paths
 
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
-IDLE_S = 300.0
-"""Seconds after which a connection without a question is closed."""
-POLL_S = 0.5
-"""Seconds between two checks whether the client is still connected."""
+IDLE_S = 300.0  # seconds after which a connection without a question is closed
+POLL_S = 0.5  # seconds between two checks whether the client is still connected
 
 Answer = dict[str, Any]
 
@@ -93,7 +89,6 @@ class ControlSocket:
         paths.unregister(self.path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Called by asyncio for a new connection: serves it in a task, or answers "busy" and closes it."""
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.write(_error("busy", f"{MAX_CONNECTIONS} connections are open; close some"))
             writer.close()
@@ -103,10 +98,6 @@ class ControlSocket:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers the lines of one connection in turn, until the client ends it or is idle too long; then closes it.
-
-        Too long a line is answered with an error and ends it as well. A client that is gone is not an error.
-        """
         try:
             while True:
                 line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_S)
@@ -122,7 +113,6 @@ class ControlSocket:
                 await asyncio.wait_for(writer.wait_closed(), 1.0)
 
     async def _answer_unless_gone(self, line: bytes, writer: asyncio.StreamWriter) -> bytes:
-        """Returns the answer to `line`. If the client hangs up first, cancels the work and raises ConnectionError."""
         work = asyncio.create_task(self._answer(line))
         gone = asyncio.create_task(_wait_until_gone(writer))
         try:
@@ -136,11 +126,6 @@ class ControlSocket:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, line: bytes) -> bytes:
-        """Runs the handler of the question in `line`; returns the answer, or an error, as a JSON line.
-
-        An error answers a bad question, an AgoraError of the handler, and a handler that exceeds its deadline.
-        A TimeoutError of the handler counts as its deadline; any other exception is raised.
-        """
         try:
             question, arguments = self._parse_question(line)
             answer = await asyncio.wait_for(question.handler(**arguments), question.deadline_s)
@@ -151,10 +136,6 @@ class ControlSocket:
         return json.dumps({"answer": answer}).encode() + b"\n"
 
     def _parse_question(self, line: bytes) -> tuple[Question, dict[str, Any]]:
-        """Returns the question that a line {"ask": NAME, ARGUMENT: VALUE, ...} names, and the arguments.
-
-        Raises _BadQuestion for a line that is not JSON, an unknown question or argument, or a wrong argument's type.
-        """
         try:
             asked = json.loads(line)
         except (ValueError, RecursionError):
@@ -174,7 +155,6 @@ class ControlSocket:
 
 
 async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
-    """Waits, polling, until the client has closed the connection. Closing only its sending side does not count."""
     hung_up = select.poll()
     hung_up.register(writer.get_extra_info("socket").fileno(), 0)
     while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - there is no event for it
@@ -182,11 +162,9 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
 
 
 def _suggest(name: str, known: Mapping[str, object]) -> str:
-    """Returns "did you mean ...?" with the known name that is most like `name`; if none is like it, all known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known)) or 'nothing'}"
 
 
 def _error(code: str, text: str) -> bytes:
-    """Returns the JSON line of an error answer: its one-word `code` and a sentence."""
     return json.dumps({"error": {"code": code, "text": text}}).encode() + b"\n"

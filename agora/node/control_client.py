@@ -1,7 +1,4 @@
-"""Asks a daemon of this machine a question over its control socket.
-
-Knows: one JSON line out, one JSON line back. Must not know: what is asked; imports the standard library only.
-"""
+"""Asks a daemon of this machine a question over its control socket."""
 
 from __future__ import annotations
 

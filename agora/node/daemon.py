@@ -1,8 +1,4 @@
-"""Runs a daemon as a process: data directory, lock, log, signals, event loop, exit code.
-
-Knows: the process. Must not know: what the daemon does inside its loop (lifecycle.py), which is imported here, late and
-timed, because it brings torch and hivemind.
-"""
+"""Runs a daemon as a process: data directory, lock, log, signals, event loop, exit code."""
 
 from __future__ import annotations
 
@@ -68,10 +64,6 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _open_directory(root: Path) -> Iterator[Journal]:
-    """Creates the data directory if missing, locks it while the block runs, and yields its journal.
-
-    Raises DiskError if it cannot be written, LocalError when another daemon has locked it.
-    """
     with ExitStack() as closing:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,19 +98,11 @@ def lock_file(path: Path) -> Iterator[None]:
 
 
 async def _run_daemon(startup: Startup) -> None:
-    """Runs a daemon until it has left: the first SIGTERM, SIGINT or SIGHUP makes it leave, a second ends the process.
-
-    Raises the error that ended the daemon, if one did.
-    """
     from agora.node.lifecycle import Daemon
 
     daemon = Daemon(startup)
 
     def leave_or_exit() -> None:
-        """Signal handler: makes the daemon leave. If it is leaving already, ends the process with exit code 1.
-
-        Before that exit, removes the control socket and the registry file.
-        """
         if daemon.stop.is_set():
             paths.unregister(paths.socket_of(startup.home))
             os._exit(1)

@@ -1,7 +1,5 @@
 """Keeps what the daemon stores within the disk space that its owner allows.
 
-Knows: the data directory's folders, and which of them can be made again. Must not know: what is in them.
-
 Before something is written, what can be spared is removed in this order, until the new bytes fit: collected weights of
 exports, checkpoints of other runs but the newest of each stage, base models of other runs, older checkpoints of the
 stage that is to be written. If they still do not fit, nothing is written, and the error says what to do.
@@ -22,8 +20,8 @@ from agora_protocol.manifest import Manifest
 from agora.node.paths import Home
 from agora.state.checkpoint import checkpoint_folders, stage_folder
 
+# The folders of a run that can be removed: an export, or a question to the control socket, makes them again.
 EXPORTS: Final = ("collected", "weights")
-"""The folders of a run that can be removed: an export, or a question to the control socket, makes them again."""
 
 
 class DiskGuard:
@@ -54,15 +52,12 @@ class DiskGuard:
         )
 
     def _has_room_for(self, nbytes: int) -> bool:
-        """Returns whether this many more bytes stay within the limit."""
         return stored_bytes(self._home.root) + nbytes <= self._limit
 
     def _removable_folders(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
-        """Yields the folders that make_room may remove, in its order; never the newest checkpoint of a stage.
-
-        run: id of the present run. base: the list hash of its base model, "" for none. stage: the stage to be written,
-        of which older checkpoints may go; None for no stage.
-        """
+        # Yields the folders that make_room may remove, in its order; never the newest checkpoint of a stage. run: id of
+        # the present run. base: the list hash of its base model, "" for none. stage: the stage to be written, of which
+        # older checkpoints may go;
         runs = sorted(self._home.runs.glob("*"))
         yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())
         for folder in runs:
@@ -85,5 +80,4 @@ def stored_bytes(root: Path) -> int:
 
 
 def _in_mib(size: int) -> str:
-    """Returns a number of bytes as text, in whole MiB."""
     return f"{size / 2**20:,.0f} MiB"

@@ -1,7 +1,4 @@
-"""Checks this machine before it joins a run: disk and memory. The host itself checks its ports.
-
-Knows: what a run needs. Must not know: the network.
-"""
+"""Checks this machine before it joins a run: disk and memory. The host itself checks its ports."""
 
 from __future__ import annotations
 
@@ -16,14 +13,11 @@ from agora_protocol.manifest import Manifest
 
 from agora.node.memory_offer import MemoryOffer
 
-MIN_FREE_BYTES = 64 * 2**20
-"""Disk space that must be free for a daemon to start."""
-PROBE_BYTES = 64 * 1024
-"""Bytes that are written to find out whether the directory can be written."""
+MIN_FREE_BYTES = 64 * 2**20  # disk space that must be free for a daemon to start
+PROBE_BYTES = 64 * 1024  # bytes that are written to find out whether the directory can be written
 _ADVICE = "free some space there, or choose another --dir."
 _MEMORY_ADVICE = "free some, or hold fewer stages with --stages."
-BASE_BYTES = 256 * 2**20
-"""Memory of a daemon without stages: torch, the event loop, p2pd."""
+BASE_BYTES = 256 * 2**20  # memory of a daemon without stages: torch, the event loop, p2pd
 
 
 def check_disk(directory: Path) -> str:
@@ -66,7 +60,6 @@ def check_memory(manifest: Manifest, span: Span, offer: MemoryOffer, base_bytes:
 
 
 def _check_gpu_memory(manifest: Manifest, span: Span, offer: MemoryOffer, base_bytes: int) -> str:
-    """Returns a text about the needed memory of GPU and host. Raises OutOfMemory if less of either is offered."""
     from agora.model import family_of
 
     machine = offer.for_stages(base_bytes)
@@ -89,5 +82,4 @@ def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES) 
 
 
 def _in_mib(size: float) -> str:
-    """Returns a number of bytes as text, in whole MiB."""
     return f"{size / 2**20:,.0f} MiB"

@@ -1,7 +1,4 @@
-"""The hours of the day at which the owner lets the daemon work. Pure.
-
-Knows: texts such as "22-07" and "22:00-07:00,12:30-13:30", in local time. Must not know: clocks, daemons.
-"""
+"""The hours of the day at which the owner lets the daemon work. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class Hours:
 
 
 def _parse_range(text: str) -> tuple[int, int]:
-    """Returns the minutes of the day at which a range FROM-TO begins and ends. Raises ValueError for other text."""
     match = _RANGE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a range of hours; write 22-07 or 22:30-07:00, and several with commas")
@@ -60,5 +56,4 @@ def _parse_range(text: str) -> tuple[int, int]:
 
 
 def _format_minute(minute: int) -> str:
-    """Returns a minute of the day as text, HH:MM."""
     return f"{minute // 60:02d}:{minute % 60:02d}"

@@ -1,7 +1,4 @@
-"""Numbers the starts of a daemon, so that a later one has a higher number even when the clock was set back.
-
-Knows: one small file. Must not know: what the number is for (claims: the newest incarnation of a peer counts).
-"""
+"""Numbers the starts of a daemon, so that a later one has a higher number even when the clock was set back."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ from agora_protocol.errors import DiskError
 
 from agora.node.paths import replace_text
 
+# The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
 MOVES_NS: Final = 1_000_000_000
-"""The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number."""
-MAX_INCARNATION: Final = 2**62
-"""A number from this one on in the file is ignored, and the clock alone counts."""
+MAX_INCARNATION: Final = 2**62  # A number from this one on in the file is ignored, and the clock alone counts
 
 
 def next_incarnation(file: Path, now_ns: int) -> int:

@@ -1,8 +1,4 @@
-"""Finds the run: its manifest, addresses of its peers, and the network process through which they are reached.
-
-Knows: files, the registry of running daemons, the wire's GetManifest, the ticket of the invite, the order of these
-steps. Must not know: what the daemon does in the run.
-"""
+"""Finds the run: its manifest, addresses of its peers, and the network process through which they are reached."""
 
 from __future__ import annotations
 
@@ -39,12 +35,9 @@ from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
 from agora.swarm.view import View
 
-FETCH_S = 15.0
-"""Seconds within which each peer that is asked must answer with the manifest."""
-LOCAL_DAEMONS_S = 60.0
-"""Seconds to wait, in all, for other daemons of this machine that do not answer yet."""
-INVITE_ADDRESSES = 8
-"""An invite has at most this many of this peer's own addresses, and at most as many of other peers."""
+FETCH_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
+LOCAL_DAEMONS_S = 60.0  # seconds to wait, in all, for other daemons of this machine that do not answer yet
+INVITE_ADDRESSES = 8  # an invite has at most this many of this peer's own addresses, and at most as many of other peers
 
 
 class RunUnreachable(LocalError):
@@ -95,11 +88,8 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
 
 
 async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    """Asks one peer after another until one gives the run's manifest, and returns that; closes the network.
-
-    Raises NotAdmitted when every peer refuses this peer as not admitted, otherwise RunUnreachable when no peer gives
-    the manifest; ManifestError at the first wrong answer.
-    """
+    # Raises NotAdmitted when every peer refuses this peer as not admitted, otherwise RunUnreachable when no peer gives
+    # the manifest;
     failures = list[str]()
     refusals = list[NotAdmitted]()
     try:
@@ -127,15 +117,11 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
 
 
 async def _refuse_while_joining(_: IncomingCall) -> Reply:
-    """Refuses every request of other peers while this one has no manifest: raises LocalError."""
     raise LocalError("this peer is still joining")
 
 
 def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
-    """Writes the manifest and this machine's proof to disk, and registers this daemon, so that commands find it.
-
-    Before that, raises NotAdmitted if the run does not admit this peer as a member. Raises DiskError if writing fails.
-    """
+    # Writes the manifest and this machine's proof to disk, and registers this daemon, so that commands find it.
     home = startup.home
     proof = own_proof(startup, signed.run_id)
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
@@ -163,7 +149,7 @@ def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
 
 
 def _register(entry: paths.DaemonEntry) -> None:
-    """Writes the registry file of this daemon, so that commands on this machine find it. Raises DiskError."""
+    # Writes the registry file of this daemon, so that commands on this machine find it.
     try:
         paths.register(entry)
     except OSError as error:
@@ -268,11 +254,6 @@ def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Seq
 
 
 async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
-    """Asks this user's other daemons of the run, one after another, over their control sockets, for invites.
-
-    Returns the addresses in the invites. Waits at most LOCAL_DAEMONS_S in all for daemons that do not answer yet, and
-    then leaves these out.
-    """
     deadline = loop_time() + LOCAL_DAEMONS_S
     addresses = list[str]()
     for entry in paths.find_running_daemons():

@@ -1,6 +1,6 @@
 """Has a daemon listen on the ports of its last start, where its owner named none.
 
-Knows: the file of the last ports. Must not know: p2pd, peers. Peers remember each other's addresses: when all machines
+Peers remember each other's addresses: when all machines
 of a run are restarted at the same time, no peer is left to ask, and peers on new ports would not find each other.
 """
 

@@ -1,8 +1,4 @@
-"""One daemon in its event loop: it opens the local peer, holds one span after another, and leaves in order.
-
-Knows: the order of a daemon's life, and what is there at any moment. Must not know: processes and signals (daemon.py),
-or how the peer and the span do their work.
-"""
+"""One daemon in its event loop: it opens the local peer, holds one span after another, and leaves in order."""
 
 from __future__ import annotations
 
@@ -162,7 +158,7 @@ class Daemon:
         )
 
     def _assess_health(self, view: View, stage_count: int, now_unix: float) -> Health:
-        """Returns PAUSED in a pause, DEGRADED while no span is held, otherwise the swarm's health by the view."""
+        # Returns PAUSED in a pause, DEGRADED while no span is held, otherwise the swarm's health by the view.
         if self.pause.reason:
             return Health(health.PAUSED, f"this peer is {self.pause.reason}", self.pause.remedy)
         if self.loaded is None:
@@ -171,13 +167,12 @@ class Daemon:
         return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
 
     def _total_traffic(self) -> events.Traffic:
-        """Returns the bytes carried since the daemon's start, those before a pause included."""
+        # Returns the bytes carried since the daemon's start, those before a pause included.
         return add_traffic(self._past_traffic, self.local_peer.traffic()) if self.local_peer else self._past_traffic
 
     # --- start and serve
 
     async def _serve_until_stopped(self) -> None:
-        """Serves until `stop` is set or a pause begins. If serving fails before, raises its error. Closes nothing."""
         serving = asyncio.create_task(self._start_and_serve(), name="serve")
         await wait_for_any(serving, self.stop.wait(), self.pause.wait_until(paused=True))
         if serving.done() and not self.stop.is_set():
@@ -186,10 +181,6 @@ class Daemon:
         await asyncio.gather(serving, return_exceptions=True)
 
     async def _stay_paused(self) -> None:
-        """Ends the work (see `_wind_down`), closes the span and the local peer, and waits; the control socket stays.
-
-        Returns when the daemon is to stop, or to work again: then `startup` is a new one with a higher incarnation.
-        """
         self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
         await self._wind_down("paused")
         await self._close()
@@ -199,7 +190,6 @@ class Daemon:
             self.startup = joining.startup_after_pause(self.startup, self.signed)
 
     async def _start_and_serve(self) -> None:
-        """Opens the local peer, serves a span, prints the invite, starts rebalancing if allowed; moves when asked."""
         local_peer = await self._open_local_peer()
         loaded = await self._serve_span(local_peer, self.startup.settings.span)
         me, incarnation = self.startup.me, self.startup.incarnation
@@ -214,10 +204,7 @@ class Daemon:
             await self._carry_out_move(local_peer)
 
     async def _open_local_peer(self) -> LocalPeer:
-        """Finds the run, connects to it, makes room on the disk, joins the directory (DHT), starts the local peer.
-
-        Sets `signed` and `_addresses` as soon as each is known, since other daemons may ask for the invite.
-        """
+        # Sets `signed` and `_addresses` as soon as each is known, since other daemons may ask for the invite.
         startup, closing = self.startup, self._peer_closing
         if self.signed is None and (startup.reference.signed is not None or not startup.reference.run):
             self.signed = await joining.read_manifest(startup)
@@ -245,7 +232,6 @@ class Daemon:
         return local_peer
 
     async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:
-        """Loads a span (None: as placement chooses), announces it, starts its origin. If it raises, none is held."""
         loaded = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
         with self.startup.steps.step("serve") as note:
             self.loaded = loaded
@@ -257,7 +243,6 @@ class Daemon:
         return loaded
 
     async def _wait_for_move_request(self, local_peer: LocalPeer) -> None:
-        """Waits for a call of `move`. Raises _FatalError if p2pd, or a task (reported as TaskFailed), ends first."""
         groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
         waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
         running = [task for group in groups for task in group.started]
@@ -277,7 +262,6 @@ class Daemon:
     # --- move
 
     def _movable_span(self) -> LoadedSpan | None:
-        """Returns the span that is held; None while none is, and while a move is requested or in progress."""
         return None if self._move is not None else self.loaded
 
     async def move(self, stages: Span) -> None:
@@ -300,10 +284,6 @@ class Daemon:
         await asyncio.shield(move.done)
 
     async def _carry_out_move(self, local_peer: LocalPeer) -> None:
-        """Gives up the span and serves the requested one, or the former one again if that cannot be loaded.
-
-        Ends the request's `done` with the result or the error. Raises the error if the former span fails as well.
-        """
         move, former = self._move, self.serving_span()
         assert move is not None
         self._move_wanted.clear()
@@ -327,7 +307,6 @@ class Daemon:
                 move.done.exception()  # retrieved, since no task may wait any more
 
     async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
-        """Announces "leaving", finishes or cancels open work, writes checkpoints, closes the span, clears `loaded`."""
         # While a stage has no peer, this origin's own microbatches cannot come back.
         timeout_s = ORIGIN_S if self.take_node_report().empty_stages else MOVE_FINISH_S
         await self._finish_work(local_peer, loaded, timeout_s, loop_time() + 2 * timeout_s, "moving to other stages")
@@ -338,17 +317,11 @@ class Daemon:
     # --- leave
 
     async def _leave(self, reason: str) -> None:
-        """Reports to systemd and the log that this daemon leaves, and why; then ends its work, see `_wind_down`."""
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
         await self._wind_down("leaving")
 
     async def _wind_down(self, reason: str) -> None:
-        """Announces "leaving", finishes or cancels open work, writes checkpoints, reports the traffic.
-
-        Leaves the span open. Takes LEAVE_S at most. Without a span it only announces. reason: completes "this peer is
-        ..." for callers.
-        """
         local_peer, loaded = self.local_peer, self.loaded
         deadline = loop_time() + LEAVE_S - 3.0
         if local_peer is not None and loaded is None:
@@ -364,11 +337,6 @@ class Daemon:
     async def _finish_work(
         self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, deadline: float, reason: str
     ) -> None:
-        """Announces "leaving", ends the origin's work, then takes no more, finishes what is open, cancels the rest.
-
-        Callers of cancelled work ask other peers. origin_s: seconds for this origin's microbatches. deadline: for all,
-        by loop_time. reason: completes "this peer is ..." for callers.
-        """
         try:
             async with asyncio.timeout(origin_s):
                 own_work = [loaded.origin.leave(origin_s - 1.0)] if loaded.origin is not None else []
@@ -378,7 +346,6 @@ class Daemon:
         await local_peer.ledger.drain(max(0.1, deadline - loop_time()), reason)
 
     async def _announce_leaving(self, local_peer: LocalPeer) -> None:
-        """Publishes this peer's claim with the state "leaving"; gives up after ANNOUNCE_S and reports that."""
         try:
             async with asyncio.timeout(ANNOUNCE_S):
                 await local_peer.membership.set_state("leaving")
@@ -386,10 +353,6 @@ class Daemon:
             self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
     async def _close(self) -> None:
-        """Closes the span and the local peer, sets both to None, and adds their traffic to the total of the past.
-
-        After CLOSE_S it reports the delay, and leaves the rest to the end of the process. Other errors are raised.
-        """
         self._past_traffic = self._total_traffic()
         self.loaded = self.local_peer = None
         try:

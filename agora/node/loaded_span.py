@@ -1,8 +1,4 @@
-"""The span: what lives as long as this daemon holds the same stages.
-
-Knows: the packages that work on stages, how they are wired to each other and to the local peer. Must not know: how
-stages are loaded (span_loading.py), processes, signals, or how another package does its work.
-"""
+"""The span: what lives as long as this daemon holds the same stages."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ from agora.stepping import ShareClosed
 from agora.train.compute import Compute
 from agora.train.trained_stage import stage_layout
 
+# At least this part of a microbatch's tokens, 1 in 64, is assumed to be supervised, however few were measured.
 MAX_UNSUPERVISED = 64
-"""At least this part of a microbatch's tokens, 1 in 64, is assumed to be supervised, however few were measured."""
 
 
 class LoadedSpan:
@@ -95,10 +91,6 @@ class LoadedSpan:
         self.loaded_at = loop_time()
 
     def _make_epoch_gossip(self, epochs: Epochs) -> EpochGossip:
-        """Returns the gossip by which origins divide the samples of each epoch.
-
-        Also gives `epochs` the function that names the other origins, `_other_origins`.
-        """
         local_peer = self._local_peer
         epochs.other_origins.peers = self._other_origins
         return EpochGossip(
@@ -110,7 +102,6 @@ class LoadedSpan:
         )
 
     def _other_origins(self) -> set[PeerId]:
-        """Returns the other replicas of stage 0 in the view, except those whose last gossip is too old now."""
         gossip = self.replicas.gossip
         known = gossip.known_progress(0)
         listed = gossip.others_in_view(0)
@@ -118,7 +109,6 @@ class LoadedSpan:
         return {peer for peer in listed if peer in live or peer not in known}
 
     def _make_origin(self, source: MicrobatchSource) -> Origin:
-        """Returns the origin, not started, which sends the microbatches of `source` through the swarm."""
         startup, manifest = self._local_peer.startup, self._local_peer.manifest
         config = OriginConfig(
             me=startup.me,
@@ -130,11 +120,6 @@ class LoadedSpan:
         return Origin(config, self.hop, source, startup.report_event, self._gather_opening_inputs)
 
     def _gather_opening_inputs(self) -> OpeningInputs:
-        """Returns the facts by which the origin decides whether to open (send) another microbatch.
-
-        These are: whether every stage has enough replicas, the path's time, and the limit, by step or by staleness, in
-        microbatches. All peers that serve stage 0 count as origins; while this peer is not among them, it alone counts.
-        """
         local_peer, manifest = self._local_peer, self._local_peer.manifest
         me = local_peer.startup.me
         view = local_peer.membership.view
@@ -156,11 +141,6 @@ class LoadedSpan:
         return OpeningInputs(ready, StepState(self.compute.step_of(0), per_step, lacking, rank, count), path_s)
 
     def _tokens_per_microbatch(self) -> float:
-        """Returns how many tokens of a microbatch count for a step.
-
-        That is all of its tokens; if only marked tokens are trained on, their measured mean, at least all /
-        MAX_UNSUPERVISED, and all until it is measured.
-        """
         manifest = self._local_peer.manifest
         measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
         all_tokens = manifest.tokens_per_microbatch
@@ -168,12 +148,10 @@ class LoadedSpan:
 
     @property
     def span(self) -> Span:
-        """The stages that this daemon holds."""
         return self.compute.span
 
     @property
     def in_progress(self) -> int:
-        """Number of microbatches in progress here, plus those that this origin has open; those in both count twice."""
         return self._local_peer.ledger.taken + (self.origin.open_count if self.origin else 0)
 
     def take_span_report(self) -> SpanReport:
@@ -198,7 +176,6 @@ class LoadedSpan:
         )
 
     def _steps_behind(self, stage: int) -> int:
-        """Returns how many steps the stage is behind the live replica that has taken most; 0 if it is not behind."""
         step = self.compute.step_of(stage)
         gossip = self.replicas.gossip
         live = live_replicas(gossip.known_progress(stage), gossip.others_in_view(stage), loop_time())
@@ -229,7 +206,6 @@ class LoadedSpan:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     def _on_trained(self) -> None:
-        """Notifies the replica group, for each stage, that a training microbatch left the hop: a step may be due."""
         for stage in self.span.stages:
             self.replicas.on_microbatch_left(stage, self.hop.training_count)
 
@@ -251,10 +227,6 @@ class LoadedSpan:
                     waiting.notify_step()
 
     def _record_epochs(self, step: int) -> None:
-        """Remembers the epochs' present state as that of `step` of stage 0, and reports SamplesCounted.
-
-        Does nothing without epochs. That step's checkpoint writes the remembered state to disk.
-        """
         if self._epochs is None:
             return
         self._epochs.record.remember(step, self._epochs.batches.shares.snapshot())

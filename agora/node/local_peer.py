@@ -1,8 +1,4 @@
-"""The local peer: what lives as long as the daemon, whichever stages it holds.
-
-Knows: the network, the directory, membership, the router, earlier answers. Must not know: stages, training
-(loaded_span.py), processes, signals.
-"""
+"""The local peer: what lives as long as the daemon, whichever stages it holds."""
 
 from __future__ import annotations
 
@@ -55,18 +51,13 @@ from agora.swarm.view import PeerView
 from agora.train.weight_versions import LIMIT_FACTOR
 
 SLOTS_FRACTION = 0.125
+# All slots may take this fraction of the free memory, or these bytes if that is less, where they exceed the usual.
 MAX_SLOTS_BYTES = 4 * 2**30
-"""All slots may take this fraction of the free memory, or these bytes if that is less, where they exceed the usual."""
-MIN_HELD_BYTES = 64 * 2**20
-"""Bytes of payloads that the network may hold in any run."""
-REMEMBER_S = 15.0
-"""Seconds between two writes of other peers' addresses to disk."""
-REDIAL_S = 5.0
-"""Seconds between two checks of which peers are missing from the view."""
-DIAL_S = 4.0
-"""Seconds that one attempt to redial missing peers may take."""
-MEET_S = 2.0
-"""Seconds that a read of the directory waits for HELLO to be exchanged with unknown peers."""
+MIN_HELD_BYTES = 64 * 2**20  # bytes of payloads that the network may hold in any run
+REMEMBER_S = 15.0  # seconds between two writes of other peers' addresses to disk
+REDIAL_S = 5.0  # seconds between two checks of which peers are missing from the view
+DIAL_S = 4.0  # seconds that one attempt to redial missing peers may take
+MEET_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
 
 
 class LocalPeer:
@@ -122,11 +113,6 @@ class LocalPeer:
         self._uplink = UplinkMeter()
 
     def _make_membership(self, directory: Directory, progress: Callable[[], Progress | None]) -> Membership:
-        """Makes the membership, connects it with the network and the directory (mutating both), and returns it.
-
-        The network notifies the membership of each peer met by HELLO; the membership and the directory's limits ask
-        `is_met`. Misuse of the directory is recorded as an offence. progress: returns the record to publish, or None.
-        """
         startup, admission = self.startup, self.admission
         count = self.manifest.stage_count
         own = self.host.own_addresses
@@ -149,7 +135,6 @@ class LocalPeer:
         return membership
 
     def _make_router(self) -> Router:
-        """Returns the router, which sends microbatches to peers of the membership's view."""
         return Router(
             self.network,
             lambda: self.membership.view,
@@ -162,11 +147,9 @@ class LocalPeer:
         )
 
     def _make_network(self) -> Network:
-        """Returns the network, not started, with limits that fit the run's microbatches and this peer's slots."""
         payload = self.manifest.max_payload_bytes
 
         def report_failure(caller: PeerId, error: Exception) -> None:
-            """Reports TaskFailed; called when answering `caller` failed by an unforeseen error."""
             self.startup.report_event(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
 
         network = Network(
@@ -183,12 +166,10 @@ class LocalPeer:
         return network
 
     def _may_use_relay(self, peer: PeerId) -> bool:
-        """Returns whether `peer` is connected as a member and not suspended: only such peers may use this relay."""
         connection = self.network.connection_to(peer)
         return connection is not None and not connection.is_reader and self.offences.suspended_s(peer) == 0
 
     def _on_view_change(self) -> None:
-        """Called when the view has changed: gives the peers' addresses to the network, and notifies the router."""
         for peer, seen in self.membership.view.peers.items():
             if peer != self.startup.me:
                 self.network.learn_announced(peer, seen.addresses)
@@ -286,16 +267,11 @@ class LocalPeer:
         await asyncio.gather(*dials, return_exceptions=True)
 
     async def _measure_uplink(self) -> None:
-        """Every SAMPLE_S, until cancelled, updates the uplink's rate from the bytes sent and the bytes that wait."""
         while True:
             self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
             await asyncio.sleep(SAMPLE_S)
 
     async def _redial_missing_peers(self) -> None:
-        """Every REDIAL_S, until cancelled, dials peers that are missing from the view and due to be dialled.
-
-        Those that answer become neighbours in the DHT again, which keeps a swarm from staying split in two.
-        """
         while True:
             await asyncio.sleep(REDIAL_S)
             now = loop_time()
@@ -309,10 +285,6 @@ class LocalPeer:
                 await self._directory.bootstrap(addresses, timeout_s=DIAL_S)
 
     async def _keep_writing_addresses(self) -> None:
-        """Every REMEMBER_S, until cancelled, writes up to 16 addresses of other peers to disk for the next start.
-
-        At most two of each peer, most recently seen peers first. An OSError is reported as DiskTrouble.
-        """
         home, run = self.startup.home, self.signed.run_id
         while True:
             await asyncio.sleep(REMEMBER_S)

@@ -1,7 +1,4 @@
-"""Decides by readings whether this machine can join a run, and if not, what is to be done. Pure.
-
-Knows: readings, limits, remedies. Must not know: how anything is measured (readings.py), how checks are printed.
-"""
+"""Decides by readings whether this machine can join a run, and if not, what is to be done. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ State = Literal["pass", "warn", "fail"]
 
 MIN_PYTHON: Final = (3, 11)
 MIN_OPEN_FILES: Final = 1024
+# Seconds; a clock that is further off is corrected to the swarm's time, but should be set right.
 MAX_CLOCK_OFFSET_S: Final = MAX_TOLERATED_S
-"""Seconds; a clock that is further off is corrected to the swarm's time, but should be set right."""
 SLOW_ROUND_TRIP_S: Final = 1.0
 MIB: Final = 2**20
 
@@ -105,7 +102,6 @@ def worst_state(checks: list[Check]) -> State:
 
 
 def _check_python(readings: Readings) -> list[Check]:
-    """Returns one check of Python's version: fails below MIN_PYTHON."""
     value, limit = ".".join(map(str, readings.python)), ".".join(map(str, MIN_PYTHON)) + " or newer"
     if readings.python[:2] >= MIN_PYTHON:
         return [Check("python", "pass", value, limit)]
@@ -113,10 +109,6 @@ def _check_python(readings: Readings) -> list[Check]:
 
 
 def _check_packages(readings: Readings) -> list[Check]:
-    """Returns a check for each package that the daemon needs, and one for hivemind's network process, p2pd.
-
-    Fails for a package that is missing, broken or of a wrong version, and if p2pd does not run.
-    """
     checks = []
     for package in readings.packages:
         install = f"run `pip install '{package.name}{package.required}'` in this environment"
@@ -137,14 +129,12 @@ def _check_packages(readings: Readings) -> list[Check]:
 
 
 def _check_settings(readings: Readings) -> list[Check]:
-    """Returns one check of the owner's settings (command line, AGORA_* variables, agora.toml): fails for a problem."""
     if readings.settings_problem:
         return [Check("settings", "fail", readings.settings_problem, "", "correct that setting")]
     return [Check("settings", "pass", "valid")]
 
 
 def _check_device(readings: Readings) -> list[Check]:
-    """Returns one check of the computing device: fails if it cannot multiply two matrices."""
     if readings.device_problem:
         remedy = "pass --device cpu, or install the driver and a build of torch that fits it"
         return [Check("device", "fail", readings.device_problem, "multiplies two matrices", remedy)]
@@ -152,7 +142,6 @@ def _check_device(readings: Readings) -> list[Check]:
 
 
 def _check_memory(readings: Readings) -> list[Check]:
-    """Returns one check of the memory: fails if fewer bytes are free than the daemon and the smallest stage need."""
     value, limit = f"{readings.memory_free / MIB:,.0f} MiB free", f"{readings.memory_needed / MIB:,.0f} MiB"
     if readings.memory_free >= readings.memory_needed:
         return [Check("memory", "pass", value, limit)]
@@ -160,7 +149,6 @@ def _check_memory(readings: Readings) -> list[Check]:
 
 
 def _check_disk(readings: Readings) -> list[Check]:
-    """Returns a check of the data directory, which fails for a problem, and, if bad, one of the sockets' directory."""
     limit = f"{MIN_FREE_BYTES / MIB:,.0f} MiB"
     checks = [Check("disk", "pass", f"{readings.disk_free / MIB:,.0f} MiB free", limit)]
     if readings.disk_problem:
@@ -173,7 +161,6 @@ def _check_disk(readings: Readings) -> list[Check]:
 
 
 def _check_identity(readings: Readings) -> list[Check]:
-    """Returns one check of the file with this machine's key: fails for a problem with it, passes if it is missing."""
     if readings.identity_problem:
         remedy = "run `chmod 600` and `chown` on it as the user who runs the daemon, or move it away to get a new key"
         return [Check("identity", "fail", readings.identity_problem, "yours alone, mode 0600", remedy)]
@@ -181,7 +168,6 @@ def _check_identity(readings: Readings) -> list[Check]:
 
 
 def _check_open_files(readings: Readings) -> list[Check]:
-    """Returns one check of the open files and connections allowed to a process: fails below MIN_OPEN_FILES."""
     value, limit = f"{readings.open_files:,}", f"{MIN_OPEN_FILES:,}"
     if readings.open_files >= MIN_OPEN_FILES:
         return [Check("open files", "pass", value, limit)]
@@ -189,7 +175,6 @@ def _check_open_files(readings: Readings) -> list[Check]:
 
 
 def _check_clock(readings: Readings) -> list[Check]:
-    """Returns one check of the clock: fails beyond MAX_CLOCK_OFFSET_S from the swarm's, passes if that is unknown."""
     offset = readings.clock_offset_s
     if offset is not None:
         value = f"{abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the swarm"
@@ -201,10 +186,6 @@ def _check_clock(readings: Readings) -> list[Check]:
 
 
 def _check_network(readings: Readings) -> list[Check]:
-    """Returns a check of IPv4 and IPv6; then a failed one for each port that cannot be listened on, or a passed one.
-
-    The first fails without any address, and warns with IPv6 only.
-    """
     families = [name for name, has in (("IPv4", readings.has_ipv4), ("IPv6", readings.has_ipv6)) if has]
     checks = [Check("addresses", "pass", " and ".join(families), "IPv4")]
     if not readings.has_ipv4:
@@ -219,20 +200,17 @@ def _check_network(readings: Readings) -> list[Check]:
     return checks
 
 
+# By a daemon's reachability: the state and the value of the check.
 _REACHED: Final[dict[str, tuple[State, str]]] = {
     "public": ("pass", "another peer has dialled it back"),
     "punched": ("pass", "behind a NAT; others meet it through punched holes"),
     "relayed": ("warn", "behind a NAT; others reach it through other peers' relays"),
     "unreachable": ("warn", "behind a NAT, and no peer relays for it"),
 }
-"""By a daemon's reachability: the state and the value of the check."""
 
 
 def _check_reachable(readings: Readings) -> list[Check]:
-    """Returns one check whether others can connect to this machine: as its daemon found out, else by its addresses.
-
-    Warns if others need a relay, or if it has only private addresses and announces none; never fails.
-    """
+    # Warns if others need a relay, or if it has only private addresses and announces none; never fails.
     remedy = (
         "forward the port of --listen in the router and set AGORA_ANNOUNCE=/ip4/ADDRESS/tcp/PORT, or AGORA_UPNP=true; "
         "on one LAN or VPN set AGORA_ALLOW_PRIVATE=true"
@@ -247,11 +225,6 @@ def _check_reachable(readings: Readings) -> list[Check]:
 
 
 def _check_service(readings: Readings) -> list[Check]:
-    """Returns a check of the systemd unit, if there is one, and of the daemon in the data directory, if one runs.
-
-    The unit's fails if it has failed or is about to be restarted. The daemon's fails if the daemon does not answer; it
-    warns if the daemon is paused or sees no other peer.
-    """
     checks = []
     if readings.unit_state in ("failed", "auto-restart"):
         remedy = "read `journalctl -u agora-node -n 50`, then start it with `systemctl restart agora-node`"
@@ -274,14 +247,12 @@ def _check_service(readings: Readings) -> list[Check]:
 
 
 def _check_run(readings: Readings) -> list[Check]:
-    """Returns one check of the manifest: fails if it cannot be read, or does not admit this machine."""
     if readings.run_problem:
         return [Check("run", "fail", readings.run_problem, "readable, and it admits this peer", "see the message")]
     return [Check("run", "pass", readings.run, "readable, and it admits this peer")]
 
 
 def _check_names(readings: Readings) -> list[Check]:
-    """Returns one check that fails if a host name in the run's addresses cannot be resolved; [] without names."""
     lost = [name for name, is_resolved in readings.names if not is_resolved]
     if lost:
         remedy = "look at /etc/resolv.conf and the network's name server"
@@ -290,10 +261,6 @@ def _check_names(readings: Readings) -> list[Check]:
 
 
 def _check_peers(readings: Readings) -> list[Check]:
-    """Returns one check: how many of the run's addresses answer, how fast, and whether a peer there knows the run.
-
-    Passes if no address is known. Fails if none answers or knows the run; warns if all take over SLOW_ROUND_TRIP_S.
-    """
     if not readings.peers:
         return [Check("peers", "pass", "no address is known: this machine would begin the run", "")]
     round_trips = [peer.round_trip_s for peer in readings.peers if peer.round_trip_s is not None]

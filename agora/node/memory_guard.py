@@ -1,7 +1,5 @@
 """Keeps the daemon within the memory that its owner allows, by taking less work before the kernel kills anything.
 
-Knows: resident memory, the limit, the table below. Must not know: what the memory is used for.
-
 | resident memory, of the limit | what follows |
 |---|---|
 | under EASE_FRACTION | nothing; new work is taken again |
@@ -26,14 +24,12 @@ from agora.observe import events
 from agora.train.device import choose_device
 from agora.train.memory import give_back_freed_memory, limit_memory, resident_bytes
 
-POLL_S: Final = 0.5
-"""Seconds between two readings: what is allocated in between may go beyond the limit."""
+POLL_S: Final = 0.5  # seconds between two readings: what is allocated in between may go beyond the limit
+# Fractions of the limit at which the reactions of the table above begin and end.
 EASE_FRACTION, SHRINK_FRACTION, REFUSE_FRACTION = 0.8, 0.85, 0.95
-"""Fractions of the limit at which the reactions of the table above begin and end."""
+# Readings in a row above the limit, with nothing in progress, after which the daemon leaves.
 MAX_POLLS_OVER_LIMIT: Final = 60
-"""Readings in a row above the limit, with nothing in progress, after which the daemon leaves."""
-SHORT: Final = "short of memory"
-"""Completes "this peer is ..." for callers whose work is refused."""
+SHORT: Final = "short of memory"  # completes "this peer is ..." for callers whose work is refused
 
 
 class Reaction(enum.Enum):
@@ -79,8 +75,7 @@ def judge_memory(state: MemoryState, used: int, limit: int, in_progress: int) ->
 class Slots(Protocol):
     """Protocol: what the guard needs of a work ledger, which has a slot for each microbatch in progress."""
 
-    shortage: str
-    """Completes "this peer is ..." while new work is refused for lack of memory; "" while it is taken."""
+    shortage: str  # completes "this peer is ..." while new work is refused for lack of memory; "" while it is taken
 
     @property
     def taken(self) -> int:
@@ -127,7 +122,6 @@ class MemoryGuard:
             raise OutOfMemory(f"{self._describe(used)}, with no work in progress; raise --memory, or hold fewer stages")
 
     def _describe(self, used: int) -> str:
-        """Returns a phrase that says how many MiB are used and how many are allowed."""
         return f"{used / 2**20:,.0f} MiB of the {self._limit / 2**20:,.0f} MiB allowed are in use"
 
 

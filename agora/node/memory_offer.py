@@ -1,7 +1,4 @@
-"""How much memory a machine offers to the stages of a run, and whether their optimizer state must lie beside a GPU.
-
-Knows: bytes that are free, the owner's limit, the cost model. Must not know: stages, peers, the network.
-"""
+"""How much memory a machine offers to the stages of a run, and whether their optimizer state must lie beside a GPU."""
 
 from __future__ import annotations
 

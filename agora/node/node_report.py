@@ -1,7 +1,4 @@
-"""The report of one daemon about itself, and everything made of it: one typed snapshot, several projections.
-
-Knows: names, types, the JSON of the commands' contract. Must not know: where a number comes from, torch, who asks.
-"""
+"""The report of one daemon about itself, and everything made of it: one typed snapshot, several projections."""
 
 from __future__ import annotations
 
@@ -27,13 +24,12 @@ from agora.swarm.view import View, merge
 if TYPE_CHECKING:
     from agora.train.stage_progress import StageProgress
 
-RATE_WINDOW_S = 15.0
-"""Seconds over which tokens per second are averaged."""
+RATE_WINDOW_S = 15.0  # seconds over which tokens per second are averaged
 NO_TRAFFIC = Traffic(0, 0, 0)
+# A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it.
 IDLE_BELOW = 0.9
-"""A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it."""
+# Steps behind its replicas from which a stage gets a note: replicas do not take a step at the same moment.
 MIN_BEHIND = 2
-"""Steps behind its replicas from which a stage gets a note: replicas do not take a step at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,6 @@ class NodeReport:
 
     @property
     def empty_stages(self) -> list[int]:
-        """The stages of the run that no peer of the view serves, in order."""
         return [stage for stage in range(self.run.stage_count) if not self.view.replicas(stage)]
 
 
@@ -165,17 +160,14 @@ def notes_of(report: NodeReport) -> list[str]:
 
 
 def _join_by_stage(texts: Mapping[int, str]) -> str:
-    """Returns the texts as one: that of the only stage as it is, otherwise "stage N: ..." for each that is not "".
-
-    texts: by stage, at least one.
-    """
+    # Returns the texts as one: that of the only stage as it is, otherwise "stage N: ..." for each that is not "".
+    # texts: by stage, at least one.
     if len(texts) == 1:
         return next(iter(texts.values()))
     return "; ".join(f"stage {stage}: {text}" for stage, text in texts.items() if text)
 
 
 def _to_printable_ascii(text: str, max_characters: int) -> str:
-    """Returns the text cut to `max_characters`, with "?" for each character that is not printable ASCII."""
     return re.sub("[^ -~]", "?", text)[:max_characters]
 
 

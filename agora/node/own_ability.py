@@ -1,8 +1,4 @@
-"""Computes what the run's stages ask of a machine, and measures what this machine can do, for placement.
-
-Knows: the run's costs, this machine's memory and profile, the measured times of its work. Must not know: the view,
-other peers, what is decided.
-"""
+"""Computes what the run's stages ask of a machine, and measures what this machine can do, for placement."""
 
 from __future__ import annotations
 
@@ -57,19 +53,11 @@ class OwnAbility:
             self._speed = await run_in_thread(self._profiled_speed)
 
     def _longest_spans(self) -> tuple[int, ...]:
-        """Returns, for each first stage, how many stages fit into the memory that is free and allowed now.
-
-        Counts with one microbatch in flight, and at most the setting most_stages.
-        """
         offer = measure_offer(self._settings.device, self._settings.memory_gib)
         cost = run_cost(self._manifest, in_flight=1)
         return longest_spans(cost, offer.for_stages(self.base_bytes), self._settings.most_stages)
 
     def _profiled_speed(self) -> float:
-        """Returns the speed by the machine's profile, in stages of mean work per second; 0 if there is none.
-
-        Measures and writes a profile if that is quick, see find_profile. The setting `slowdown` divides the speed.
-        """
         try:
             profile = find_profile(self._folder, self._manifest, choose_device(self._settings.device))
         except (AgoraError, RuntimeError):  # the device itself says what is wrong when stages are built
@@ -82,7 +70,6 @@ class OwnAbility:
 
     @property
     def ability(self) -> Ability:
-        """What this machine can do, as far as known: 0 for an unknown speed or bandwidth, () for unknown spans."""
         return Ability(self._speed, self._bandwidth, self._max_span_lengths)
 
     def record_measurement(self, span: Span, service_s: float, bandwidth: float | None) -> float:

@@ -1,7 +1,6 @@
 """Names the places of a daemon's files on this machine, and finds running daemons by their sockets.
 
-Knows: file names and environment variables. Must not know: what is in the files; imports the standard library only,
-because every command uses it before anything heavy. Layout of a data directory (mode 0700):
+Layout of a data directory (mode 0700):
 
     agora.toml                 settings, optional identity.key               this machine's Ed25519 key, mode 0600
     daemon.lock                names the process that uses the directory incarnation                the number of the
@@ -25,8 +24,7 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MAX_SOCKET_PATH_BYTES = 107
-"""The longest path of a Unix socket on Linux."""
+MAX_SOCKET_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 HOME_VARIABLE = "AGORA_HOME"
 RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
 
@@ -39,27 +37,22 @@ class Home:
 
     @property
     def identity(self) -> Path:
-        """The file with this machine's Ed25519 key."""
         return self.root / "identity.key"
 
     @property
     def incarnation(self) -> Path:
-        """The file with the incarnation number of the last start."""
         return self.root / "incarnation"
 
     @property
     def ports(self) -> Path:
-        """The file with the TCP ports that the daemon listened on last."""
         return self.root / "ports"
 
     @property
     def paused(self) -> Path:
-        """The file that exists while the owner has paused the daemon."""
         return self.root / "paused"
 
     @property
     def runs(self) -> Path:
-        """The directory with one directory for each run that this machine has joined."""
         return self.root / "runs"
 
     def base_model(self, list_hash: str) -> Path:
@@ -76,7 +69,6 @@ class Home:
 
     @property
     def banned(self) -> Path:
-        """The file with the peers that the owner has banned from this machine, one per line."""
         return self.root / "banned.txt"
 
     def ticket(self, run: str) -> Path:
@@ -93,7 +85,6 @@ class Home:
 
     @property
     def socket_stem(self) -> str:
-        """A hash (16 hex digits) of this directory's path, with which its socket and registry file are named."""
         return hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:16]
 
 
@@ -156,7 +147,6 @@ class DaemonEntry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process with the daemon's pid exists and is this user's; it need not be the daemon any more."""
         try:
             os.kill(self.pid, 0)
         except OSError:  # another user's process may have the number now

@@ -1,7 +1,4 @@
-"""Whether the owner of this machine wants the daemon to pause: by a pause, kept in a file, or outside its hours.
-
-Knows: the file, the hours, the local time of day. Must not know: what a daemon does in a pause (lifecycle.py).
-"""
+"""Whether the owner of this machine wants the daemon to pause: by a pause, kept in a file, or outside its hours."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from agora_protocol.errors import DiskError
 
 from agora.node.hours import Hours
 
-POLL_S: Final = 1.0
-"""Seconds between two checks of the time of day."""
+POLL_S: Final = 1.0  # seconds between two checks of the time of day
 BY_OWNER: Final = "paused by its owner"
 
 
@@ -36,7 +32,6 @@ class OwnersPause:
 
     @property
     def reason(self) -> str:
-        """Why the daemon is paused, to complete "this daemon is ..."; "" while it is to work."""
         if self._is_paused:
             return BY_OWNER
         minute = self._minute()
@@ -46,7 +41,6 @@ class OwnersPause:
 
     @property
     def remedy(self) -> str:
-        """A phrase for the owner: how the pause ends; meaningless while `reason` is ""."""
         if self._is_paused:
             return "run `agora-node resume` to go on"
         return "it goes on by itself; `hours` in agora.toml says when"
@@ -88,6 +82,5 @@ class OwnersPause:
                 continue
 
     def _minute(self) -> int:
-        """Returns the present minute of the day, in local time: 0 to 1439."""
         local = time.localtime(self._unix())
         return 60 * local.tm_hour + local.tm_min

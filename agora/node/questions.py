@@ -1,7 +1,4 @@
-"""The questions that the control socket answers, each by its name.
-
-Knows: what can be asked of a daemon, and how long an answer may take. Must not know: sockets, how anything is done.
-"""
+"""The questions that the control socket answers, each by its name."""
 
 from __future__ import annotations
 
@@ -24,15 +21,11 @@ if TYPE_CHECKING:
     from agora.node.lifecycle import Daemon
     from agora.node.run_admission import RunAdmission
 
-DRAIN_S = 90.0
-"""Seconds that `drain` waits for open microbatches."""
-EVALUATE_S = 300.0
-"""Seconds within which the answers of an evaluation must be back."""
-EVALUATE_BATCHES = 16
-"""Maximum number of held-out batches of an evaluation, unless the question says another."""
+DRAIN_S = 90.0  # seconds that `drain` waits for open microbatches
+EVALUATE_S = 300.0  # seconds within which the answers of an evaluation must be back
+EVALUATE_BATCHES = 16  # maximum number of held-out batches of an evaluation, unless the question says another
 MAX_EVALUATE_BATCHES = 4096
-MOVE_S = 3600.0
-"""Seconds that a move may take, including the fetch of the new stages' state."""
+MOVE_S = 3600.0  # seconds that a move may take, including the fetch of the new stages' state
 
 
 def questions_of(daemon: Daemon) -> Mapping[str, Question]:
@@ -144,7 +137,6 @@ class ControlAnswers:
         return {"new": new}
 
     def _require_admission(self) -> RunAdmission:
-        """Returns the daemon's admission. Raises LocalError while the daemon starts or is paused."""
         if self._daemon.local_peer is None:
             raise LocalError(f"this daemon is {self._daemon.describe_state()}; ask again when it serves")
         return self._daemon.local_peer.admission

@@ -1,8 +1,4 @@
-"""Finds out how others can connect to this peer, announces that, and helps others to find out and to meet.
-
-Knows: which peers to ask and when, reservations at relays, introductions. Must not know: what the answers mean
-(swarm/reachability.py), how holes are punched or circuits relayed (net).
-"""
+"""Finds out how others can connect to this peer, announces that, and helps others to find out and to meet."""
 
 from __future__ import annotations
 
@@ -41,28 +37,22 @@ from agora.swarm.reachability import (
 )
 from agora.swarm.view import View
 
-UPDATE_S: Final = 2.0
-"""Seconds between two checks of what is due: asking neighbours, renewing reservations, announcing."""
+UPDATE_S: Final = 2.0  # seconds between two checks of what is due: asking neighbours, renewing reservations, announcing
+# Seconds between two checks in the first NEW_S, while no peer has reported yet whether this one can be dialled.
 FIRST_UPDATES_S: Final = 0.25
-"""Seconds between two checks in the first NEW_S, while no peer has reported yet whether this one can be dialled."""
-NEW_S: Final = 10.0
-"""Seconds for which a peer counts as just started."""
+NEW_S: Final = 10.0  # seconds for which a peer counts as just started
+# Seconds after which a reservation at a relay is renewed: it lasts three times as long (relay.RESERVED_S).
 RENEW_S: Final = 40.0
-"""Seconds after which a reservation at a relay is renewed: it lasts three times as long (relay.RESERVED_S)."""
+# Seconds within which a TCP connection to a caller's port must open, for that port to count as reached.
 DIAL_S: Final = 3.0
-"""Seconds within which a TCP connection to a caller's port must open, for that port to count as reached."""
+# Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them.
 ANSWER_S: Final = 6.0
-"""Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them."""
+# Seconds that hole punching waits for neighbours to say for the first time whether this peer can be dialled.
 FINDING_S: Final = 2.5
-"""Seconds that hole punching waits for neighbours to say for the first time whether this peer can be dialled."""
-AGAIN_S: Final = 1.5
-"""Seconds after which a peer that should dial this one is asked again to do so."""
-NO_HOLE_S: Final = 300.0
-"""Seconds before hole punching to a peer, or replacing its circuit, is tried again."""
-POLL_S: Final = 0.1
-"""Seconds between two checks whether an expected peer has connected."""
-MAX_HELPED: Final = 16
-"""At most this many requests of other peers (see `answer`) are worked on at the same time."""
+AGAIN_S: Final = 1.5  # seconds after which a peer that should dial this one is asked again to do so
+NO_HOLE_S: Final = 300.0  # seconds before hole punching to a peer, or replacing its circuit, is tried again
+POLL_S: Final = 0.1  # seconds between two checks whether an expected peer has connected
+MAX_HELPED: Final = 16  # at most this many requests of other peers (see `answer`) are worked on at the same time
 
 
 class ReachabilityKeeper:
@@ -125,11 +115,6 @@ class ReachabilityKeeper:
             await self._holes.close()
 
     async def _update_reachability(self) -> None:
-        """Asks neighbours to dial back if that is due, reserves relays if they are needed, and announces the addresses.
-
-        Before the announcement it also replaces a circuit, see `_replace_a_circuit`, and writes the relays to
-        `findings`. With UPnP it first asks p2pd for its present addresses; without an answer the former ones are kept.
-        """
         if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
             with contextlib.suppress(ConnectionBroken):  # if p2pd is gone, the lifecycle notices that
                 listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
@@ -147,11 +132,6 @@ class ReachabilityKeeper:
     # --- finding out
 
     async def _ask_neighbours(self) -> None:
-        """Asks up to ASKED random directly connected peers, concurrently, to dial back; notes the result in `findings`.
-
-        The result is at which of its addresses this peer was reached, and whether enough peers were asked to confirm
-        that. Without any connection it first dials up to ASKED peers of the view. If no peer answers, `findings` stays.
-        """
         if not self._network.paths:
             known = [seen for seen in self._membership.view.peers.values() if seen.peer != self._host.peer]
             dialled = [seen.peer for seen in known if not all(map(is_circuit, seen.addresses))]
@@ -168,17 +148,12 @@ class ReachabilityKeeper:
             self._has_answers.set()
 
     def _addresses_reported_by(self, answer: DialedBack) -> set[str]:
-        """Returns the addresses, without /p2p/PEER, at which a neighbour reports that it reached this peer.
-
-        Leaves out ports that the neighbour was not asked to dial, and private addresses unless the owner allows them.
-        """
         seen = host_and_port(answer.seen)
         if seen is None or not self._is_allowed(answer.seen):
             return set()
         return {f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._own_ports()}
 
     async def _ask_to_dial_back(self, peer: PeerId) -> DialedBack | None:
-        """Asks a neighbour to dial this peer back, and returns the answer; None if it fails or takes over ANSWER_S."""
         try:
             reply = await self._network.call(peer, DialBack(tuple(self._own_ports())), deadline=loop_time() + ANSWER_S)
         except AgoraError:
@@ -186,16 +161,10 @@ class ReachabilityKeeper:
         return reply.message if isinstance(reply.message, DialedBack) else None
 
     def _own_ports(self) -> list[int]:
-        """Returns the TCP ports of this peer's own addresses (listening or announced): distinct, at most MAX_PORTS."""
         ports = [parts[2] for parts in map(host_and_port, self._own) if parts is not None]
         return list(dict.fromkeys(ports))[:MAX_PORTS]
 
     async def _hold_relays(self, view: View) -> tuple[PeerId, ...]:
-        """Reserves a place at each relay that choose_relays names, one after another; renews it after RENEW_S.
-
-        Returns the relays where this peer holds a reservation now. A relay that fails or refuses is not asked again for
-        a minute, see RelayRefusals.
-        """
         now = loop_time()
         self._renewed_at = {peer: at for peer, at in self._renewed_at.items() if peer in self._network.paths}
         circuits = {peer for peer, path in self._network.paths.items() if path == "relayed"}  # no relay through a relay
@@ -212,11 +181,6 @@ class ReachabilityKeeper:
         return tuple(peer for peer in chosen if peer in self._renewed_at)
 
     async def _replace_a_circuit(self) -> None:
-        """Replaces one circuit to a peer whose claim says "public", if there is one, by a direct connection.
-
-        Only if one of the peer's addresses opens; calls in progress over the circuit fail. Each peer is tried once in
-        NO_HOLE_S. Such a circuit is from before the peer knew that it is public; relays cannot be reserved over it.
-        """
         now = loop_time()
         view = self._membership.view
         self._circuit_until = {known: until for known, until in self._circuit_until.items() if until > now}
@@ -254,10 +218,6 @@ class ReachabilityKeeper:
             undo.pop_all()
 
     async def _punch(self, peer: PeerId, relay_peer: PeerId) -> None:
-        """Has the relay introduce this peer to `peer`; then punches a hole or, if this peer is public, awaits a dial.
-
-        First waits for neighbours' first answers. Raises an AgoraError when no connection comes about.
-        """
         await self._wait_for_first_answer()
         now = loop_time()
         reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
@@ -269,20 +229,12 @@ class ReachabilityKeeper:
         await self._holes.connect(peer, reply.message.seen)
 
     async def _wait_for_first_answer(self) -> None:
-        """Waits until neighbours have reported for the first time whether this peer is public, for FINDING_S at most.
-
-        Without their answers a public peer would use a relay, and a circuit stays until it ends.
-        """
+        # Without their answers a public peer would use a relay, and a circuit stays until it ends.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINDING_S):
                 await self._has_answers.wait()
 
     async def _wait_for_dial(self, peer: PeerId, relay_peer: PeerId) -> None:
-        """Waits until `peer`, which was asked through the relay to dial this peer, is connected, for PUNCH_S at most.
-
-        Has the relay ask `peer` again every AGAIN_S: `peer` dials only once it has read in the directory that this peer
-        is public. Raises ConnectionBroken after PUNCH_S, and the AgoraError of a refused or failed introduction.
-        """
         now = loop_time()
         until = now + PUNCH_S
         again_at = now + AGAIN_S
@@ -320,10 +272,6 @@ class ReachabilityKeeper:
             self._helped -= 1
 
     async def _answer_dial_back(self, peer: PeerId, request: DialBack) -> DialedBack:
-        """Opens and closes TCP connections to the caller's ports, only at the IP address that it calls from.
-
-        Returns the caller's address as seen here, and the ports that opened; "" and () for a caller through a relay.
-        """
         seen = self._host.remote_address(peer)
         parts = host_and_port(seen)
         if parts is None:
@@ -339,10 +287,6 @@ class ReachabilityKeeper:
             await self._network.connect(peer)
 
     async def _answer_introduce(self, call: IncomingCall, peer: PeerId) -> Meeting:
-        """Sends `peer` a Meet with the caller's address as seen here; returns a Meeting with the address of `peer`.
-
-        Raises Refused unless `peer` and the caller are connected here directly, and the AgoraError of a failed Meet.
-        """
         caller_seen, peer_seen = self._host.remote_address(call.peer), self._host.remote_address(peer)
         is_direct = self._network.paths.get(peer) == "direct" == self._network.paths.get(call.peer)
         if not is_direct or not caller_seen or not peer_seen:
@@ -351,11 +295,7 @@ class ReachabilityKeeper:
         return Meeting(peer_seen)
 
     def _answer_meet(self, request: Meet) -> Meeting:
-        """Starts dialling the peer that asked for a meeting if its claim says "public"; otherwise starts a hole to it.
-
-        Returns an empty Meeting immediately. For a hole, raises Refused if the peer's address is private and the owner
-        allows none, Busy when too many holes are open.
-        """
+        # Starts dialling the peer that asked for a meeting if its claim says "public"; otherwise starts a hole to it.
         seen = self._membership.view.peers.get(request.peer)
         if seen is not None and seen.reachability == "public":
             self._network.spawn(self.try_to_connect(request.peer))
@@ -374,7 +314,6 @@ def public_or_any(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _can_open(host: str, port: int) -> bool:
-    """Tries to open a TCP connection within DIAL_S, and closes it; returns whether it opened."""
     try:
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)

@@ -1,6 +1,6 @@
 """Gathers the facts about this machine and a run that `agora-node doctor` checks.
 
-Knows: files, sockets, packages, the kernel. Must not know: what is good or bad (machine_checks.py). Nothing here
+Nothing here
 raises: a fact that cannot be read becomes a sentence in a field `..._problem`. Takes some seconds, for torch's import
 and for addresses that do not answer.
 """
@@ -97,7 +97,6 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
 
 
 def _read_requirements() -> list[Requirement]:
-    """Returns the packages that the installed product requires, without its extras; a fixed list if not installed."""
     try:
         texts = importlib.metadata.requires(PRODUCT) or []
     except importlib.metadata.PackageNotFoundError:
@@ -107,7 +106,6 @@ def _read_requirements() -> list[Requirement]:
 
 
 def _read_package(required: Requirement) -> PackageReading:
-    """Returns whether and in which version a package is installed, by its metadata: imported packages might clash."""
     spec = str(required.specifier)
     try:
         version = importlib.metadata.version(required.name)
@@ -117,7 +115,6 @@ def _read_package(required: Requirement) -> PackageReading:
 
 
 def _find_p2pd_problem() -> str:
-    """Runs hivemind's network process as `p2pd -help`, for 10 s at most; returns why it cannot run here, or ""."""
     found = importlib.util.find_spec("hivemind")
     if found is None or found.origin is None:
         return "hivemind, which ships p2pd, is not installed"
@@ -130,7 +127,6 @@ def _find_p2pd_problem() -> str:
 
 
 def _read_settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings.Settings, str]:
-    """Returns the settings in force (`flags` come first) and "", or the defaults and the problem with the settings."""
     try:
         return settings.load(home.root / "agora.toml", flags), ""
     except AgoraError as error:
@@ -138,7 +134,6 @@ def _read_settings(home: paths.Home, flags: Mapping[str, Any]) -> tuple[settings
 
 
 def _read_identity(home: paths.Home) -> tuple[str, str]:
-    """Returns (peer id, problem with the key file). One of them is ""; before the first start, both are."""
     if not os.path.lexists(home.identity):
         return "", ""
     try:
@@ -148,7 +143,6 @@ def _read_identity(home: paths.Home) -> tuple[str, str]:
 
 
 def _try_device(name: str) -> tuple[str, str]:
-    """Returns (device that `name` means, why it cannot compute), the reason being "" if it multiplied two matrices."""
     try:
         import torch
 
@@ -163,7 +157,7 @@ def _try_device(name: str) -> tuple[str, str]:
 
 
 def _read_free_memory(chosen: settings.Settings) -> float:
-    """Returns the bytes of host memory (never GPU) that the daemon may use: what is free, at most its owner's limit."""
+    # Returns the bytes of host memory (never GPU) that the daemon may use: what is free, at most its owner's limit.
     free = float(psutil.virtual_memory().available)
     with contextlib.suppress(ImportError):
         import torch
@@ -175,7 +169,6 @@ def _read_free_memory(chosen: settings.Settings) -> float:
 
 
 def _compute_needed_memory(manifest: Manifest | None) -> float:
-    """Returns the bytes that a daemon with the run's smallest stage needs (if no run, one of MINIMUM_STAGE_BYTES)."""
     if manifest is None:
         return float(doctor.BASE_BYTES + MINIMUM_STAGE_BYTES)
     spans = [Span(stage, stage) for stage in range(manifest.stage_count)]
@@ -185,12 +178,12 @@ def _compute_needed_memory(manifest: Manifest | None) -> float:
 
 
 def _nearest_existing(directory: Path) -> Path:
-    """Returns the directory if it exists, otherwise the nearest of its parents that does."""
+    # Returns the directory if it exists, otherwise the nearest of its parents that does.
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _read_free_disk(directory: Path) -> float:
-    """Returns the free bytes of the disk where the data directory is or would be; 0 if that cannot be read."""
+    # Returns the free bytes of the disk where the data directory is or would be; 0 if that cannot be read.
     try:
         return float(shutil.disk_usage(_nearest_existing(directory)).free)
     except OSError:
@@ -198,7 +191,6 @@ def _read_free_disk(directory: Path) -> float:
 
 
 def _find_disk_problem(directory: Path, limit_bytes: int) -> str:
-    """Writes a probe; returns why the data directory is unusable (not writable, full, over `limit_bytes`), or ""."""
     existing = _nearest_existing(directory)
     try:
         if not existing.is_dir():
@@ -213,7 +205,6 @@ def _find_disk_problem(directory: Path, limit_bytes: int) -> str:
 
 
 def _find_runtime_problem() -> str:
-    """Creates the runtime directory if missing; returns why sockets cannot be created in it, or ""."""
     directory = paths.runtime_directory()
     try:
         paths.make_private(directory)
@@ -223,7 +214,6 @@ def _find_runtime_problem() -> str:
 
 
 def _read_clock_sync() -> bool | None:
-    """Returns whether the kernel reports that its clock follows a time server; None where it reports nothing."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None
@@ -250,7 +240,6 @@ def find_listen_problem(multiaddr: str) -> str:
 
 
 def _is_routable(address: str) -> bool:
-    """Returns whether an interface's address is an IP address, and neither loopback nor link-local."""
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
         return not (parsed.is_loopback or parsed.is_link_local)
@@ -258,7 +247,6 @@ def _is_routable(address: str) -> bool:
 
 
 def _is_public(address: str) -> bool:
-    """Returns whether an interface's address is an IP address of the public internet."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_global
     return False
@@ -277,7 +265,6 @@ class _DaemonReading(NamedTuple):
 
 
 def _read_daemon(home: paths.Home) -> _DaemonReading:
-    """Asks this data directory's running daemon, if any, for its status; gives only its pid if it does not answer."""
     root = str(home.root.resolve())
     entry = next((entry for entry in paths.find_running_daemons() if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
@@ -291,7 +278,6 @@ def _read_daemon(home: paths.Home) -> _DaemonReading:
 
 
 def _read_unit_state() -> str:
-    """Returns systemd's state of the unit agora-node ("auto-restart" between failure and restart); "" without one."""
     if shutil.which("systemctl") is None:
         return ""
     command = ["systemctl", "show", "--property=ActiveState,SubState,LoadState", UNIT]
@@ -308,7 +294,6 @@ def _read_unit_state() -> str:
 
 
 def _find_admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me: PeerId) -> str:
-    """Returns why the run does not admit this machine, "" if it does. ticket: an invite's; "": use the stored proof."""
     run, policy = signed.run_id, AdmissionPolicy.of(signed.manifest)
     try:
         proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else admission_files.read_proof(home, run)
@@ -319,10 +304,6 @@ def _find_admission_problem(signed: SignedManifest, ticket: str, home: paths.Hom
 
 
 def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
-    """Finds the run by `run` (an invite, file, name or id), dials its addresses, and asks its peers for the status.
-
-    Returns the fields of Readings about it, and `manifest`, None if not on this disk. me: this peer's id, or "".
-    """
     try:
         reference = runs.resolve(run, home)
     except AgoraError as error:
@@ -344,10 +325,6 @@ def _read_run(run: str, home: paths.Home, me: str) -> dict[str, Any]:
 
 
 def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
-    """Asks the peers at `addresses` for the run's status, until one answers.
-
-    Returns {"clock_offset_s": their time minus this clock's}, {} if none gives a time, or {"answer_problem": why}.
-    """
     from agora.net import light
 
     asked_unix = time.time()
@@ -371,7 +348,6 @@ def time_connections(addresses: Iterable[str]) -> tuple[PeerReading, ...]:
 
 
 def _time_connection(multiaddr: str) -> PeerReading:
-    """Opens and closes a TCP connection to `multiaddr`; returns how long it took, or why it failed within CONNECT_S."""
     parts = multiaddr.strip("/").split("/")
     fields = dict(zip(parts[::2], parts[1::2], strict=False))
     host = next((fields[kind] for kind in ("ip4", "ip6", "dns4", "dns6", "dns") if kind in fields), None)
@@ -386,14 +362,12 @@ def _time_connection(multiaddr: str) -> PeerReading:
 
 
 def _dns_names_in(addresses: Iterable[str]) -> list[str]:
-    """Returns the distinct DNS names with which the multiaddrs begin, in their order."""
     parts = [address.strip("/").split("/") for address in addresses]
     named = [fields[1] for fields in parts if len(fields) > 1 and fields[0] in ("dns", "dns4", "dns6")]
     return list(dict.fromkeys(named))
 
 
 def _is_resolved(name: str) -> bool:
-    """Resolves a host name; returns whether it has an address."""
     try:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):

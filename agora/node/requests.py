@@ -1,7 +1,5 @@
 """Answers the requests of other peers, and counts the bytes of tensors that this peer sends.
 
-Knows: every request, and what answers it. Must not know: which peers may make it (net/gate.py), how it is carried out.
-
 | request | answered by |
 |---|---|
 | GetStatus, GetManifest, Ping | this module, always |
@@ -52,23 +50,19 @@ from agora.net.incoming import Handler, IncomingCall
 from agora.pipeline.ledger import WorkLedger
 from agora.swarm.conduct import Offence, ReportOffence
 
-JOINING_RETRY_MS = 1000
-"""Milliseconds after which a caller that was refused while no span was held may ask again."""
+JOINING_RETRY_MS = 1000  # milliseconds after which a caller that was refused while no span was held may ask again
+# Seconds for which a status is kept and sent to further callers: making one costs more than sending it.
 STATUS_S: Final = 0.25
-"""Seconds for which a status is kept and sent to further callers: making one costs more than sending it."""
 
+# Requests that the span answers about its work.
 WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
-"""Requests that the span answers about its work."""
-STATE_REQUESTS: Final = (GetState, GetChunk)
-"""Requests that the span answers about its state."""
-BASE_REQUESTS: Final = (GetBase, GetPiece)
-"""Requests for tensors of the base model."""
-ADMISSION_REQUESTS: Final = (ShareRevocations,)
-"""Requests that the local peer's admission answers."""
+STATE_REQUESTS: Final = (GetState, GetChunk)  # requests that the span answers about its state
+BASE_REQUESTS: Final = (GetBase, GetPiece)  # requests for tensors of the base model
+ADMISSION_REQUESTS: Final = (ShareRevocations,)  # requests that the local peer's admission answers
+# Requests by which members of the run find out how they can be reached, and connect; the local peer answers them.
 REACH_REQUESTS: Final = (DialBack, Introduce, Meet, GetAddresses)
-"""Requests by which members of the run find out how they can be reached, and connect; the local peer answers them."""
+# Requests that the local peer answers, whichever stages it holds.
 LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS + ADMISSION_REQUESTS
-"""Requests that the local peer answers, whichever stages it holds."""
 
 
 @dataclass
@@ -147,12 +141,6 @@ class RequestHandler:
                 raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
 
     async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
-        """Returns the answer of what `answering` has set for the request's type.
-
-        If nothing is set, as while no span is held, a repeated Process gets the answer that the ledger has kept; other
-        requests raise Busy. Raises every AgoraError of the object that answers; a ProtocolError is also recorded as an
-        offence of the caller, except for Process and Contribute.
-        """
         answerer = self._answerers.get(type(request))
         if answerer is None:
             repeat = self._ledger.answer_repeat(request, call.progress) if isinstance(request, Process) else None
@@ -168,7 +156,6 @@ class RequestHandler:
             raise
 
     def _recent_status(self) -> bytes:
-        """Returns the status as JSON; the text is made at most once in STATUS_S, and may be that old."""
         if loop_time() - self._status_at >= STATUS_S:
             self._status_bytes = encode_status(self._status())
             self._status_at = loop_time()

@@ -1,8 +1,5 @@
 """Who takes part in the run, for one daemon: judges other peers, keeps bans on disk, and passes revocations on.
 
-Knows: the admission book, its files, the network's gate, the objects that must forget a banned peer. Must not know: the
-rules (agora/swarm/admission.py), spans, training.
-
 A revocation comes from `swarm ban`, from a neighbour or from the DHT. One that is new is written to the disk; the
 connections of the banned peer end; the view, the directory and the routing forget the peer; and the revocation is sent
 to all neighbours.
@@ -38,14 +35,10 @@ from agora.observe import events
 from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
 
-SHARE_S = 10.0
-"""Seconds within which a neighbour must answer each message of revocations."""
-BAN_LIST_S = 10.0
-"""Seconds between two reads of the ban lists in the DHT."""
-BAN_LIST_LIFETIME_S = 60.0
-"""Seconds after which a published ban list expires, unless it is published again."""
-BAN_SHARD = Shard(0)
-"""The shard of the DHT in which ban lists are published."""
+SHARE_S = 10.0  # seconds within which a neighbour must answer each message of revocations
+BAN_LIST_S = 10.0  # seconds between two reads of the ban lists in the DHT
+BAN_LIST_LIFETIME_S = 60.0  # seconds after which a published ban list expires, unless it is published again
+BAN_SHARD = Shard(0)  # the shard of the DHT in which ban lists are published
 
 
 def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:
@@ -193,29 +186,22 @@ class RunAdmission:
             each.forget_refused()
 
     def _write_revocations(self) -> None:
-        """Writes all known revocations to disk. A failure is reported; they then hold only until the daemon ends."""
         try:
             admission_files.write_revocations(self._startup.home, self._run, self.book.signed_revocations())
         except DiskError as error:
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
     def _send_revocations(self, peer: PeerId) -> None:
-        """Called when HELLO was exchanged with a member: starts sending it all revocations that are known here."""
         if sealed := self.book.signed_revocations():
             self._start_sending(peer, sealed)
 
     def _start_sending(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        """Starts a task that sends revocations to a neighbour; does nothing before `attach`.
-
-        Failures are ignored: the neighbour then gets the revocations at its next HELLO or from the DHT.
-        """
         if self._network is not None:
             self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))
 
     async def _call_in_parts(
         self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]
     ) -> None:
-        """Sends revocations to `peer` by `call`, MAX_SHARED_REVOCATIONS at a time; stops silently at an AgoraError."""
         with contextlib.suppress(AgoraError):
             for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
                 request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))

@@ -1,6 +1,6 @@
 """Resolves what a user calls a run: a manifest file, an invite, or the name of a run that this machine has joined.
 
-Knows: files, invites, the registry of running daemons. Must not know: the network. Loads the manifest's code only when
+Loads the manifest's code only when
 there is a manifest to read, so that asking about an invite stays instant.
 """
 
@@ -41,7 +41,6 @@ class RunReference:
 
     @property
     def base(self) -> Path:
-        """Base directory for the manifest's relative paths: that of its file, or the working directory without one."""
         return self.file.parent.absolute() if self.file is not None else Path.cwd()
 
     def is_of(self, entry: paths.DaemonEntry) -> bool:
@@ -142,7 +141,6 @@ def sign(
 
 
 def _overwrite(descriptor: int, data: bytes) -> None:
-    """Writes `data` in place of an open file's content. Raises OSError, and then leaves the old content as it is."""
     old_size = os.fstat(descriptor).st_size
     try:
         os.posix_fallocate(descriptor, 0, len(data))  # a full disk raises here, before anything is overwritten
@@ -154,10 +152,7 @@ def _overwrite(descriptor: int, data: bytes) -> None:
 
 
 def _with_signature(text: str, signed: SignedManifest) -> str:
-    """Returns a draft's text with founder and [signed] added.
-
-    Keeps the comments, unless the result would not read as `signed`: then returns the signed manifest's own text.
-    """
+    # Keeps the comments, unless the result would not read as `signed`: then returns the signed manifest's own text.
     from agora_protocol.manifest import SignedManifest
 
     table = signed.to_toml().rpartition("\n[signed]")[2]
@@ -205,11 +200,6 @@ def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
 
 
 def _by_name(text: str, home: paths.Home) -> RunReference:
-    """Returns a reference to the run that `text` names: by name, id, or the first 6 or more characters of its id.
-
-    It must be joined in `home` or in a running daemon's directory. A full id that no joined run has gives a reference
-    with only the id. Raises InputError for no run or several.
-    """
     roots = dict.fromkeys([home.root, *(Path(entry.root) for entry in paths.find_running_daemons())])
     joined = {reference.run: reference for root in roots for reference in _find_joined(paths.Home(root))}
     matching = [r for r in joined.values() if text in (r.name, r.run) or (len(text) >= 6 and r.run.startswith(text))]
@@ -226,10 +216,8 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
 
 
 def _find_joined(home: paths.Home) -> Iterator[RunReference]:
-    """Yields a reference for each run joined in `home`; skips unreadable, malformed and unsigned manifests.
-
-    `file` is None, so that relative paths are resolved from the working directory.
-    """
+    # Yields a reference for each run joined in `home`; skips unreadable, malformed and unsigned manifests. `file` is
+    # None, so that relative paths are resolved from the working directory.
     for path in sorted(home.runs.glob("*/run.toml")):
         with suppress(DiskError, ManifestError):
             reference = from_file(path, home)

@@ -1,7 +1,4 @@
-"""Reads the daemon's settings from the command line, AGORA_* variables, DIR/agora.toml; the first that has one wins.
-
-Knows: names, types, where each value came from. Must not know: the run's manifest, which has nothing about machines.
-"""
+"""Reads the daemon's settings from the command line, AGORA_* variables, DIR/agora.toml; the first that has one wins."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ class SettingsError(LocalError):
 
 
 def _check_rate(text: str) -> str:
-    """Returns `text` unchanged. Raises InputError when it is not a rate, see parse_rate."""
     parse_rate(text)
     return text
 
@@ -56,15 +52,15 @@ class Settings(pydantic.BaseModel):
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"
+    # Multiaddrs or HOST:PORT; port 0 lets the system choose.
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
-    """Multiaddrs or HOST:PORT; port 0 lets the system choose."""
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
     allow_private: bool = False  # whether addresses of a LAN, a VPN or loopback are announced to peers and dialled
     upnp: bool = False  # whether the router is asked to forward the ports
     relay_peers: int = pydantic.Field(16, ge=0, le=MAX_RELAYED_PEERS)  # for how many it relays, if it can be dialled
     relay_mbit: float = pydantic.Field(0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
+    # RATE,RTT[,JITTER[,LOSS]] that this peer's streams emulate; "" is the network as it is.
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
-    """RATE,RTT[,JITTER[,LOSS]] that this peer's streams emulate; "" is the network as it is."""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes this many times slower, by sleeping
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
@@ -76,8 +72,8 @@ class Settings(pydantic.BaseModel):
     disk_gib: float = pydantic.Field(0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
     upload_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # over all traffic, such as 1MB/s; "" is none
     download_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # likewise
+    # FROM-TO[,FROM-TO] in local time, such as 22-07: outside it is paused; "" is all day.
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
-    """FROM-TO[,FROM-TO] in local time, such as 22-07: outside it is paused; "" is all day."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @pydantic.field_validator("listen", "announce", mode="before")
@@ -93,42 +89,34 @@ class Settings(pydantic.BaseModel):
 
     @property
     def link_spec(self) -> LinkSpec | None:
-        """The emulated link that the owner asked for; None: the network as it is."""
         return LinkSpec.parse(self.link) if self.link else None
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the daemon may use, in bytes; 0: no limit."""
         return int(self.memory_gib * 2**30)
 
     @property
     def disk_bytes(self) -> int:
-        """The bytes that the data directory may hold; 0: no limit."""
         return int(self.disk_gib * 2**30)
 
     @property
     def rate_limits(self) -> RateLimits:
-        """The owner's limits of the rates at which the daemon sends and receives, over all traffic."""
         return RateLimits(parse_rate(self.upload_limit), parse_rate(self.download_limit))
 
     @property
     def work_hours(self) -> Hours:
-        """The hours of the day at which the daemon works."""
         return Hours.parse(self.hours)
 
     @property
     def named_base_model(self) -> Path | None:
-        """The base model as the owner named it: its folder, or its Hugging Face Hub id as a Path; None for none."""
         return Path(self.base_model).expanduser() if self.base_model else None
 
     @property
     def span(self) -> Span | None:
-        """The span that the owner asked for; None: placement chooses."""
         return None if self.stages == "auto" else Span.parse(self.stages)
 
 
 def _as_multiaddr(address: str) -> str:
-    """Returns a multiaddr unchanged, and HOST:PORT as /ip4/HOST/tcp/PORT. Raises ValueError for anything else."""
     if address.startswith("/"):
         return address
     match = _HOST_PORT.fullmatch(address)
@@ -170,10 +158,6 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
 
 
 def _nearest(key: str, source: str) -> str:
-    """Returns the end of an error's text: the setting that is most like the unknown `key`; all settings if none is.
-
-    source: where the key is from; with ENVIRONMENT the suggestion is written as its AGORA_* variable.
-    """
     close = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.5)
     if not close:
         return f"; known are {', '.join(sorted(Settings.model_fields))}"
@@ -181,10 +165,6 @@ def _nearest(key: str, source: str) -> str:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
-    """Returns the settings in a TOML file, {} when there is no file.
-
-    Raises SettingsError when the file cannot be read or is not valid TOML.
-    """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,4 @@
-"""Loads a span: claims stages, opens the data, builds the stages and fills them from checkpoints or replicas.
-
-Knows: the steps of loading and their order. Must not know: what a loaded span does (loaded_span.py), processes.
-"""
+"""Loads a span: claims stages, opens the data, builds the stages and fills them from checkpoints or replicas."""
 
 from __future__ import annotations
 
@@ -38,10 +35,9 @@ from agora.threads import run_in_thread
 from agora.train.compute import Compute
 from agora.train.device import DeviceOptions
 
+# Maximum number of spans loaded one after another, if others take each of them meanwhile; the last one is served.
 MAX_LOADS = 3
-"""Maximum number of spans loaded one after another, if others take each of them meanwhile; the last one is served."""
-ASK_S = 3.0
-"""Seconds within which a replica must answer how many steps it has taken."""
+ASK_S = 3.0  # seconds within which a replica must answer how many steps it has taken
 T = TypeVar("T")
 
 
@@ -81,19 +77,10 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
 async def _fill_stages(
     local_peer: LocalPeer, compute: Compute, epochs: Epochs | None, closing: AsyncExitStack
 ) -> StateKeeper:
-    """Fills the stages with state from checkpoints or other replicas; returns the keeper of that state.
-
-    The keeper answers state requests, also during the filling, until `closing` is closed. Before the filling, publishes
-    a progress record with the steps of the checkpoints found, unless all are 0, and reads the directory. epochs:
-    written to disk with each checkpoint of stage 0; None without samples. Raises Unavailable when no peer gives a stage
-    of which this disk has no checkpoint, or when its replicas do not report their steps; CheckpointError when a
-    checkpoint does not fit.
-    """
     startup, membership = local_peer.startup, local_peer.membership
     keeper = _make_keeper(local_peer, compute, epochs)
 
     async def answer(call: IncomingCall) -> Reply:
-        """Has the keeper answer one of STATE_REQUESTS; passes the fault point "state.giving" first."""
         await faults.reach("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
         return await keeper.answer(call.message)
@@ -111,11 +98,6 @@ async def _fill_stages(
 
 
 def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None) -> StateKeeper:
-    """Returns the StateKeeper, not started, that writes the stages' checkpoints and serves their state to replicas.
-
-    It keeps within the owner's disk limit. epochs: written to disk with each checkpoint of stage 0; None without
-    samples.
-    """
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
         startup.me,
@@ -125,7 +107,6 @@ def _make_keeper(local_peer: LocalPeer, compute: Compute, epochs: Epochs | None)
     )
 
     def on_written(stage: int, step: int) -> None:
-        """Called when a checkpoint of `stage` was written: for stage 0, writes the epochs' state at `step` as well."""
         if epochs is not None and stage == 0:
             epochs.record.write(step)
 
@@ -151,7 +132,6 @@ async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Ma
     """
 
     async def ask(peer: PeerId) -> int:
-        """Returns the steps that the peer reports. Raises an AgoraError when it reports none."""
         reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
         replicas = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
         steps = [entry[1] for entry in replicas if entry[0] == peer]
@@ -164,11 +144,6 @@ async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Ma
 
 
 async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
-    """Checks and measures this machine, claims the wanted span, or the best one if `wanted` is None, and returns it.
-
-    Stands by while placement chooses none. Raises InputError for a stage that the run does not have, another AgoraError
-    when this machine lacks something, such as memory or a package.
-    """
     manifest, supply = local_peer.manifest, local_peer.base_supply
     count = manifest.stage_count
     if wanted is not None and wanted.last >= count:
@@ -182,11 +157,6 @@ async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
 
 
 async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
-    """Claims a span; returns it with the reason for it. While placement chooses none, waits and then asks it again.
-
-    Reports as progress of the start that this peer stands by. Raises OutOfMemory if `wanted` is None and no stage fits
-    into this machine's memory.
-    """
     own = local_peer.ability
     rng = random.Random()
     if wanted is None and not any(own.ability.max_span_lengths):
@@ -200,10 +170,6 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    """Checks that memory for the span is free and allowed; returns a text of the span, `reason` and that memory.
-
-    Raises OutOfMemory if too little is free or allowed.
-    """
     settings = local_peer.startup.settings
     offer = measure_offer(settings.device, settings.memory_gib)
     need = doctor.check_memory(local_peer.manifest, span, offer, local_peer.ability.base_bytes)
@@ -211,10 +177,6 @@ def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> s
 
 
 async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
-    """Asks the membership whether this peer's claim still stands. Returns None if so, else the span claimed instead.
-
-    Raises OutOfMemory if the new span does not fit.
-    """
     with local_peer.startup.steps.step("confirm") as note:
         placement = await local_peer.membership.confirm()
         if placement is None or placement.span is None:
@@ -249,11 +211,6 @@ async def load_until_confirmed(
 
 @asynccontextmanager
 async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[Compute, OriginData | None]]:
-    """Builds the stages and yields their Compute and the data (None without stage 0); at the end closes the Compute.
-
-    First opens the data, sets torch's thread count and the memory limit of the whole process, where the owner chose
-    them, and fetches tensors of the base model that are missing here. The run's trained state is not loaded yet.
-    """
     startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
     data = await open_training_data(local_peer) if 0 in span else None
     if settings.threads:

@@ -1,7 +1,4 @@
-"""What a daemon is started with, and the named and timed steps of its start.
-
-Knows: the owner's choices, names and seconds. Must not know: what a step does.
-"""
+"""What a daemon is started with, and the named and timed steps of its start."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ from agora.observe import events
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
 
-WAIT_USEC = 300_000_000
-"""Microseconds for which systemd waits for the next sign of a start's progress."""
+WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
 
 
 @dataclass
@@ -86,7 +82,6 @@ class Startup:
 
     @property
     def me(self) -> PeerId:
-        """This peer's id."""
         return self.identity.peer
 
     def report_event(self, event: events.Event) -> None:

@@ -1,7 +1,4 @@
-"""Opens what the origin of this peer trains on: windows of a corpus, or the rows of samples, epoch by epoch.
-
-Knows: manifest, settings, places of files. Must not know: stages, what the pipeline does with microbatches.
-"""
+"""Opens what the origin of this peer trains on: windows of a corpus, or the rows of samples, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -70,10 +67,6 @@ async def open_training_data(local_peer: LocalPeer) -> OriginData:
 
 
 def _require_permission(local_peer: LocalPeer) -> None:
-    """Raises LocalError if the run's data or tokenizer are files of this machine that the daemon may not read.
-
-    It may if the owner allows it (allow_files), or started the daemon with a manifest file.
-    """
     startup, data = local_peer.startup, local_peer.manifest.data
     sources = [data.samples] if data.samples else [source for source in data.corpus if source != "stdlib"]
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
@@ -85,20 +78,14 @@ def _require_permission(local_peer: LocalPeer) -> None:
 
 
 def _cache_folder(local_peer: LocalPeer) -> Path:
-    """Returns the folder in which corpora and rows are cached: the setting corpus_cache, or DIR/corpus."""
     startup = local_peer.startup
     return Path(startup.settings.corpus_cache or startup.home.root / "corpus")
 
 
 async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
-    """Opens tokenizer and corpus in a thread; returns the source from which this origin draws microbatches.
-
-    The source keeps the numbers already drawn in drawn.txt, in the run's directory.
-    """
     startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
 
     def load() -> tuple[Sampler, int]:
-        """Opens tokenizer and corpus, which may take long; returns the sampler and the corpus' number of tokens."""
         tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
         corpus = open_corpus(manifest.data.corpus, tokenizer, _cache_folder(local_peer), base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
@@ -112,14 +99,9 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
 
 
 async def _open_samples(local_peer: LocalPeer) -> Epochs:
-    """Opens the rows of the samples in a thread, and returns the Epochs of a new session, which draws from them.
-
-    It knows no other origins yet, and begins with the first epoch unless `Epochs.resume` restores another state.
-    """
     startup, manifest = local_peer.startup, local_peer.manifest
 
     def load() -> SampleRows:
-        """Packs the samples into rows, or opens the rows in the cache; returns them."""
         return open_sample_rows(manifest, _cache_folder(local_peer), base=startup.reference.base)
 
     with startup.steps.step("samples") as note:

@@ -1,6 +1,6 @@
 """Reports the daemon's state to systemd by sd_notify datagrams, and changes of health and traffic as events.
 
-Knows: the node's report. Must not know: how its numbers are computed. systemd's watchdog is fed only while the work
+systemd's watchdog is fed only while the work
 itself proves progress or states what it waits for: that this loop runs proves nothing.
 """
 
@@ -16,14 +16,12 @@ from agora.clock import loop_time
 from agora.node.node_report import NO_TRAFFIC, NodeReport, service_status
 from agora.observe import events
 
-POLL_S = 1.0
-"""Seconds between two checks of the daemon."""
-TRAFFIC_S = 2.0
-"""Seconds between two reports of the traffic."""
+POLL_S = 1.0  # seconds between two checks of the daemon
+TRAFFIC_S = 2.0  # seconds between two reports of the traffic
+# Seconds for which work in progress may stand still if systemd gives no interval; else half of that interval.
 SILENCE_S = 30.0
-"""Seconds for which work in progress may stand still if systemd gives no interval; else half of that interval."""
+# Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back.
 SILENCE_PATHS = 10.0
-"""Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back."""
 
 
 class Notifier:
@@ -117,10 +115,6 @@ class Watchdog:
             self._report_event(report.traffic)
 
     def _report_changes(self, report: NodeReport) -> None:
-        """Reports FirstHopServed, once, after the first microbatch was counted, and HealthChanged for a new state.
-
-        That is the state of the node's health; its changes are not reported while no span is held, except in a pause.
-        """
         health = report.health
         loaded = report.span
         first_unix = report.counters.first_counted_unix
@@ -134,11 +128,6 @@ class Watchdog:
             self._report_event(events.HealthChanged(health.state, health.why, health.advice or ""))
 
     def _notify_systemd(self, report: NodeReport) -> None:
-        """Sends systemd the status, feeds its watchdog if `may_feed` allows it, and sends READY.
-
-        READY goes out with every report from the first microbatch served on, and while the daemon is paused. Before
-        that microbatch, each time that it feeds the watchdog it also asks systemd for more time to start.
-        """
         path_s, in_progress = (report.span.path_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""

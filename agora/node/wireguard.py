@@ -1,6 +1,6 @@
 """Writes the WireGuard configurations of a private mesh: one for each machine of a list. Only ensure_key writes a file.
 
-Knows: WireGuard's configuration files and keys. Must not know: runs, peers, the network. No configuration holds a
+No configuration holds a
 private key: each machine makes its own, which stays there, and only the public ones are in the list.
 
 Machines with an endpoint are dialled by all others. Two machines without an endpoint sit behind NATs and cannot dial
@@ -28,8 +28,8 @@ DEFAULT_NETWORK: Final = "10.88.0.0/16"
 DEFAULT_PORT: Final = 51820
 INTERFACE: Final = "agora"
 KEY_FILE: Final = f"/etc/wireguard/{INTERFACE}.key"
+# Seconds after which a machine behind a NAT sends something, so that the NAT keeps the machine's mapping.
 KEEPALIVE_S: Final = 25
-"""Seconds after which a machine behind a NAT sends something, so that the NAT keeps the machine's mapping."""
 MAX_MACHINES: Final = 1000
 MAX_FILE_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)
@@ -61,7 +61,6 @@ class Mesh:
 
     @property
     def hub(self) -> MeshMachine | None:
-        """The first machine with an endpoint, which forwards between those without one; None if none has one."""
         return next((machine for machine in self.machines if machine.endpoint), None)
 
     def behind_nat(self) -> list[MeshMachine]:
@@ -160,10 +159,6 @@ def ensure_key(path: Path) -> str:
 
 
 def _public_key_in(path: Path) -> str:
-    """Returns the public key, in base64, that belongs to the private key in a file.
-
-    Raises InputError if the file holds no key, DiskError if it cannot be read.
-    """
     try:
         raw = base64.b64decode(path.read_bytes().strip(), validate=True)
         return _public_key_of(X25519PrivateKey.from_private_bytes(raw))
@@ -174,18 +169,12 @@ def _public_key_in(path: Path) -> str:
 
 
 def _public_key_of(private: X25519PrivateKey) -> str:
-    """Returns the public key that belongs to a private key, in base64."""
     return base64.b64encode(private.public_key().public_bytes_raw()).decode()
 
 
 def _parse_machine(
     table: Any, source: str, network: Network, port: int, free: Iterator[Any], requested: Container[Address | None]
 ) -> MeshMachine:
-    """Returns the machine that a [[machine]] table describes. Raises InputError, which begins with `source`.
-
-    port: the mesh's, for an endpoint without a port. free: the network's addresses, which this advances. requested: the
-    addresses that machines name.
-    """
     if not isinstance(table, dict):
         raise InputError(f"{source}: it must be a [[machine]] table.")
     _check_fields(table, _MACHINE_FIELDS, source)
@@ -204,10 +193,6 @@ def _parse_machine(
 
 
 def _check_fields(values: Mapping[str, Any], known: Sequence[str], source: str) -> None:
-    """Raises InputError for the first key of `values` that is not in `known`; suggests a similar known key.
-
-    source: begins the error's text.
-    """
     for key in values:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -216,10 +201,6 @@ def _check_fields(values: Mapping[str, Any], known: Sequence[str], source: str) 
 
 
 def _check_key(text: str, source: str) -> None:
-    """Raises InputError unless the text is a WireGuard public key: 32 bytes as 44 characters of base64.
-
-    source: begins the error's text.
-    """
     try:
         is_key = len(base64.b64decode(text, validate=True)) == 32 and len(text) == 44
     except (binascii.Error, ValueError):
@@ -230,10 +211,6 @@ def _check_key(text: str, source: str) -> None:
 
 
 def _parse_network(text: Any, source: str) -> Network:
-    """Returns the IP network in a text such as "10.88.0.0/16". Raises InputError for anything else.
-
-    source: begins the error's text.
-    """
     try:
         return ipaddress.ip_network(text if isinstance(text, str) else "")
     except ValueError:
@@ -243,11 +220,6 @@ def _parse_network(text: Any, source: str) -> Network:
 def _parse_address(
     text: str, network: Network, free: Iterator[Any], requested: Container[Address | None], source: str
 ) -> Address:
-    """Returns the address in a text; for "" the next one of `free` that is not in `requested`.
-
-    free: the network's addresses, which this advances. requested: the addresses that machines name. Raises InputError,
-    which begins with `source`, for an address that is not of the network, and if none is free.
-    """
     if not text:
         found: Address | None = next((address for address in free if address not in requested), None)
         if found is None:
@@ -260,7 +232,6 @@ def _parse_address(
 
 
 def _address_or_none(value: Any) -> Address | None:
-    """Returns the IP address in a text, in whichever form it is written; None for anything else."""
     try:
         return ipaddress.ip_address(value) if isinstance(value, str) else None
     except ValueError:
@@ -268,10 +239,6 @@ def _address_or_none(value: Any) -> Address | None:
 
 
 def _parse_endpoint(text: str, port: int, source: str) -> str:
-    """Returns an endpoint as HOST:PORT, with `port` if the text has no port; "" for "".
-
-    Raises InputError, which begins with `source`, if the endpoint is malformed.
-    """
     if not text:
         return ""
     match = _ENDPOINT.fullmatch(text)
