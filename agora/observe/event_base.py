@@ -1,7 +1,4 @@
-"""What every event of a daemon is: a frozen dataclass with a level and a sentence; events.py lists them.
-
-Knows: how a class becomes an event, and how an event is put into words. Must not know: which events there are.
-"""
+"""What every event of a daemon is: a frozen dataclass with a level and a sentence; events.py lists them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class Event:
     template: ClassVar[str] = ""  # a sentence with the fields' names in braces; "" lists all fields
 
     def __init_subclass__(cls, level: Level = "debug", template: str = "") -> None:
-        """Makes the subclass a frozen dataclass with this level and template."""
         cls.level, cls.template = level, template
         dataclass(frozen=True)(cls)
 
@@ -40,5 +36,4 @@ class Event:
         return f"{type(self).__name__}: " + ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-Report = Callable[[Event], None]
-"""Takes an event from any module and any thread. It never blocks and never raises."""
+Report = Callable[[Event], None]  # takes an event from any module and any thread. It never blocks and never raises.

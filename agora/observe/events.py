@@ -1,6 +1,6 @@
 """The one closed list of events of a daemon; log, journal, counters, status and tests are projections of it.
 
-Knows: names, fields and one-line sentences. Must not know: clocks, files, torch, asyncio. Every event is a frozen
+Every event is a frozen
 dataclass of plain values (str, int, float, bool, None, tuples of them), so that it survives a trip through JSON. Peers
 are base58 peer ids, microbatches are 32 hex characters, durations are seconds. Events of level debug go to the journal
 only. In order: a daemon's life, a microbatch's way, training, the swarm; replicas and state: replica_events.py.
@@ -311,5 +311,5 @@ class Traffic(Event):
     state_bytes: int = 0
 
 
+# Every event by name: the list is closed, the journal refuses an event defined elsewhere.
 EVENTS: Final[Mapping[str, type[Event]]] = types.MappingProxyType({cls.__name__: cls for cls in Event.__subclasses__()})
-"""Every event by name: the list is closed, the journal refuses an event defined elsewhere."""

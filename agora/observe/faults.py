@@ -1,7 +1,6 @@
 """Named points of the program at which tests kill, freeze or delay a real daemon, or make it send wrong values.
 
-Knows: AGORA_FAULTS ("point:action[=number][:nth[+]][,...]"), AGORA_FAULTS_LOG. Must not know: what happens at the
-points. Without AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for
+Without AGORA_FAULTS a point costs one comparison. `nth` counts arrivals from 1 (the default); `3+` stands for
 the third and every later one. A line is appended to the file AGORA_FAULTS_LOG before each fault acts, so that a test
 can count them.
 """
@@ -21,6 +20,7 @@ from typing import Final
 
 from agora_protocol.errors import DeviceError, InputError, LocalError
 
+# Every point, and what holds when the program reaches it.
 POINTS: Final = {
     "hop.accepted": "a slot is taken, nothing is computed",
     "hop.forwarded": "this span's forward pass is done, its backward pass is not",
@@ -36,9 +36,9 @@ POINTS: Final = {
     "gossip.step": "the other replicas are told how many steps this one has taken",
     "averaging.scale": "the values of a part are multiplied by this before they are sent: 1",
 }
-"""Every point, and what holds when the program reaches it."""
+# The points at which a number is sent to peers: "say" is the only action at these points, and at no other point.
 SAY_POINTS: Final = ("gossip.step", "averaging.scale")
-"""The points at which a number is sent to peers: "say" is the only action at these points, and at no other point."""
+# Every action of a fault, and what it does.
 ACTIONS: Final = {
     "kill": "SIGKILL to this process",
     "hang": "this task, or this thread, waits without end; the rest of the process runs on",
@@ -49,19 +49,18 @@ ACTIONS: Final = {
     "shift": "shift=SECONDS: the wall clock of this process is set forward, back if negative",
     "say": "say=NUMBER: the others are told this in place of the true number",
 }
-"""Every action of a fault, and what it does."""
 HANG_S: Final = 1e8
 _SECONDS_PATTERN: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
+# The actions that take a number, and its pattern.
 ACTIONS_WITH_NUMBER: Final = {
     "sleep": re.compile(_SECONDS_PATTERN),
     "shift": re.compile("-?" + _SECONDS_PATTERN),
     "say": re.compile(r"-?[0-9]{1,12}(e[0-9]{1,2})?"),
 }
-"""The actions that take a number, and its pattern."""
 _ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
+# Type of a function that is awaited with a point's name when the program reaches it; `reach` outside of tests.
 ReachFault = Callable[[str], Awaitable[None]]
-"""Type of a function that is awaited with a point's name when the program reaches it; `reach` outside of tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,6 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def _parse_fault(entry: str) -> Fault:
-    """Returns the fault of one entry of AGORA_FAULTS. Raises InputError for an unknown or malformed part of it."""
     point, _, rest = entry.partition(":")
     action_text, has_arrival, nth = rest.partition(":")
     action, has_number, number = action_text.partition("=")
@@ -147,10 +145,6 @@ class Faults:
         return truth if fault is None else fault.number
 
     def _find_due(self, point: str) -> Fault | None:
-        """Counts an arrival at `point`; returns the first planned fault that is due there, or None.
-
-        Appends a line about that fault to the log file, if there is one.
-        """
         with self._lock:
             self._counts[point] += 1
             count = self._counts[point]
@@ -166,7 +160,6 @@ class Faults:
 
 
 def _shift_wall_clock(seconds: float) -> None:
-    """Sets time.time and time.time_ns of this process `seconds` ahead, or back if negative; repeated shifts add up."""
     unix, unix_ns = time.time, time.time_ns
     time.time = lambda: unix() + seconds
     time.time_ns = lambda: unix_ns() + int(seconds * 1e9)

@@ -1,6 +1,6 @@
 """Writes every event as one JSON line to DIR/events.jsonl, and reads the lines back.
 
-Knows: the file, its rotation, how to read and to follow it. Must not know: what the events mean. Each event is one
+Each event is one
 write(2) to a file opened with O_APPEND, so that what was reported before a SIGKILL is in the file after it.
 """
 
@@ -51,7 +51,6 @@ class Journal:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _rotate(self) -> None:
-        """Renames events.jsonl to .1 and .1 to .2, which replaces the oldest file, and begins a new events.jsonl."""
         os.close(self._handle)
         for number in range(KEPT_FILES - 1, 0, -1):
             older, newer = rotated_path(self.path, number), rotated_path(self.path, number - 1)
@@ -60,7 +59,6 @@ class Journal:
         self._open()
 
     def _open(self) -> None:
-        """Opens the file for appending and notes its size; a new one can be read by this user alone."""
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._handle).st_size
 
@@ -82,7 +80,6 @@ def encode(event: Event, at_unix: float) -> bytes:
 
 
 def _finite_or_none(value: Any) -> Any:
-    """Returns an event's value with None in place of each float that is not finite, also within tuples."""
     if isinstance(value, tuple):
         return tuple(map(_finite_or_none, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -120,10 +117,6 @@ class Follower:
         return [value for value in values if isinstance(value, dict)]
 
     def _unread(self) -> list[Path]:
-        """Returns the file that was read last, under its present name, and every newer file, the oldest first.
-
-        Returns all files of the journal if none was read yet, or if the one read last has been removed.
-        """
         files: list[Path] = []
         for number in range(KEPT_FILES):
             candidate = rotated_path(self.directory / FILE_NAME, number)

@@ -1,6 +1,6 @@
 """Writes events to standard error: sentences for people, JSON lines for journald.
 
-Knows: how an event looks to a person and to journald. Must not know: what to do about it. Nothing reads the log back.
+Nothing reads the log back.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from agora.terminal_text import printable
 LEVELS = ("debug", "info", "warning", "error")  # in rising order
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m"}
 _PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3}
-REPEAT_S = 10.0
-"""Seconds for which a sentence that was written is not written again, unless its level is info."""
+REPEAT_S = 10.0  # seconds for which a sentence that was written is not written again, unless its level is info
 
 
 def is_journald_stream(stream: TextIO) -> bool:

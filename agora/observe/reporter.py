@@ -1,7 +1,4 @@
-"""Passes each event from any thread to every sink, and counts it. It never fails.
-
-Knows: sinks, counters. Must not know: files, formats, the network.
-"""
+"""Passes each event from any thread to every sink, and counts it. It never fails."""
 
 from __future__ import annotations
 
@@ -65,14 +62,14 @@ class Reporter:
             return copy.deepcopy(self.counters)
 
 
+# The events that prove to the watchdog that the work makes progress. Retries and answers from the cache prove nothing:
+# a daemon whose microbatches all fail has such events too.
 SIGNS_OF_PROGRESS = (
     events.MicrobatchCompleted,
     events.MicrobatchCounted,
     events.StepTaken,
     events.StartStep,
 )
-"""The events that prove to the watchdog that the work makes progress. Retries and answers from the cache prove nothing:
-a daemon whose microbatches all fail has such events too."""
 
 
 @dataclass
