@@ -1,7 +1,4 @@
-"""Lets coroutines wait: for any change, for a step of this peer's stages, for a mean gradient that is expected soon.
-
-Knows: one event loop, steps by number. Must not know: what changes, how steps are taken, or what a microbatch is.
-"""
+"""Lets coroutines wait: for any change, for a step of this peer's stages, for a mean gradient that is expected soon."""
 
 from __future__ import annotations
 
@@ -14,16 +11,14 @@ from agora_protocol.ids import Span
 
 from agora.clock import loop_time
 
+# A microbatch waits here for at most this part of its remaining time; the rest is left for asking another peer.
 MAX_WAIT_FRACTION = 0.5
-"""A microbatch waits here for at most this part of its remaining time; the rest is left for asking another peer."""
+# A microbatch waits if the stages here are at most this many steps behind its step; otherwise it is refused. An origin
+# opens a step when all tokens of the step before are counted, by replicas that had taken all steps before that; so a
+# replica that is two steps behind must first fetch new state.
 MAX_STEPS_AHEAD = 1
-"""A microbatch waits if the stages here are at most this many steps behind its step; otherwise it is refused. An origin
-opens a step when all tokens of the step before are counted, by replicas that had taken all steps before that; so a
-replica that is two steps behind must first fetch new state."""
-LOOK_S = 0.05
-"""Seconds between two checks of whether a mean is still awaited."""
-RETRY_MS = 200
-"""Milliseconds after which a caller may ask again if it was refused because a stage here is behind."""
+LOOK_S = 0.05  # seconds between two checks of whether a mean is still awaited
+RETRY_MS = 200  # milliseconds after which a caller may ask again if it was refused because a stage here is behind
 
 
 class ChangeNotifier:
@@ -86,14 +81,9 @@ class StepBarrier:
         self._require_step(entry_stage, step)
 
     def _stages_behind(self, entry_stage: int, step: int) -> list[int]:
-        """Returns the stages from `entry_stage` to the span's last that have taken fewer than `step` steps."""
         return [stage for stage in range(entry_stage, self._span.last + 1) if self._step_of(stage) < step]
 
     def _require_step(self, entry_stage: int, step: int) -> None:
-        """Raises Busy if a stage from `entry_stage` to the span's last has taken fewer than `step` steps.
-
-        The error names the first such stage, and RETRY_MS as the time after which to ask again.
-        """
         if behind := self._stages_behind(entry_stage, step):
             raise Busy(f"stage {behind[0]} has not taken step {step} here yet", RETRY_MS)
 

@@ -1,7 +1,5 @@
 """Decides which peers of a stage one caller calls, where there are more than it needs. Pure.
 
-Knows: ids, claimed capacities. Must not know: how one of them is chosen for a microbatch (peer_choice.py), clocks.
-
 A caller of hundreds of peers gets an answer of each only every few minutes, and knows nothing of their queues. With
 MAX_CALLEES it learns each queue's length about as often as that queue is served. docs/routing.md has the figures.
 """
@@ -18,12 +16,10 @@ from agora_protocol.ids import PeerId
 
 from agora.swarm.view import PeerView
 
-MAX_CALLEES = 8
-"""Number of peers of one stage that a caller calls; peers whose last call failed come in addition."""
-MAX_TIMES_MEDIAN = 16.0
-"""A peer's claimed capacity counts as at most this many times the median."""
+MAX_CALLEES = 8  # number of peers of one stage that a caller calls; peers whose last call failed come in addition
+MAX_TIMES_MEDIAN = 16.0  # A peer's claimed capacity counts as at most this many times the median
+# A capacity counts as at least this many times the median: a slow peer has few callers, but hardly ever none.
 MIN_TIMES_MEDIAN = 0.5
-"""A capacity counts as at least this many times the median: a slow peer has few callers, but hardly ever none."""
 
 
 def choose_callees(
@@ -53,11 +49,6 @@ def choose_callees(
 
 @lru_cache(maxsize=4096)
 def _capacity_weight(capacity: float, median_capacity: float) -> float:
-    """Returns a peer's weight in rendezvous hashing: capacity / median_capacity, rounded to a power of two.
-
-    The ratio is first clamped to MIN_TIMES_MEDIAN and MAX_TIMES_MEDIAN. Rounding keeps the choice of callees stable
-    while capacities change a little. Returns 1.0 for an unknown capacity (0 or less).
-    """
     if capacity <= 0.0:
         return 1.0
     ratio = min(max(capacity / median_capacity, MIN_TIMES_MEDIAN), MAX_TIMES_MEDIAN)

@@ -1,8 +1,4 @@
-"""Epoch gossip: exchanges with the other origins which rows of the epochs in progress are taken and done.
-
-Knows: GossipEpochs and GossipedEpochs, when to send them and to which peers. Must not know: what the state means,
-training.
-"""
+"""Epoch gossip: exchanges with the other origins which rows of the epochs in progress are taken and done."""
 
 from __future__ import annotations
 
@@ -21,16 +17,12 @@ from agora.clock import loop_time
 from agora.observe import events
 from agora.swarm.conduct import Offence, ReportOffence
 
-INTERVAL_S: Final = 0.25
-"""Seconds between two ticks."""
+INTERVAL_S: Final = 0.25  # seconds between two ticks
+# Seconds after which an origin sends its state again although it has not changed, above all for newcomers.
 HEARTBEAT_S: Final = 2.0
-"""Seconds after which an origin sends its state again although it has not changed, above all for newcomers."""
-TARGETS: Final = 4
-"""Maximum number of other origins to which the state is sent at one interval."""
-CALL_S: Final = 3.0
-"""Seconds after which a call that was not answered has failed."""
-REPEAT_S: Final = 60.0
-"""Minimum seconds between two reports that one and the same origin trains on other rows."""
+TARGETS: Final = 4  # maximum number of other origins to which the state is sent at one interval
+CALL_S: Final = 3.0  # seconds after which a call that was not answered has failed
+REPEAT_S: Final = 60.0  # minimum seconds between two reports that one and the same origin trains on other rows
 
 
 class SharedEpochs(Protocol):
@@ -121,10 +113,6 @@ class EpochGossip:
         return GossipedEpochs(self._shares.last_state or self._shares.next_state())
 
     async def _send_state(self, peer: PeerId, request: GossipEpochs) -> None:
-        """Sends `request` to `peer` and merges the state in the answer; in the end removes the call from the open ones.
-
-        Ignores a call that fails or is refused.
-        """
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             self._merge_answer(peer, reply.message)
@@ -134,7 +122,6 @@ class EpochGossip:
             del self._calls[peer]
 
     def _merge_answer(self, peer: PeerId, answer: Message) -> None:
-        """Merges the state in the answer of `peer`, see `_merge`; reports a wrong or malformed answer as an offence."""
         try:
             if not isinstance(answer, GossipedEpochs):
                 raise ProtocolError("bad-message", f"answered gossip with {type(answer).__name__}")
@@ -143,11 +130,6 @@ class EpochGossip:
             self._report_offence(peer, Offence.BAD_ANSWER, f"{error.code}: {error}")
 
     def _merge(self, peer: PeerId, state: Sequence[int]) -> None:
-        """Merges the state of `peer` into this origin's and calls `on_exchange`.
-
-        If `peer` trains on other rows, merges nothing and reports TaskFailed, at most every REPEAT_S for each peer, but
-        calls `on_exchange` too. Raises ProtocolError for a malformed state.
-        """
         try:
             self._shares.merge(peer, state)
         except DataError as error:

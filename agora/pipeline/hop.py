@@ -1,8 +1,4 @@
-"""One peer's work on one microbatch. Each hop calls the next one; the gradient comes back as the answer of the call.
-
-Knows: the order of the work (slot, forward, next stage, backward, answer). Must not know: how tensors are computed
-(interfaces.SpanCompute), which peer comes next (router), or which peer draws microbatches (origin).
-"""
+"""One peer's work on one microbatch. Each hop calls the next one; the gradient comes back as the answer of the call."""
 
 from __future__ import annotations
 
@@ -29,10 +25,8 @@ from agora.pipeline.router import Router
 from agora.pipeline.routing import deadline_for_others
 from agora.stepping import SpanResult
 
-MIN_USEFUL_S = 0.001
-"""A hop that has less than this many seconds left starts nothing."""
-PATH_SAMPLES = 33
-"""Number of latest samples whose median is `Hop.path_s`."""
+MIN_USEFUL_S = 0.001  # A hop that has less than this many seconds left starts nothing
+PATH_SAMPLES = 33  # number of latest samples whose median is `Hop.path_s`
 T = TypeVar("T")
 
 
@@ -48,7 +42,6 @@ class HopRequest:
 
     @property
     def is_training(self) -> bool:
-        """Whether the purpose is "train": a backward runs and the gradient is counted; else only a forward runs."""
         return self.message.purpose == "train"
 
 
@@ -80,8 +73,7 @@ class Hop:
         self._barrier = barrier
         self._fault = fault
         self.queue = 0
-        self.training_count = 0
-        """Number of training microbatches whose work has begun here and not ended."""
+        self.training_count = 0  # number of training microbatches whose work has begun here and not ended
         self._on_trained = on_trained
         self._busy_s = MovingAverage(0.1)
         self._backward_s = MovingAverage(0.1)
@@ -122,13 +114,6 @@ class Hop:
         return answer
 
     async def _join_or_start(self, request: HopRequest, on_progress: OnProgress) -> HopAnswer:
-        """Waits at the barrier, then starts the request's work in the ledger or joins it; returns the work's answer.
-
-        A MeanBarrier holds back training microbatches, a StepBarrier all that name a step above 0. Raises Busy before
-        the wait if the step is too far ahead. Raises Busy after the wait if a stage is still behind the step, if a
-        training microbatch entered this peer at another stage and overlaps this request's stages, or if the ledger
-        takes no more work. Also raises the work's own error, such as Unavailable or PeerFailed.
-        """
         entry_stage = request.message.stage
         last_stage = self._span.last
         step = request.message.step
@@ -145,12 +130,6 @@ class Hop:
         )
 
     async def _perform(self, request: HopRequest, work: RunningWork) -> HopAnswer:
-        """Computes this span, has later peers compute the stages after it, and returns the answer.
-
-        Publishes "accepted" to the callers at the start and "finished" when the answer exists. Counts a training
-        microbatch in `training_count` meanwhile, then calls `on_trained`, also after an error. Raises Unavailable,
-        before any work, if too little time is left for this hop alone.
-        """
         stage = request.message.stage
         left_s = request.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
@@ -168,7 +147,6 @@ class Hop:
         return answer
 
     async def _await_device(self, job: Awaitable[T]) -> T:
-        """Awaits a job of the device and returns its result; counts the job in `queue` until it ends or fails."""
         self.queue += 1
         try:
             return await job
@@ -176,10 +154,7 @@ class Hop:
             self.queue -= 1
 
     async def _finish(self, request: HopRequest, work: RunningWork) -> HopAnswer:
-        """Does the last hop: forward, loss and, when training, backward, as one device job; returns the answer.
-
-        When training, first marks `work` as committed, so that it runs to its end even if all callers leave.
-        """
+        # When training, first marks `work` as committed, so that it runs to its end even if all callers leave.
         work.committed = request.is_training
         result = await self._await_device(
             self._compute.run_last_stages(
@@ -194,11 +169,6 @@ class Hop:
         return self._compose_answer(request, result)
 
     async def _pass_on(self, request: HopRequest, work: RunningWork) -> HopAnswer:
-        """Does a hop that is not the last: forward, call to the next peer, backward when training; returns the answer.
-
-        If the gradient from downstream cannot be used, sends the same output again, until an answer's gradient can be
-        used or Router.send raises. In the end drops what the compute has kept for the backward pass.
-        """
         microbatch = request.message.microbatch
         entry_stage = request.message.stage
         purpose = request.message.purpose
@@ -220,11 +190,6 @@ class Hop:
             self._compute.forget(microbatch, entry_stage)  # does nothing after a backward
 
     async def _backward(self, downstream: HopAnswer, request: HopRequest, work: RunningWork) -> SpanResult | None:
-        """Marks the work as committed, runs the backward on the gradient in `downstream`, and returns the result.
-
-        If the gradient cannot be used, uncommits the work, reports the gradient's sender to the router, and returns
-        None; the forward is kept for another gradient. Also updates the mean time of a backward.
-        """
         assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
         work.committed = True
         started = loop_time()
@@ -242,12 +207,6 @@ class Hop:
     def _compose_answer(
         self, request: HopRequest, result: SpanResult, downstream: Processed | None = None
     ) -> HopAnswer:
-        """Returns the answer for upstream: loss, metrics, times and gradient. When training, records both times here.
-
-        downstream: the answer of the next hop, from which loss, metrics and log-probabilities are taken; None at the
-        last hop, which takes them from `result`. busy_ms: this span's time on the device. path_ms: busy_ms plus
-        `downstream.path_ms`, to which the router has added the time on the link; without queueing.
-        """
         path_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
         if request.is_training:
             self._busy_s = self._busy_s.with_sample(result.busy_s)
@@ -259,7 +218,6 @@ class Hop:
 
     @property
     def service_s(self) -> float | None:
-        """Moving average of the device seconds that a training microbatch takes in this span; None until measured."""
         return self._busy_s.value
 
     def path_s(self) -> float | None:

@@ -1,7 +1,4 @@
-"""Protocols of what the pipeline needs of device and data, and the answer of a hop.
-
-Knows: the form of calls and tensors. Must not know: what implements them (train.compute, or arithmetic in tests).
-"""
+"""Protocols of what the pipeline needs of device and data, and the answer of a hop."""
 
 from __future__ import annotations
 
@@ -108,10 +105,8 @@ class HopAnswer(Reply):
 
     @property
     def gradient(self) -> WireTensor | None:
-        """Gradient of the boundary that entered the hop; None at stage 0 and when evaluating."""
         return self.tensors[0] if self.tensors else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors)

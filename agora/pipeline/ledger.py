@@ -1,7 +1,6 @@
 """The work ledger: a microbatch that enters this peer is started once; a repeat joins it or gets the kept answer.
 
-Knows: slots, running tasks, the callers that wait for them, the answers given; docs/routing.md has the table. Must not
-know: what the work computes. The ledger lives as long as the peer, longer than its span: after a move it still answers
+The ledger lives as long as the peer, longer than its span: after a move it still answers
 repeats.
 """
 
@@ -23,26 +22,20 @@ from agora.moving_average import MovingAverage
 from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
+# The fraction of the slots that any caller may take; the rest is for callers that hold less than their fair share.
 FREE_SLOT_FRACTION = 0.875
-"""The fraction of the slots that any caller may take; the rest is for callers that hold less than their fair share."""
-MAX_CACHE_BYTES = 256 << 20
-"""Maximum number of bytes of all kept answers together."""
-MAX_CACHE_AGE_S = 900.0
-"""Seconds after which a kept answer is dropped."""
-MAX_CACHE_ENTRIES = 65536
-"""Maximum number of answers that are kept."""
-ENTRY_BYTES = 512
-"""Approximate bytes of a kept answer on top of its tensors; answers to evaluations have no tensors."""
+MAX_CACHE_BYTES = 256 << 20  # maximum number of bytes of all kept answers together
+MAX_CACHE_AGE_S = 900.0  # seconds after which a kept answer is dropped
+MAX_CACHE_ENTRIES = 65536  # maximum number of answers that are kept
+ENTRY_BYTES = 512  # approximate bytes of a kept answer on top of its tensors; answers to evaluations have no tensors
+# Milliseconds after which a caller that was refused because this peer takes no new work may retry.
 CLOSED_RETRY_MS = 2000
-"""Milliseconds after which a caller that was refused because this peer takes no new work may retry."""
+# Minimum and maximum milliseconds after which a caller that found all slots taken may retry.
 MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
-"""Minimum and maximum milliseconds after which a caller that found all slots taken may retry."""
+# Milliseconds after which a caller may retry a microbatch that entered here at another stage, or is still ending.
 OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
-"""Milliseconds after which a caller may retry a microbatch that entered here at another stage, or is still ending."""
-ANSWERS_PER_SLOT = 32
-"""Number of answers without an out-of-memory error after which one slot is restored."""
-MAX_ENDING_S = 5.0
-"""Seconds for which `WorkLedger.drain` waits for cancelled work to end."""
+ANSWERS_PER_SLOT = 32  # number of answers without an out-of-memory error after which one slot is restored
+MAX_ENDING_S = 5.0  # seconds for which `WorkLedger.drain` waits for cancelled work to end
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -94,7 +87,6 @@ class AnswerCache:
             self._drop(next(iter(self._entries)))
 
     def _drop_old(self, now: float) -> None:
-        """Drops every answer that is older than `max_age_s` at `now`."""
         while self._entries:
             key, (kept_at, _) = next(iter(self._entries.items()))
             if now - kept_at <= self._max_age_s:
@@ -102,7 +94,6 @@ class AnswerCache:
             self._drop(key)
 
     def _drop(self, key: WorkKey) -> None:
-        """Drops the answer to the work `key`; does nothing if none is kept."""
         if entry := self._entries.pop(key, None):
             self.nbytes -= entry[1].nbytes + ENTRY_BYTES
             del self._last_stages[key.microbatch][key.stage]
@@ -150,8 +141,8 @@ class RunningWork:
         self.task.cancel()
 
 
+# Type of the function that performs a work, and returns its answer.
 StartWork = Callable[[RunningWork], Awaitable[HopAnswer]]
-"""Type of the function that performs a work, and returns its answer."""
 
 
 class WorkLedger:
@@ -170,13 +161,12 @@ class WorkLedger:
         self._answers = AnswerCache()
         self._works: dict[WorkKey, RunningWork] = {}
         self._refusal = ""
+        # Set by the memory guard: completes "this peer is ..." while new work is refused for lack of memory.
         self.shortage = ""
-        """Set by the memory guard: completes "this peer is ..." while new work is refused for lack of memory."""
         self._slot_time_s = MovingAverage(0.1)
 
     @property
     def taken(self) -> int:
-        """Number of slots taken: by work that runs, or was cancelled and has not ended yet."""
         return len(self._works)
 
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
@@ -266,12 +256,6 @@ class WorkLedger:
         return not late
 
     def _start(self, key: WorkKey, last_stage: int, start: StartWork, consumer: Consumer | None) -> RunningWork:
-        """Takes a slot and starts `start(work)` in a new task; returns the work, without waiting.
-
-        last_stage: the last stage that the work runs here. Raises Busy, with the time after which to try again, when
-        all slots are taken, when the last slots are kept for consumers with fewer (fair_share.may_acquire), or when
-        this ledger accepts no new work.
-        """
         if refusal := self._refusal or self.shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
         held = Counter(work.consumer for work in self._works.values() if work.consumer is not None)
@@ -285,11 +269,6 @@ class WorkLedger:
         work = self._works[key] = RunningWork(key, last_stage, consumer)
 
         async def perform() -> HopAnswer:
-            """Performs the work, keeps and returns its answer; frees the slot in any case.
-
-            An answer also updates the mean time for which a slot is taken, and may restore a slot. When the device is
-            out of memory, reduces the slots and raises OutOfMemory.
-            """
             started = loop_time()
             try:
                 answer = await start(work)
@@ -317,10 +296,7 @@ class WorkLedger:
         self._report(events.SlotsChanged(self._slots, self._max_slots, reason))
 
     def _count_answer(self) -> None:
-        """Counts one answer; restores a missing slot after ANSWERS_PER_SLOT answers since the last change of slots.
-
-        Reports that as SlotsChanged.
-        """
+        # Counts one answer; restores a missing slot after ANSWERS_PER_SLOT answers since the last change of slots.
         self._answers_since += 1
         if self._slots < self._max_slots and self._answers_since >= ANSWERS_PER_SLOT:
             self._slots += 1
@@ -328,11 +304,6 @@ class WorkLedger:
             self._report(events.SlotsChanged(self._slots, self._max_slots, "memory has sufficed since"))
 
     async def _wait(self, work: RunningWork, on_progress: OnProgress) -> HopAnswer:
-        """Joins the work's callers, waits for its answer and returns it, or raises the work's error.
-
-        Raises PeerFailed if the work was cancelled although this caller waits. When this wait ends or is cancelled and
-        no other caller is left, cancels the work unless it is committed.
-        """
         work.callers.append(on_progress)
         try:
             return await asyncio.shield(work.task)
@@ -348,10 +319,7 @@ class WorkLedger:
                 work.cancel()
 
     def _end(self, work: RunningWork) -> None:
-        """Frees the work's slot, if it is still taken; if the task is done, marks its error as retrieved for asyncio.
-
-        Called at the end of the task and again when it is done: a task that is cancelled before it began never runs.
-        """
+        # Called at the end of the task and again when it is done: a task that is cancelled before it began never runs.
         if self._works.get(work.key) is work:
             del self._works[work.key]
         if work.task.done() and not work.task.cancelled():

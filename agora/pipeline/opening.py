@@ -1,7 +1,5 @@
 """Decides when an origin opens its next microbatch, and how many it keeps in flight. Pure.
 
-Knows: measured times, bounds, quotas of a step. Must not know: how they were measured, or a clock (`now` is passed in).
-
 By Little's law x = round trip / period microbatches fill a pipeline in which nothing waits. 4 * sqrt(x) more, by the
 square-root staffing rule (Halfin and Whitt, 1981), keep its slowest stage busy although times vary.
 """
@@ -14,16 +12,14 @@ from typing import Literal
 
 from agora.moving_average import MovingAverage
 
-SAFETY = 4.0
-"""x + SAFETY * sqrt(x) microbatches are in flight, x as in the module docstring."""
+SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight, x as in the module docstring
+# Minimum microbatches in flight for each stage, and the number at the start: one is computed while one travels.
 PER_STAGE = 2
-"""Minimum microbatches in flight for each stage, and the number at the start: one is computed while one travels."""
-MAX_GAP_PERIODS = 10.0
-"""One gap between two completions counts as at most this number of mean periods."""
+MAX_GAP_PERIODS = 10.0  # one gap between two completions counts as at most this number of mean periods
+# Where weights are predicted, so many times schedule.staleness may be in flight if the round trip needs it.
 PREDICTED_FACTOR = 2
-"""Where weights are predicted, so many times schedule.staleness may be in flight if the round trip needs it."""
+# Seconds that an origin of a synchronous run waits with nothing open before it opens what the step still lacks.
 GRACE_S = 3.0
-"""Seconds that an origin of a synchronous run waits with nothing open before it opens what the step still lacks."""
 
 
 @dataclass(frozen=True, slots=True)

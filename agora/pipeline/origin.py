@@ -1,6 +1,6 @@
 """Draws this peer's microbatches, sends them through the swarm, and keeps each until it is completed.
 
-Knows: what was opened and what came back. Must not know: routing, or the contents of tensors. A failed attempt is
+A failed attempt is
 followed by another one with the same id and data and twice the time: only leaving drops microbatches.
 """
 
@@ -29,18 +29,16 @@ from agora.pipeline.interfaces import HopAnswer, MicrobatchSource, NewMicrobatch
 from agora.pipeline.opening import Credit, OpeningDecision, OpeningInputs, Pace, StepQuota
 from agora.pipeline.reference_cache import ReferenceCache
 
-MIN_TIMEOUT_S = 20.0
-"""An attempt may take at least this number of seconds, once an earlier attempt was measured."""
+MIN_TIMEOUT_S = 20.0  # an attempt may take at least this number of seconds, once an earlier attempt was measured
+# An attempt may take this many times what attempts usually take, so that a peer may hang at every stage.
 TIMEOUT_FACTOR = 10.0
-"""An attempt may take this many times what attempts usually take, so that a peer may hang at every stage."""
+# An attempt may take at most this number of seconds, the longest deadline of the protocol.
 MAX_TIMEOUT_S = MAX_DEADLINE_MS / 1000.0
-"""An attempt may take at most this number of seconds, the longest deadline of the protocol."""
+# Seconds of pause after a microbatch's first failed attempt, which double with each attempt, and their maximum.
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
-"""Seconds of pause after a microbatch's first failed attempt, which double with each attempt, and their maximum."""
-DRAW_AGAIN_S = 0.1
-"""Seconds after which an origin asks its source again if that had no microbatch."""
+DRAW_AGAIN_S = 0.1  # seconds after which an origin asks its source again if that had no microbatch
+# Seconds after which an origin that waits for something that nothing notifies it of calls `look` again.
 LOOK_AGAIN_S = 0.5
-"""Seconds after which an origin that waits for something that nothing notifies it of calls `look` again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +129,14 @@ class Origin:
 
     @property
     def open_count(self) -> int:
-        """The number of training microbatches in flight."""
         return len(self._open)
 
     @property
     def objective(self) -> str:
-        """The kind of the run's objective: "lm", "sft" or "dpo"."""
         return self._config.objective
 
     @property
     def mean_metrics(self) -> dict[str, float]:
-        """Name -> moving average of each metric of the objective, in the order of METRIC_NAMES; {} until measured."""
         return {name: mean.value for name, mean in self.metrics.items() if mean.value is not None}
 
     async def run(self) -> None:
@@ -200,7 +195,6 @@ class Origin:
         in_flight = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
-            """Acquires `in_flight`, delivers one held-out microbatch, adds its loss, tokens and metrics to the sums."""
             nonlocal loss_sum, token_count, metrics
             async with in_flight:
                 answer = await self._deliver_with_references(self._new_microbatch(tokens, "evaluate"))
@@ -221,11 +215,6 @@ class Origin:
         return result
 
     async def _draw_next(self) -> NewMicrobatch | None:
-        """Waits until a microbatch may be opened, draws it from the source, and returns it; None when leaving.
-
-        Decides again at each change of this origin (a microbatch ended, a step, resume, leave); after DRAW_AGAIN_S if
-        the source had no microbatch; and after LOOK_AGAIN_S if it waits for something else.
-        """
         while True:
             quota = self._quota
             seen = self._look()
@@ -241,11 +230,6 @@ class Origin:
             await self._changed.wait(until)
 
     def _decide(self, seen: OpeningInputs) -> OpeningDecision:
-        """Returns next_opening's decision whether to open a microbatch now; keeps the new quota, and updates `credit`.
-
-        In a synchronous run, `credit` changes only when a microbatch is opened while none is open: to what was left of
-        the step's quota.
-        """
         ceiling = self._config.ceiling
         is_synchronous = seen.step is not None
         credit = Credit(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_credit(seen)
@@ -261,11 +245,6 @@ class Origin:
         return decision
 
     def _measured_credit(self, seen: OpeningInputs) -> Credit:
-        """Returns a credit of the manifest's max_in_flight, or, if that is 0, opening.measured_credit.
-
-        Either is at most the config's ceiling. The measured one is also at most the ceilings of staleness and of the
-        slow start, see `_train`.
-        """
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
@@ -275,16 +254,9 @@ class Origin:
         return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
-        """Returns a microbatch of these tokens, started now, with a new id: the session's 8 bytes and a counter."""
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
 
     async def _train(self, microbatch: Microbatch, number: int) -> None:
-        """Sends one training microbatch, again and again until it is trained; then marks it completed and counts it.
-
-        Also updates the moving averages and the pace, and raises the credit's ceiling by one, but to at most twice the
-        present credit (slow start). If sending is cancelled or fails, releases the microbatch in the source. number:
-        the microbatch's number in the source.
-        """
         try:
             message = (await self._deliver_with_references(microbatch)).message
         except BaseException:
@@ -301,17 +273,13 @@ class Origin:
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
     async def _deliver_with_references(self, microbatch: Microbatch) -> HopAnswer:
-        """Sends a microbatch until it succeeds and returns the answer; with "dpo" first sets its `references`."""
         if self._config.objective == "dpo":
             microbatch.references = await self._references_of(microbatch.tokens)
         return await self._deliver(microbatch)
 
     async def _references_of(self, tokens: WireTensor) -> tuple[float, ...]:
-        """Returns the rows' log-probabilities under the reference model: remembered ones if all rows are known.
-
-        Otherwise sends the rows through the swarm with purpose "reference" until that succeeds, and remembers the
-        answer's values.
-        """
+        # Otherwise sends the rows through the swarm with purpose "reference" until that succeeds, and remembers the
+        # answer's values.
         known = self._references.look_up(tokens)
         if known is not None:
             return known
@@ -319,10 +287,6 @@ class Origin:
         return self._references.remember(tokens, answer.message.log_probabilities)
 
     async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
-        """Makes attempts, without limit, until one succeeds, and returns its answer.
-
-        Reports MicrobatchStarted first, and MicrobatchCompleted at the end, or MicrobatchDropped if this is cancelled.
-        """
         name = microbatch.id.hex()
         self._report(events.MicrobatchStarted(name, microbatch.purpose))
         attempt = 0
@@ -344,12 +308,6 @@ class Origin:
         return answer
 
     async def _attempt(self, microbatch: Microbatch, attempt: int) -> HopAnswer | None:
-        """Sends the microbatch through the whole pipeline once and returns the answer; after a failure returns None.
-
-        Before it returns None it sleeps. A failure other than Busy also reports MicrobatchRerouted and interrupts the
-        pace. attempt: number of earlier attempts. The time for an attempt and the sleep double with each attempt, up to
-        MAX_TIMEOUT_S and MAX_RETRY_S. After Busy it sleeps at least for the time that Busy names, up to MAX_RETRY_S.
-        """
         started = loop_time()
         usual_s = self._attempt_s.value
         backoff_factor = 2.0 ** min(attempt, 16)
@@ -384,6 +342,5 @@ class Origin:
         return None
 
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
-        """Removes an ended task from the microbatches in flight; makes `run` and `leave` check again."""
         self._open.discard(task)
         self._changed.notify()

@@ -1,8 +1,4 @@
-"""Compares the peers of one stage, and chooses the one that gets a microbatch. Deterministic.
-
-Knows: what was measured of each peer, in a PeerStats. Must not know: how it was measured, or which peers there are
-(routing.py does); a clock (`now` is an argument), the network, or randomness. docs/routing.md explains the rule.
-"""
+"""Compares the peers of one stage, and chooses the one that gets a microbatch. Deterministic."""
 
 from __future__ import annotations
 
@@ -15,20 +11,16 @@ from typing import NamedTuple
 
 from agora_protocol.ids import MicrobatchId, PeerId
 
+# Device seconds that a microbatch is assumed to take until a peer of the stage has been measured.
 UNMEASURED_SERVICE_S = 0.25
-"""Device seconds that a microbatch is assumed to take until a peer of the stage has been measured."""
+# Minimum seconds that a peer is not called after its first failure; they double with each further failure in a row.
 BACKOFF_S = 0.25
-"""Minimum seconds that a peer is not called after its first failure; they double with each further failure in a row."""
-MAX_BACKOFF_S = 60.0
-"""Maximum seconds that a failing peer is not called."""
-MAX_BACKOFF_IF_ALL_FAIL_S = 4.0
-"""Maximum seconds that a failing peer is not called while every peer of its stage fails."""
-ACCEPTANCE_WAITS = 128
-"""Number of latest times from sending to acceptance that are kept of a peer."""
-NEWCOMER_CALLS = 2
-"""Maximum number of open calls to a peer that has never answered, once another peer of its stage has."""
+MAX_BACKOFF_S = 60.0  # maximum seconds that a failing peer is not called
+MAX_BACKOFF_IF_ALL_FAIL_S = 4.0  # maximum seconds that a failing peer is not called while every peer of its stage fails
+ACCEPTANCE_WAITS = 128  # number of latest times from sending to acceptance that are kept of a peer
+NEWCOMER_CALLS = 2  # maximum number of open calls to a peer that has never answered, once another peer of its stage has
+# How many times as long a microbatch counts at a peer that is reached through a relay: others share that link.
 RELAYED_FACTOR = 1.5
-"""How many times as long a microbatch counts at a peer that is reached through a relay: others share that link."""
 
 
 @dataclass(slots=True)
@@ -185,20 +177,10 @@ def list_candidates(now: float, callees: Mapping[PeerId, PeerStats], payload_byt
 
 
 def _ready_at(stats: PeerStats, is_any_healthy: bool, is_any_measured: bool) -> tuple[float, str]:
-    """Returns from when a peer may be called, and the obstacle until then in words.
-
-    | the first that holds                                              | from when         | obstacle    |
-    |-------------------------------------------------------------------|-------------------|-------------|
-    | the peer has failures and an open call; another has no failures   | infinite          | on trial    |
-    | the peer has failures                                             | failed_at + pause | backing off |
-    | it has never answered, another has; NEWCOMER_CALLS calls are open | infinite          | new         |
-    | as many calls are open as call_limit allows                       | infinite          | busy        |
-    | always                                                            | busy_until        | busy        |
-
-    The pause doubles with each failure, up to MAX_BACKOFF_S (MAX_BACKOFF_IF_ALL_FAIL_S if all peers fail). A time
-    in the past means ready, whatever the obstacle. is_any_healthy: whether any peer of the stage has no failures.
-    is_any_measured: whether any has answered.
-    """
+    # Returns from when a peer may be called, and the obstacle until then in words. | the first that holds | from when |
+    # obstacle | |-------------------------------------------------------------------|-------------------|-------------|
+    # | the peer has failures and an open call; another has no failures | infinite | on trial | | the peer has failures
+    # | failed_at + pause | backing off | | it has never answered, another has;
     if stats.failures:
         if stats.open_calls and is_any_healthy:
             return math.inf, "on trial"
@@ -223,8 +205,4 @@ def virtual_floor(callees: Iterable[PeerStats], payload_bytes: int) -> float:
 
 
 def _floor(charged_s: Sequence[float], idle_s: Sequence[float]) -> float:
-    """Returns max(charged_s) - 2 * max(idle_s), see virtual_floor.
-
-    charged_s, idle_s: virtual_s and idle_finish_s of each peer; at least one of each.
-    """
     return max(charged_s) - 2.0 * max(idle_s)

@@ -1,7 +1,6 @@
 """Remembers the log-probabilities of rows of preference pairs under the frozen reference: they never change.
 
-A row is known by its content, so it does not matter in which microbatch of an epoch it is. Knows: rows as bytes,
-log-probabilities. Must not know: which peer was asked, epochs, the pipeline.
+A row is known by its content, so it does not matter in which microbatch of an epoch it is.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Final
 import numpy as np
 from agora_protocol.tensors import WireTensor
 
+# Maximum number of cached rows, about 200 bytes each. The first ones stay; every epoch asks for the others again.
 MAX_ROWS: Final = 1 << 18
-"""Maximum number of cached rows, about 200 bytes each. The first ones stay; every epoch asks for the others again."""
 KEY_BYTES: Final = 16
 
 
@@ -26,7 +25,6 @@ class ReferenceCache:
         self._values: dict[bytes, float] = {}
 
     def __len__(self) -> int:
-        """Number of rows that are remembered."""
         return len(self._values)
 
     def look_up(self, tokens: WireTensor) -> tuple[float, ...] | None:
@@ -50,11 +48,6 @@ class ReferenceCache:
 
 
 def _row_keys(tokens: WireTensor) -> list[bytes]:
-    """Returns a hash of the content of each of the b rows, KEY_BYTES long.
-
-    tokens: token ids [b, s + 1], or ids and marks [2, b, s + 1], of which both are hashed. The hash does not depend on
-    the dtype: tokens are sent in the narrowest dtype that fits the whole microbatch.
-    """
     values = np.frombuffer(tokens.data, np.dtype(tokens.dtype)).reshape(tokens.shape).astype("<i4")
     rows = np.moveaxis(values, -2, 0)
     return [hashlib.sha256(row.tobytes()).digest()[:KEY_BYTES] for row in rows]

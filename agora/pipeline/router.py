@@ -1,8 +1,4 @@
-"""Sends a microbatch to the next stage, and tries other peers until one answers or the deadline passes.
-
-Knows: calls to peers, and when each event of a call happens. Must not know: how peers are compared (peer_choice.py
-decides, routing.py remembers), or how tensors are computed or sent.
-"""
+"""Sends a microbatch to the next stage, and tries other peers until one answers or the deadline passes."""
 
 from __future__ import annotations
 
@@ -30,16 +26,14 @@ from agora.swarm.conduct import Offence
 from agora.swarm.offences import OffenceLog
 from agora.swarm.view import View
 
-MIN_ATTEMPT_S = 0.001
-"""With less than this many seconds left, no peer is asked."""
-MAX_REASONS = 8
-"""Number of peers whose reasons an Unavailable names; the last ones."""
+MIN_ATTEMPT_S = 0.001  # with less than this many seconds left, no peer is asked
+MAX_REASONS = 8  # number of peers whose reasons an Unavailable names; the last ones
+# Maximum number of progress messages of one kind passed on per stage in an attempt. One is usual, more come where calls
+# were repeated; the rest are dropped, because every caller upstream would have to pass them on.
 MAX_PROGRESS_PER_STAGE = 8
-"""Maximum number of progress messages of one kind passed on per stage in an attempt. One is usual, more come where
-calls were repeated; the rest are dropped, because every caller upstream would have to pass them on."""
+# A peer that answered Unavailable counts at most this many failures in a row: the fault may lie downstream of it. With
+# three failures it is not called for a second.
 UNAVAILABLE_FAILURES = 3
-"""A peer that answered Unavailable counts at most this many failures in a row: the fault may lie downstream of it.
-With three failures it is not called for a second."""
 
 
 @dataclass(slots=True)
@@ -51,14 +45,13 @@ class RoutedCall:
     deadline: float  # loop time
     on_progress: OnProgress  # passes a progress message on upstream
     hint: PathHint  # which peers hold the microbatch; at first those named in the request
+    # Stage -> the peer that was last reported upstream.
     reported_upstream: dict[int, PeerId] = field(default_factory=dict)
-    """Stage -> the peer that was last reported upstream."""
     reasons: dict[PeerId, str] = field(default_factory=dict)  # peer -> why it last failed or was busy
     failed: set[PeerId] = field(default_factory=set)  # the peers that have failed
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the request's tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def record_progress(self, call_progress: CallProgress, callee: PeerId) -> bool:
@@ -153,10 +146,6 @@ class Router:
                 return answer
 
     async def _next_attempt(self, routed: RoutedCall) -> Attempt:
-        """Waits until a peer is ready, charges the peer in the table, and returns the attempt, which is not sent yet.
-
-        Raises Unavailable at the deadline, with the reasons of the peers that were asked, or why none could be.
-        """
         stage = routed.process.stage
         while True:
             now = loop_time()
@@ -169,10 +158,6 @@ class Router:
             await self._changed.wait(min(routed.deadline, choice.look_again_at))
 
     def _choose(self, now: float, routed: RoutedCall) -> Choice:
-        """Chooses a peer of the stage that is not suspended, or None to wait. Updates the table from the view first.
-
-        Reports RouteChanged when the last peer of the stage is gone, and when there is one again.
-        """
         stage = routed.process.stage
         view = self._view_of()
         replicas = view.replicas(stage)
@@ -189,11 +174,6 @@ class Router:
         return choice
 
     async def _try(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer | None:
-        """Makes the attempt's call, checks the reply and records the outcome; returns the answer, None after a failure.
-
-        Busy and a wrong reply give None too. A cancelled call is recorded as abandoned. In any case makes the
-        microbatches that wait for a peer choose again.
-        """
         try:
             answer = self._check_reply(routed, attempt.peer, await self._call(routed, attempt))
         except Busy as refusal:
@@ -211,16 +191,11 @@ class Router:
         return None
 
     async def _call(self, routed: RoutedCall, attempt: Attempt) -> Reply:
-        """Calls the attempt's peer and returns the reply; handles the peer's progress messages."""
         stage, peer = attempt.stage, attempt.peer
         limit = MAX_PROGRESS_PER_STAGE * (self.stage_count - stage)
         counts = Counter[str]()
 
         def on_progress(call_progress: CallProgress) -> None:
-            """Records one progress message in `routed` and the table, and passes it on if it is news upstream.
-
-            Ignores more than `limit` messages of one kind.
-            """
             counts[call_progress.event] += 1
             if counts[call_progress.event] > limit:
                 return
@@ -234,10 +209,7 @@ class Router:
         return await self._caller.call(peer, request, routed.tensors, deadline=attempt.until, on_progress=on_progress)
 
     def _record_callee_progress(self, attempt: Attempt, call_progress: CallProgress) -> None:
-        """Records in the table the queue that the called peer reports, and for "accepted" the time since sending too.
-
-        Events other than "accepted" and "finished" change nothing.
-        """
+        # Records in the table the queue that the called peer reports, and for "accepted" the time since sending too.
         now = loop_time()
         queue = min(call_progress.queue, 1 << 20)
         if call_progress.event == "accepted":
@@ -246,10 +218,6 @@ class Router:
             self.table.record_queue(now, attempt, queue)
 
     def _check_reply(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
-        """Returns a reply with the right message, tensors and numbers as a HopAnswer of `peer`.
-
-        For any other reply, reports the offence BAD_ANSWER of `peer` and raises ProtocolError.
-        """
         message = reply.message
         tensors = list(reply.tensors)
         purpose = routed.process.purpose
@@ -268,10 +236,7 @@ class Router:
         raise problem
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
-        """Records an answer in the table and the pace; returns the answer with the peer's link time added to `path_ms`.
-
-        That time is estimated, without queueing. The sum is at most the time since the attempt started.
-        """
+        # The sum is at most the time since the attempt started.
         now = loop_time()
         self._pace = self._pace.after_completion(now)
         period_s = self._pace.period_s.value or math.inf
@@ -281,10 +246,6 @@ class Router:
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
     def _record_failure(self, routed: RoutedCall, attempt: Attempt, error: AgoraError) -> None:
-        """Records a failed call in the table and in `routed`, and reports MicrobatchRerouted.
-
-        Unavailable counts at most UNAVAILABLE_FAILURES failures in a row, and no wasted time.
-        """
         now = loop_time()
         reason = f"{error.code}: {error}"
         if isinstance(error, Unavailable):

@@ -1,7 +1,6 @@
 """Decides which peer of a later stage gets a microbatch, and by when it must answer. Deterministic.
 
-Knows: what was measured of every peer that serves a stage. Must not know: how peers are compared (peer_choice.py); a
-clock (`now` is an argument), the network, or randomness. A RoutingTable and its PeerStats change only by the calls to
+A RoutingTable and its PeerStats change only by the calls to
 the table. The rule is weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2) plus
 the least expected finish time; docs/routing.md explains it, and docs/notes/routing.md lists the differences from SWARM.
 """
@@ -32,18 +31,16 @@ from agora.pipeline.peer_choice import (
 )
 from agora.swarm.view import PeerView
 
+# A peer counts as at most this many times as fast as usual in its stage; it bounds its share of the work.
 MAX_SPEED_RATIO = 16.0
-"""A peer counts as at most this many times as fast as usual in its stage; it bounds its share of the work."""
-AVERAGE_WEIGHT = 0.1
-"""The weight of the newest sample in the moving averages of PeerStats."""
-MAX_FAILURES = 64
-"""Maximum number of failures in a row that are counted of one peer."""
+AVERAGE_WEIGHT = 0.1  # the weight of the newest sample in the moving averages of PeerStats
+MAX_FAILURES = 64  # maximum number of failures in a row that are counted of one peer
+# Minimum and maximum seconds that a peer is not called after it answered BUSY, whatever its answer asks for.
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0
-"""Minimum and maximum seconds that a peer is not called after it answered BUSY, whatever its answer asks for."""
+# An attempt gets at least the time of this many usual calls, or all that is left: a full queue is not a failure.
 USUAL_CALLS = 4.0
-"""An attempt gets at least the time of this many usual calls, or all that is left: a full queue is not a failure."""
+# Largest part of its remaining time that a caller reserves for its own work, however long it expects that to take.
 MAX_OWN_FRACTION = 0.25
-"""Largest part of its remaining time that a caller reserves for its own work, however long it expects that to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +74,14 @@ class StagePeers:
 
     replicas: Sequence[PeerView] = ()
     suspended: Collection[PeerId] = ()
+    # `replicas` without this peer and without the suspended ones.
     live: Mapping[PeerId, PeerView] = field(default_factory=dict)
-    """`replicas` without this peer and without the suspended ones."""
+    # One for each of `live`, see callees.rendezvous_key.
     rendezvous_keys: Mapping[PeerId, float] = field(default_factory=dict)
-    """One for each of `live`, see callees.rendezvous_key."""
+    # The records about those of `live` that this peer calls, see callees.choose_callees; changed in place.
     callees: dict[PeerId, PeerStats] = field(default_factory=dict)
-    """The records about those of `live` that this peer calls, see callees.choose_callees; changed in place."""
+    # The records about other peers to which calls are still open.
     former_callees: Mapping[PeerId, PeerStats] = field(default_factory=dict)
-    """The records about other peers to which calls are still open."""
 
 
 class RoutingTable:
@@ -152,10 +149,6 @@ class RoutingTable:
         return choose_next(now, microbatch, stage, list_candidates(now, callees, payload_bytes), hint)
 
     def _admit_hinted(self, stage: int, hint: PathHint) -> None:
-        """Adds the peer that `hint` names for `stage` to `callees(stage)` until the next `update`, if it is live.
-
-        The peer gets its former stats, or else newcomer_stats.
-        """
         peers = self._stages[stage]
         hinted = hint.peer_by_stage.get(stage)
         if hinted is None or hinted in peers.callees or hinted not in peers.live:
@@ -274,11 +267,7 @@ class RoutingTable:
 
 
 def _count_failure(stats: PeerStats, now: float, wasted_s: float, max_failures: int) -> None:
-    """Counts a failure at `now` in `stats`, unless `max_failures` or more in a row are counted already.
-
-    After a counted failure, another one within BACKOFF_S is not counted: one broken connection fails all its calls.
-    Otherwise failed_at becomes `now`. wasted_s: seconds that the failed call took; `stats` keeps the longest.
-    """
+    # Otherwise failed_at becomes `now`. wasted_s: seconds that the failed call took; `stats` keeps the longest.
     stats.wasted_s = max(stats.wasted_s, wasted_s)
     if not stats.failures or now >= stats.failed_at + BACKOFF_S:
         stats.failures = min(stats.failures + 1, max(max_failures, stats.failures))
@@ -308,11 +297,8 @@ def newcomer_stats(others: Iterable[PeerStats], incarnation: int, capacity: floa
 
 
 def _bound_service_times(peers: Iterable[PeerStats]) -> None:
-    """Raises each service time of a stage's peers to at least their upper median / MAX_SPEED_RATIO, in place.
-
-    Only peers that have answered count and change; does nothing if these are fewer than two. Peers report their own
-    service times, and the shorter its time, the more work a peer gets: one that reports 0 ms would get all of it.
-    """
+    # Peers report their own service times, and the shorter its time, the more work a peer gets: one that reports 0 ms
+    # would get all of it.
     measured = [stats for stats in peers if stats.answers]
     if len(measured) > 1:
         least_s = median_high(stats.service_s for stats in measured) / MAX_SPEED_RATIO
@@ -321,10 +307,6 @@ def _bound_service_times(peers: Iterable[PeerStats]) -> None:
 
 
 def _average(value: float, sample: float, samples: int) -> float:
-    """Returns the moving average `value` of `samples` values after one more value, `sample`.
-
-    If `samples` is 0, `value` is an assumption, and `sample` replaces it.
-    """
     return MovingAverage(AVERAGE_WEIGHT, value, samples).with_sample(sample).value or 0.0
 
 

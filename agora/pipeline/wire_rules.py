@@ -1,7 +1,4 @@
-"""The rules of a run for the tensors and numbers in Process requests and in the answers to them.
-
-Knows: shapes, dtypes, bounds of numbers. Must not know: how tensors are computed, which peer sent them, what follows.
-"""
+"""The rules of a run for the tensors and numbers in Process requests and in the answers to them."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
 from agora.metrics import are_plausible
 
+# The lowest log-probability of a token under the reference that an answer may contain, in nats.
 MIN_LOG_PROBABILITY: Final = -1000.0
-"""The lowest log-probability of a token under the reference that an answer may contain, in nats."""
 
 
 class TensorForm(NamedTuple):
@@ -37,17 +34,15 @@ class WireRules:
     boundary: TensorForm
     gradient: TensorForm
     tokens_shape: tuple[int, ...]  # [b, s + 1]; with marks [2, b, s + 1]: ids, then marks
+    # The run's kind of objective, "lm", "sft" or "dpo": it decides which references and metrics are allowed.
     objective: str = "lm"
-    """The run's kind of objective, "lm", "sft" or "dpo": it decides which references and metrics are allowed."""
 
     @property
     def row_count(self) -> int:
-        """The number b of rows (sequences) of a microbatch."""
         return self.tokens_shape[-2]
 
     @property
     def target_count(self) -> int:
-        """The number b * s of tokens that a microbatch can have as prediction targets, supervised or not."""
         return self.row_count * (self.tokens_shape[-1] - 1)
 
     def are_valid_references(self, values: Sequence[float], *, expected: bool) -> bool:
