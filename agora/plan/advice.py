@@ -1,7 +1,4 @@
-"""Explains in words what limits the rate of a plan, and computes what one more machine would add. Deterministic.
-
-Knows: plans and the search. Must not know: files, the terminal, peers.
-"""
+"""Explains in words what limits the rate of a plan, and computes what one more machine would add. Deterministic."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from agora.plan.cost import Limit, RunCost
 from agora.plan.machine import Machine
 from agora.plan.search import make_plan
 
+# What helps against each limit, as the end of a sentence.
 REMEDIES: Final[Mapping[Limit, str]] = {
     "compute": "one more machine, or a faster one, helps",
     "upload": "machines with more upload, or a boundary codec with fewer bytes, help",
     "download": "machines with more download, or a boundary codec with fewer bytes, help",
     "memory": "no machine can hold them; one with more memory helps",
 }
-"""What helps against each limit, as the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class MachineGain:
 
     @property
     def factor(self) -> float:
-        """How many times as fast the swarm is with the machine: rate_with / rate_without, which must not be 0."""
+        # How many times as fast the swarm is with the machine: rate_with / rate_without, which must not be 0.
         return self.rate_with / self.rate_without
 
 

@@ -1,7 +1,4 @@
-"""A plan: which machine holds which stages, what share of their microbatches it gets, and the resulting rates. Pure.
-
-Knows: the fields of a plan. Must not know: how one is found (search.py), how it is printed, peers.
-"""
+"""A plan: which machine holds which stages, what share of their microbatches it gets, and the resulting rates. Pure."""
 
 from __future__ import annotations
 

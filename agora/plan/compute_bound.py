@@ -1,6 +1,6 @@
 """A rate that no plan can pass, even if machines could change their spans all the time: a bound by prices. Pure.
 
-Knows: rates of machines at spans. Must not know: groups, how plans are found. Source: weak duality of linear programs.
+Source: weak duality of linear programs.
 
 Give each stage a price, all prices together 1. A swarm that does R microbatches per second earns R, which is at most
 what its machines earn if each takes the span that pays it best:
@@ -26,11 +26,10 @@ from agora.plan.cost import RunCost
 from agora.plan.machine import Machine
 from agora.plan.span_rates import span_rates
 
-TURNS: Final = 500
-"""Number of choices of prices that are tried, each derived from the one before."""
+TURNS: Final = 500  # number of choices of prices that are tried, each derived from the one before
 FIRST_STEP: Final = 2.0
+# How much prices change at first and at last, as exponents; in between, each is the same part of the one before.
 LAST_STEP: Final = 0.002
-"""How much prices change at first and at last, as exponents; in between, each is the same part of the one before."""
 
 
 def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
@@ -46,11 +45,6 @@ def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
 
 
 def _tightest_bound(rates: NDArray[np.float64], first_prices: NDArray[np.float64]) -> float:
-    """Returns the lowest of the bounds that TURNS choices of prices give by the module's formula; 0 if all rates are 0.
-
-    rates: as `span_rates` returns them. first_prices: one for each stage; the first choice is in proportion to them.
-    Each later choice lowers the prices of stages that many machines took at the prices before, and raises the others.
-    """
     begins, ends = np.triu_indices(rates.shape[-1], 1)
     offered = rates[:, begins, ends]
     rows = np.arange(len(offered))

@@ -1,16 +1,4 @@
-"""What stages cost a machine: floating-point operations, bytes held, bytes sent; and the resulting rates. Pure.
-
-Knows: sums over the stages of a span, and what becomes of a microbatch's graph between forward and backward:
-
-| activations | graph between forward and backward    | forward passes           | in a span with the last stage      |
-|-------------|---------------------------------------|--------------------------|------------------------------------|
-| keep        | of all layers, of each in flight      | 1                        | 1, and one graph at a time         |
-| recompute   | of all layers, of one at a time       | 2                        | 1                                  |
-| layers      | of one layer, of one at a time        | 3                        | 2, but of the head 1               |
-
-A span with the last stage runs its backward pass right after its forward pass. Must not know: model families
-(cost_of_run.py), devices, peers, torch.
-"""
+"""What stages cost a machine: floating-point operations, bytes held, bytes sent; and the resulting rates. Pure."""
 
 from __future__ import annotations
 
@@ -24,12 +12,12 @@ from agora_protocol.ids import Span
 from agora.plan.machine import Machine
 
 Activations = Literal["keep", "recompute", "layers"]
+# From the fewest operations and most memory to the reverse.
 ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
-"""From the fewest operations and most memory to the reverse."""
+# How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it.
 FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
-"""How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it."""
+# What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0.
 Limit = Literal["compute", "upload", "download", "memory"]
-"""What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +133,6 @@ class RunCost:
 
     @property
     def stage_count(self) -> int:
-        """The number of stages."""
         return len(self.stages)
 
     def flops(self, span: Span, activations: Activations | None = None) -> float:
@@ -159,10 +146,6 @@ class RunCost:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """The operations of one microbatch in each stage when held alone, as a multiple of the mean over all stages.
-
-        Operations are those of `flops`, for the graphs with the fewest that peers may choose.
-        """
         flops = [self.flops(Span(stage, stage)) for stage in range(self.stage_count)]
         mean = sum(flops) / self.stage_count
         return tuple(amount / mean for amount in flops)
@@ -230,34 +213,21 @@ class RunCost:
         return SpanRate(1.0 / seconds[limit], limit, mode.activations, mode.in_host)
 
     def _has_last_stage(self, span: Span) -> bool:
-        """Returns whether the run's last stage is in the span."""
         return span.last == self.stage_count - 1
 
     def _autograd_graph_bytes(self, span: Span, activations: Activations) -> float:
-        """Returns the size in bytes of the autograd graphs held at the same time, for "keep" and "recompute".
-
-        With "keep" the graphs of all microbatches in flight, and a second version of the weights; with "recompute", and
-        always in a span with the last stage, the graph of one microbatch.
-        """
         kept = _sum_over(self._kept_bytes, span)
         if activations == "keep" and not self._has_last_stage(span):
             return self.in_flight * kept + _sum_over(self._version_bytes, span)
         return kept
 
     def _boundary_bytes(self, span: Span, at_end: float, at_start: float) -> float:
-        """Returns how many bytes of one microbatch a holder of `span` sends, or how many it receives.
-
-        at_end: the bytes exchanged with the holder of the next stage; counted as 0 if the span has the last stage.
-        at_start: the bytes exchanged with the holder of the stage before; counted as 0 if the span has the first stage.
-        """
         return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
 
 
 def _prefix_sums(values: Iterable[float]) -> list[float]:
-    """Returns prefix sums: entry i is the sum of the first i values, from 0 for i = 0 to the sum of all values."""
     return list(accumulate(values, initial=0.0))
 
 
 def _sum_over(sums: Sequence[float], span: Span) -> float:
-    """Returns the sum of a value over the stages of `span`. sums: the `_prefix_sums` of all stages' values."""
     return sums[span.last + 1] - sums[span.first]

@@ -1,7 +1,6 @@
 """Computes what each stage of a run costs from its manifest: operations, memory, bytes between peers. Pure.
 
 Sources: operations of a decoder, arXiv 2005.14165 appendix D and 2205.05198; NF4's bytes, arXiv 2305.14314 section 3.
-Knows: manifests, formulas. Must not know: torch, transformers, machines, which peer holds what.
 
 | what                    | operations for each token and parameter of a matrix                                   |
 |-------------------------|---------------------------------------------------------------------------------------|
@@ -38,25 +37,19 @@ from agora.plan.graph_bytes import (
     loss_peak_bytes,
 )
 
+# What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine.
 ACTIVATIONS_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
-"""What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine."""
-MIN_IN_FLIGHT: Final = 32
-"""Microbatches that a peer is assumed to hold between forward and backward at least."""
+MIN_IN_FLIGHT: Final = 32  # microbatches that a peer is assumed to hold between forward and backward at least
+# Microbatches for each stage of the run that a peer is assumed to hold, if that is more than MIN_IN_FLIGHT.
 IN_FLIGHT_PER_STAGE: Final = 4
-"""Microbatches for each stage of the run that a peer is assumed to hold, if that is more than MIN_IN_FLIGHT."""
-NF4_BLOCK: Final = 64
-"""Values of a matrix in NF4 that share a scale of one byte."""
-NF4_BLOCKS_OF_SCALE: Final = 256
-"""Scales of an NF4 matrix that share a float32."""
-NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)
-"""Bytes of the tables that each NF4 matrix has."""
-MUON_BATCH: Final = 1 << 24
-"""Elements that Muon orthogonalises in one batch, or one matrix if it has more."""
-MUON_COPIES: Final = 5
-"""Copies of a batch's elements that orthogonalising takes temporarily."""
+NF4_BLOCK: Final = 64  # values of a matrix in NF4 that share a scale of one byte
+NF4_BLOCKS_OF_SCALE: Final = 256  # scales of an NF4 matrix that share a float32
+NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)  # bytes of the tables that each NF4 matrix has
+MUON_BATCH: Final = 1 << 24  # elements that Muon orthogonalises in one batch, or one matrix if it has more
+MUON_COPIES: Final = 5  # copies of a batch's elements that orthogonalising takes temporarily
 TOKEN_BYTES: Final = 4
+# The device holds for each trained value: its weight, its gradient's sum, and its gradient of one microbatch.
 COPIES_OF_WEIGHTS: Final = 3
-"""The device holds for each trained value: its weight, its gradient's sum, and its gradient of one microbatch."""
 
 
 def run_cost(
@@ -174,22 +167,15 @@ def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
 
 
 def _ceil_div(count: int, size: int) -> int:
-    """Returns count / size, rounded up."""
     return -(-count // size)
 
 
 def _nf4_bytes(count: int) -> int:
-    """Returns the size in bytes of a matrix of `count` values in NF4 with double quantisation: about 0.516 for each."""
     scales = _ceil_div(count, NF4_BLOCK)
     return _ceil_div(count, 2) + scales + FLOAT * _ceil_div(scales, NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
 
 
 def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
-    """Returns two numbers of parameters: of the matrices inside `layers`, and of embeddings and head.
-
-    Embeddings, those of learnt positions included, count if `layers` begin the model, the head if they end it; LoRA's
-    matrices and vectors do not count.
-    """
     inside = sum(
         linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for layer in layers for linear in sizes.linears
     )
@@ -198,7 +184,6 @@ def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
 
 
 def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
-    """Returns the number of parameters of norms and biases of `layers`, with the final norm if they end the model."""
     norm = sizes.norm_vectors * sizes.width
     of_layer = sizes.norms * norm + sum(linear.outputs for linear in sizes.linears if linear.has_bias)
     of_layer += 2 * sizes.head_width if sizes.head_norms else 0
@@ -206,11 +191,6 @@ def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
 
 
 def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
-    """Returns the size in bytes of a subspace stage's basis, signs of the fixed embedding, and rotary table.
-
-    All of it is 0 for a model without a fixed embedding. The basis is 0 if the stream has the model's whole width.
-    context: tokens of a row.
-    """
     if not sizes.fixed_vocabulary:
         return 0.0
     basis = FLOAT * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
@@ -239,30 +219,16 @@ def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) 
 
 
 def _basis_products(sizes: DecoderSizes, layers: range) -> int:
-    """Returns how often a stage multiplies coordinates by the basis: before each sublayer, in the last layer once.
-
-    0 if the stream has the model's whole width.
-    """
     if sizes.stream == sizes.width:
         return 0
     return sum(1 if sizes.is_last(layer) else 2 for layer in layers)
 
 
 def _layer_inputs(sizes: DecoderSizes, layers: range) -> int:
-    """Returns how many values of a token the inputs of a stage's layers have together.
-
-    The model's last layer counts with `sizes.width` values, each other one with those of the stream.
-    """
     return sum(sizes.width if sizes.is_last(layer) else sizes.stream for layer in layers)
 
 
 def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:
-    """Returns how many values a stage's optimizer state has: mean, square, moving average, anchor and velocity.
-
-    The moving average of the weights counts if the run keeps one, anchor and velocity if not all of its steps are exact
-    (local steps). Muon keeps no square of the matrices inside layers. The 8-bit values of adamw8bit count like others.
-    elements: trained values, padding included.
-    """
     section = manifest.optimizer
     square = elements
     if section.name == "muon":
@@ -276,10 +242,6 @@ def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, 
 
 
 def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float:
-    """Returns how many bytes a step of Muon takes temporarily: MUON_COPIES copies of its largest batch of matrices.
-
-    Returns 0 for the other optimizers, which change weights in place, and for runs that train LoRA.
-    """
     if manifest.optimizer.name != "muon" or sizes.frozen_as is not None:
         return 0.0
     of_shape: dict[tuple[int, ...], int] = defaultdict(int)
@@ -292,5 +254,4 @@ def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float
 
 
 def _pad_to_blocks(count: int) -> int:
-    """Returns `count` rounded up to a multiple of SLICE_BLOCK, the length that a stage's flat arrays have."""
     return _ceil_div(count, SLICE_BLOCK) * SLICE_BLOCK

@@ -1,7 +1,4 @@
-"""Finds how few machines can hold a whole model, one span each, by memory alone. Pure.
-
-Knows: which spans fit which machine. Must not know: speeds, groups, replicas.
-"""
+"""Finds how few machines can hold a whole model, one span each, by memory alone. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ import numpy as np
 
 from agora.plan.span_rates import Rates
 
+# Maximum number of sets of machines that are extended in parallel. With few kinds of machines no set is left out; then
+# the result is exact.
 MAX_CANDIDATES: Final = 32
-"""Maximum number of sets of machines that are extended in parallel. With few kinds of machines no set is left out; then
-the result is exact."""
 
+# How far a machine's memory goes: for each first stage, the stage after the last one that it can hold from there.
+#
+# Machines with the same reach are interchangeable: they are of one kind.
 Reach: TypeAlias = tuple[int, ...]
-"""How far a machine's memory goes: for each first stage, the stage after the last one that it can hold from there.
-
-Machines with the same reach are interchangeable: they are of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,6 @@ class Coverage:
 
     @property
     def reached(self) -> int:
-        """How many stages are held, from stage 0 on; 0 without machines."""
         return self.ends[-1] if self.ends else 0
 
 
@@ -60,12 +56,6 @@ def fewest_holders(rates: Rates) -> Coverage:
 def _extend_by_one(
     candidates: dict[tuple[Reach, ...], Coverage], reaches: Sequence[Reach]
 ) -> dict[tuple[Reach, ...], Coverage]:
-    """Returns candidates with one more machine than those given: for each multiset of kinds, the best one.
-
-    The best one reaches furthest. Keys are the sorted reaches of a candidate's machines; `reaches` has one for each
-    machine. Machines that add no stage are not added. If there are more than MAX_CANDIDATES, only those that reach
-    furthest are returned.
-    """
     longer: dict[tuple[Reach, ...], Coverage] = {}
     for kinds, coverage in candidates.items():
         for reach, machine in _unused_kinds(coverage, reaches).items():
@@ -78,10 +68,6 @@ def _extend_by_one(
 
 
 def _unused_kinds(coverage: Coverage, reaches: Sequence[Reach]) -> dict[Reach, int]:
-    """Returns, for each kind of machine by its reach, the index of the first machine that `coverage` does not use.
-
-    Kinds of which `coverage` uses every machine are left out.
-    """
     used = set(coverage.machines)
     unused: dict[Reach, int] = {}
     for machine, reach in enumerate(reaches):

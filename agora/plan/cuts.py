@@ -1,8 +1,5 @@
 """Cuts a model into spans for given groups of machines so that the slowest group is fastest, exactly. Pure.
 
-Knows: the rate of each group at each span. Must not know: how groups are chosen (local_search.py), memory, links: a
-rate of 0 says that no machine of the group can hold the span.
-
 The dynamic program of PipeDream and of many later planners, for sums of rates: with g[s, j] the best rate of the
 slowest of the first s groups when they hold stages 0 to j - 1, and R_s[i, j] the rate of group s at stages i to j - 1,
 
@@ -25,12 +22,11 @@ from agora.plan.cost import RunCost
 from agora.plan.machine import Machine
 from agora.plan.span_rates import Rates, span_rates
 
+# For each machine the number of its group, from 0 on in the order of the stages; or IDLE_GROUP or ALONE.
 Groups: TypeAlias = NDArray[np.int64]
-"""For each machine the number of its group, from 0 on in the order of the stages; or IDLE_GROUP or ALONE."""
-IDLE_GROUP: Final = -1
-"""Instead of a group's number: the machine is in no group yet, or stays idle."""
+IDLE_GROUP: Final = -1  # instead of a group's number: the machine is in no group yet, or stays idle
+# Instead of a group's number: the machine holds the whole model and does whole microbatches by itself.
 ALONE: Final = -2
-"""Instead of a group's number: the machine holds the whole model and does whole microbatches by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""Reads the sizes of a decoder's tensors from a manifest's model section, for every family and every config. Pure.
-
-Knows: which linear layers, norms and biases each kind of decoder has, and the sizes that its config leaves out. Must
-not know: torch, transformers, what a tensor costs.
-"""
+"""Reads the sizes of a decoder's tensors from a manifest's model section, for every family and every config. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +10,10 @@ from agora_protocol.base_config import parse_config, sizes_in
 from agora_protocol.manifest import HfSection, ModelSection, SubspaceSection
 
 Frozen = Literal["float32", "bf16", "nf4"]
+# What a linear layer reads: the normed stream before attention, the heads' output, the normed stream before the
+# feed-forward, or the feed-forward's inner values. Layers that read the same value share one copy of it.
 LinearInput = Literal["attention", "attended", "feed-forward", "inner"]
-"""What a linear layer reads: the normed stream before attention, the heads' output, the normed stream before the
-feed-forward, or the feed-forward's inner values. Layers that read the same value share one copy of it."""
+# Sizes that transformers uses where a config.json leaves them out, by model_type.
 DEFAULT_SIZES: Final[dict[str, dict[str, int]]] = {
     "llama": {"intermediate_size": 11_008, "num_attention_heads": 32},
     "mistral": {"intermediate_size": 14_336, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -26,14 +23,13 @@ DEFAULT_SIZES: Final[dict[str, dict[str, int]]] = {
     "gemma2": {"intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gemma3_text": {"intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
 }
-"""Sizes that transformers uses where a config.json leaves them out, by model_type."""
+# Soft caps that transformers uses for gemma2 where its config leaves them out.
 DEFAULT_SOFTCAPS: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Soft caps that transformers uses for gemma2 where its config leaves them out."""
 
+# Model types some of whose layers may attend to a window of the latest tokens only.
 WINDOWED: Final = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-"""Model types some of whose layers may attend to a window of the latest tokens only."""
+# In configs that name no layer types, every n-th layer attends to all earlier tokens; n by model_type.
 WINDOW_PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}
-"""In configs that name no layer types, every n-th layer attends to all earlier tokens; n by model_type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +77,10 @@ class DecoderSizes:
 
     @property
     def query_width(self) -> int:
-        """Number of values of a token in all query heads together."""
         return self.heads * self.head_width
 
     @property
     def inner_width(self) -> int:
-        """Number of values of a token between the feed-forward's first and last linear layer."""
         return next(linear.inputs for linear in self.linears if linear.input_kind == "inner")
 
     def is_last(self, layer: int) -> bool:
@@ -114,7 +108,6 @@ def decoder_sizes(model: ModelSection) -> DecoderSizes:
 
 
 def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
-    """Returns the sizes of the subspace family; output projections give the stream, in the last layer `width`."""
     head_width = model.width // model.heads
     key_value_width = model.key_value_heads * head_width
     last = model.width
@@ -141,16 +134,12 @@ def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
 
 
 def _llama_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
-    """Returns the sizes of a Hugging Face decoder that is built like Llama: also Mistral, Qwen and Gemma.
-
-    Raises KeyError for a model_type that DEFAULT_SIZES lacks.
-    """
     kind = sizes_in(dict(config)).model_type
     width = model.width
     usual = DEFAULT_SIZES[kind]
 
     def size_of(key: str, otherwise: int = 0) -> int:
-        """Returns the config's `key`; if it is missing or 0, transformers' default; without one `otherwise`."""
+        # Returns the config's `key`; if it is missing or 0, transformers' default; without one `otherwise`.
         return int(config.get(key) or usual.get(key) or otherwise)
 
     heads = size_of("num_attention_heads")
@@ -188,7 +177,6 @@ def _llama_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
 
 
 def _gpt2_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
-    """Returns the sizes of a GPT-2: one matrix for queries, keys and values, biases everywhere, learnt positions."""
     width = model.width
     heads = int(config.get("n_head") or 12)
     inner = int(config.get("n_inner") or 4 * width)
@@ -214,7 +202,6 @@ def _gpt2_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
 
 
 def _training_fields(model: HfSection) -> dict[str, Any]:
-    """Returns the fields of DecoderSizes that say what is trained, by name; {} if all weights are."""
     if model.trained == "all":
         return {}
     return {
@@ -226,21 +213,13 @@ def _training_fields(model: HfSection) -> dict[str, Any]:
 
 
 def _softcap(config: Mapping[str, Any], kind: str, key: str) -> float:
-    """Returns config[key], the soft cap of attention scores or logits in Gemma 2 and 3.
-
-    kind: the model type; 0 for other types. If the config lacks the key, returns DEFAULT_SOFTCAPS[key] for Gemma 2 and
-    0, no cap, for Gemma 3; 0 also if its value is null.
-    """
     usual = DEFAULT_SOFTCAPS[key] if kind == "gemma2" else 0.0
     return float(config.get(key, usual) or 0.0) if kind in ("gemma2", "gemma3_text") else 0.0
 
 
 def _has_window(config: Mapping[str, Any], kind: str, layer: int, context: int) -> bool:
-    """Returns whether a layer attends to a window shorter than `context` tokens, so that its attention takes a mask.
-
-    kind: the model type; False for those that have no windows. layer: its number. The window is the config's
-    sliding_window, 4096 tokens if the key is missing, none if it is null.
-    """
+    # Returns whether a layer attends to a window shorter than `context` tokens, so that its attention takes a mask.
+    # kind: the model type;
     window = config.get("sliding_window", 4096)
     if kind not in WINDOWED or window is None or context <= int(window):
         return False

@@ -1,7 +1,6 @@
 """Draws a plan: a table of machines, and a picture of which hold which stages, for a terminal and as SVG. Pure.
 
-Machines that are equal except for their names and hold the same stages share one row. Knows: plans, text, SVG. Must not
-know: how a plan is found, files, terminals.
+Machines that are equal except for their names and hold the same stages share one row.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from agora.plan.assignment import Assignment, Plan
 from agora.plan.cost import RunCost
 
 HEADINGS: Final = ("MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "AVAILABLE")
+# Maximum number of columns of stages in a terminal picture; with more stages, each column stands for several.
 MAX_COLUMNS: Final = 64
-"""Maximum number of columns of stages in a terminal picture; with more stages, each column stands for several."""
 LABEL_WIDTH: Final = 28
 STAGE_PIXELS, ROW_PIXELS, LABEL_PIXELS, PICTURE_PIXELS = 24, 26, 210, 960
+# Colour of a machine's bar, by the resource that limits its rate.
 COLOURS: Final = {"compute": "#4878a8", "upload": "#c87137", "download": "#8a6bb0", "memory": "#999999"}
-"""Colour of a machine's bar, by the resource that limits its rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,9 @@ def picture_lines(cost: RunCost, plan: Plan, *, fill: str = "#") -> list[str]:
     count, columns = cost.stage_count, min(cost.stage_count, MAX_COLUMNS)
 
     def column_of(stage: int) -> int:
-        """Returns the column, from 0, in which a stage is drawn."""
         return stage * columns // count
 
     def bar(first: int, last: int, mark: str) -> str:
-        """Returns all columns as text: those of stages `first` to `last` show `mark`, the others dots."""
         begin, end = column_of(first), column_of(last)
         return "." * begin + mark * (end - begin + 1) + "." * (columns - end - 1)
 
@@ -120,10 +117,6 @@ def picture_svg(cost: RunCost, plan: Plan, title: str) -> str:
 
 
 def _svg_row(cost: RunCost, row: PlanRow, y: float, pixels: float) -> list[str]:
-    """Returns the SVG elements of one row: label, bar, tokens per second, what limits the rate; or label and "idle".
-
-    The tokens are those of all the row's machines together. y: the row's top, in pixels. pixels: width of one stage.
-    """
     elements = [_text_element(10, y + 15, _truncate_label(row.label))]
     span = row.assignment.span
     right = LABEL_PIXELS + pixels * cost.stage_count + 10
@@ -139,20 +132,11 @@ def _svg_row(cost: RunCost, row: PlanRow, y: float, pixels: float) -> list[str]:
 
 
 def _text_element(x: float, y: float, text: str, size: int = 12) -> str:
-    """Returns an SVG element with `text`, escaped; characters that are not printable become U+FFFD.
-
-    x, y: where its baseline begins, in pixels. size: of the font, in pixels.
-    """
     allowed = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}">{escape(allowed)}</text>'
 
 
 def _table_cells(cost: RunCost, row: PlanRow) -> list[str]:
-    """Returns the cells of one table row, one for each of HEADINGS; of idle machines only label, "idle" and memory.
-
-    The share is that of each machine, the tokens per second are those of all the row's machines together. MEMORY is
-    what the span takes, AVAILABLE what one machine has.
-    """
     assignment, machine, rate = row.assignment, row.assignment.machine, row.assignment.rate
     if assignment.span is None:
         return [row.label, "idle", "", "", "", "", f"{machine.memory / 1e9:,.1f} GB"]
@@ -170,16 +154,13 @@ def _table_cells(cost: RunCost, row: PlanRow) -> list[str]:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Returns the names of equal machines as one label: one or two names; of more, first, last and count."""
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
 def _truncate_label(label: str) -> str:
-    """Returns `label`, or if it is longer than LABEL_WIDTH its beginning with "...", LABEL_WIDTH characters in all."""
     return label if len(label) <= LABEL_WIDTH else f"{label[: LABEL_WIDTH - 3]}..."
 
 
 def _sort_key(row: PlanRow) -> tuple[int, int, str]:
-    """Returns the sort key of a row: first stage, last stage, label; idle machines come after all others."""
     span = row.assignment.span
     return (1 << 30, 0, row.label) if span is None else (span.first, span.last, row.label)

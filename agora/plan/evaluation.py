@@ -1,8 +1,4 @@
-"""Evaluates chosen spans: computes rates, shares of the microbatches and the bottleneck, as a plan. Pure.
-
-Knows: the cost model and the fields of a plan. Must not know: how the spans were chosen; the benchmark evaluates other
-planners' spans with the same function.
-"""
+"""Evaluates chosen spans: computes rates, shares of the microbatches and the bottleneck, as a plan. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ from agora.plan.assignment import Assignment, Bottleneck, Plan
 from agora.plan.cost import Limit, RunCost, SpanRate
 from agora.plan.machine import Machine
 
-IDLE = SpanRate(0.0, "memory")
-"""The rate of a machine without a span."""
+IDLE = SpanRate(0.0, "memory")  # the rate of a machine without a span
 
 
 def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Span | None]) -> Plan:
@@ -39,13 +34,6 @@ def plan_of_spans(cost: RunCost, machines: Sequence[Machine], spans: Sequence[Sp
 
 
 def _shares(spans: Sequence[Span | None], rates: Sequence[SpanRate], stage_count: int) -> list[float]:
-    """Returns each machine's share of the microbatches, 0 to 1; idle machines and those with rate 0 get 0.
-
-    Span after span, the longest first, the holders of a span get a part of what is left of its stages: their rate,
-    divided by the rate of all holders without a share yet at the span's slowest stage. The holders divide that part in
-    proportion to their rates. The shares of each stage's holders add up to 1 if the stage has a rate above 0 and, of
-    any two overlapping spans, one contains the other.
-    """
     totals: dict[Span, float] = {}
     for span, rate in zip(spans, rates, strict=True):
         if span is not None:
@@ -68,17 +56,12 @@ def _shares(spans: Sequence[Span | None], rates: Sequence[SpanRate], stage_count
 
 
 def _make_assignment(machine: Machine, span: Span | None, rate: SpanRate, share: float) -> Assignment:
-    """Returns the machine's assignment; without a span or with rate 0 that of an idle machine, whatever `share` is."""
     if span is None or rate.microbatches <= 0:
         return Assignment(machine, None, IDLE)
     return Assignment(machine, span, rate, share)
 
 
 def _find_bottleneck(assignments: Sequence[Assignment], stage_rates: Sequence[float]) -> Bottleneck:
-    """Returns the first consecutive stages with the lowest rate, and what limits most of the rate of their holders.
-
-    Holders of the first of these stages count; without one, the limit is "memory".
-    """
     lowest = min(stage_rates) * (1 + 1e-9)
     first = next(stage for stage, rate in enumerate(stage_rates) if rate <= lowest)
     last = first

@@ -1,7 +1,4 @@
-"""Makes the groups of machines that a search begins from: by rate, by memory, or around holders of all stages. Pure.
-
-Knows: the rates of machines at spans. Must not know: how groups are improved, or which groups are chosen in the end.
-"""
+"""Makes the groups of machines that a search begins from: by rate, by memory, or around holders of all stages. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from agora.plan.coverage import Coverage
 from agora.plan.cuts import ALONE, IDLE_GROUP, Cuts, Groups, rates_in_groups
 from agora.plan.span_rates import Rates
 
-Machines: TypeAlias = NDArray[np.bool_]
-"""A mask: for each machine, whether it is selected."""
+Machines: TypeAlias = NDArray[np.bool_]  # A mask: for each machine, whether it is selected
 
 
 def first_groups(rates: Rates, group_count: int, holders: Coverage, alone: Machines) -> Iterator[Groups]:
@@ -84,11 +80,6 @@ def groups_of_plan(plan: Plan, machines: int) -> tuple[Groups, int] | None:
 
 
 def _weights(rates: Rates, group_count: int) -> Rates:
-    """Returns each machine's weight, its rate for dividing the machines into `group_count` groups before spans are cut.
-
-    That is its best rate at a span of the mean length, stages / group_count; if it can hold no such span, its best rate
-    at one stage divided by that length.
-    """
     length = max(1, round((rates.shape[-1] - 1) / group_count))
     at_length = np.diagonal(rates, offset=length, axis1=1, axis2=2).max(axis=1)
     at_one = np.diagonal(rates, offset=1, axis1=1, axis2=2).max(axis=1)
@@ -97,11 +88,6 @@ def _weights(rates: Rates, group_count: int) -> Rates:
 
 
 def _deal_out(weights: Rates, order: Groups, seeds: Groups, group_count: int) -> Groups:
-    """Returns groups by the longest-processing-time rule: in `order`, each machine joins the group of least weight.
-
-    weights: of the machines. order: indices of machines. seeds: for each machine its group if it is placed already,
-    ALONE if it stays out of all groups, IDLE_GROUP if it is to be placed.
-    """
     group_of = seeds.copy()
     totals = np.bincount(seeds[seeds >= 0], weights[seeds >= 0], minlength=group_count)
     for machine in order:
@@ -112,11 +98,6 @@ def _deal_out(weights: Rates, order: Groups, seeds: Groups, group_count: int) ->
 
 
 def _by_memory(rates: Rates, weights: Rates, group_count: int) -> Groups:
-    """Returns consecutive groups of about equal weight of the machines, sorted by how many spans they can hold.
-
-    Machines that can hold most come first, in group 0. So large machines are together in groups with long spans, small
-    ones in groups with short spans. weights: of the machines.
-    """
     held = (rates > 0).sum(axis=(1, 2))
     order = np.argsort(-held, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]

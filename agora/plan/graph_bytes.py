@@ -1,7 +1,6 @@
 """Computes how many bytes autograd keeps of a microbatch between forward and backward, layer by layer. Pure.
 
-The counts are of the tensors that torch's backward formulas need, checked against what autograd really saves. Knows:
-sizes of decoders. Must not know: torch, manifests, machines.
+The counts are of the tensors that torch's backward formulas need, checked against what autograd really saves.
 
 | value of a token              | copies kept                                                                          |
 |-------------------------------|--------------------------------------------------------------------------------------|
@@ -25,10 +24,8 @@ from typing import Final
 
 from agora.plan.decoder_sizes import DecoderSizes, LinearSize
 
-FLOAT: Final = 4
-"""Bytes of a float32 value."""
-HALF: Final = 2
-"""Bytes of a bf16 value."""
+FLOAT: Final = 4  # bytes of a float32 value
+HALF: Final = 2  # bytes of a bf16 value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,6 @@ class MicrobatchSize:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the microbatch."""
         return self.rows * self.context
 
 
@@ -98,30 +94,21 @@ def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
 
 
 def _norm_copies(sizes: DecoderSizes) -> int:
-    """Returns how many copies of a norm's input its graph keeps: 2 for a trained RMSNorm, otherwise 1."""
+    # Returns how many copies of a norm's input its graph keeps: 2 for a trained RMSNorm, otherwise 1.
     return 2 if sizes.frozen_as is None and sizes.norm_vectors == 1 else 1
 
 
 def _norm_values(sizes: DecoderSizes, layer: int) -> int:
-    """Returns how many float32 values of a token a layer's norms keep, those of queries and keys included.
-
-    The first norm of layer 0 keeps no input if the embedding, which produces that input, is frozen.
-    """
     of_heads = sizes.query_width + sizes.key_value_width if sizes.head_norms else 0
     needless = sizes.width if layer == 0 and sizes.frozen_as is not None else 0
     return _norm_copies(sizes) * (sizes.norms * sizes.width + of_heads) - needless
 
 
 def _needs_input(sizes: DecoderSizes, linear: LinearSize) -> bool:
-    """Returns whether the backward pass needs a linear layer's input: its matrix is trained, or it has LoRA."""
     return sizes.frozen_as is None or sizes.has_lora(linear)
 
 
 def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
-    """Returns how many values of a token the linear layers keep as inputs, by the rules in the module's table.
-
-    In float32, the heads' output is not counted here unless it is copied: attention keeps it anyway.
-    """
     values = 0
     for kind, group in groupby(sizes.linears, key=lambda linear: linear.input_kind):
         learning = [linear for linear in group if _needs_input(sizes, linear)]
@@ -131,25 +118,17 @@ def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
 
 
 def _inner_values(sizes: DecoderSizes) -> int:
-    """Returns how many inner values of a token the activation function and the gate keep."""
     return (3 if sizes.is_gated else 4) * sizes.inner_width
 
 
 def _attention_values(sizes: DecoderSizes, has_mask: bool, in_bf16: bool) -> float:
-    """Returns how many values of a token attention keeps: queries, keys, values, output; if fused, sums of each head.
-
-    Such a sum is the log-sum-exp of a head's scores. has_mask: keys and values are repeated for every query head.
-    """
     shared = sizes.query_width if sizes.is_attention_eager or has_mask else sizes.key_value_width
     return 2 * sizes.query_width + 2 * shared + (0 if sizes.is_attention_eager else sizes.heads * (2 if in_bf16 else 1))
 
 
 def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize, value: int) -> float:
-    """Returns how many bytes attention keeps for pairs of tokens: if it is eager its scores and softmax, else its mask.
-
-    A mask is one for each row where rows have segments, otherwise one for all rows; 0 without a mask. value: bytes of
-    one value.
-    """
+    # A mask is one for each row where rows have segments, otherwise one for all rows; 0 without a mask. value: bytes of
+    # one value.
     pairs = batch.context**2
     if sizes.is_attention_eager:
         return 2.0 * value * batch.rows * sizes.heads * pairs
@@ -159,20 +138,12 @@ def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize,
 
 
 def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
-    """Returns how many bytes LoRA's dropout keeps for each token: its mask and its output. 0 without dropout.
-
-    value: bytes of one value of the output.
-    """
     if not sizes.dropout:
         return 0.0
     return sum(linear.inputs * (value + 1) for linear in sizes.linears if sizes.has_lora(linear))
 
 
 def _weight_copies(sizes: DecoderSizes, layer: int, in_bf16: bool) -> float:
-    """Returns the size in bytes of a layer's bf16 copies of float32 matrices, which autocast leaves with the graph.
-
-    0 unless `in_bf16`. LoRA's matrices always count, the layer's own only if they are kept as float32.
-    """
     if not in_bf16:
         return 0.0
     matrices = sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)

@@ -1,7 +1,5 @@
 """Improves groups of machines: the best move or swap for the slowest group, then the best cuts. Deterministic.
 
-Knows: the rates of machines at spans. Must not know: the cost model, where groups came from, when to stop searching.
-
 With the cuts fixed, a machine has one rate in each group, so that all moves and swaps of the slowest group are compared
 in one array operation. When no exchange helps, the cuts are made again, until new cuts do not help either.
 """
@@ -17,8 +15,7 @@ import numpy as np
 from agora.plan.cuts import ALONE, IDLE_GROUP, Cuts, Groups, best_cuts, rates_in_groups
 from agora.plan.span_rates import Rates
 
-SMALLEST_GAIN: Final = 1e-9
-"""A relative gain below this is a rounding error, which could let the search run in circles."""
+SMALLEST_GAIN: Final = 1e-9  # A relative gain below this is a rounding error, which could let the search run in circles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +32,10 @@ class Grouping:
 
     @property
     def group_count(self) -> int:
-        """Number of groups."""
         return len(self.cuts.spans)
 
     @property
     def rate(self) -> float:
-        """Microbatches per second of the whole swarm: the slowest group's plus those of the ALONE machines."""
         return self.cuts.rate + self.rate_alone
 
 
@@ -107,11 +102,6 @@ def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
 
 
 def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
-    """Returns a copy of the groups after the best moves and swaps for the slowest group, until none makes it faster.
-
-    Unused machines are placed first, see `use_idle`. Makes at most four exchanges per machine. at_spans: as
-    rates_in_groups returns them.
-    """
     group_of = _place_unused(at_spans, group_of)
     if at_spans.shape[1] < 2:
         return group_of
@@ -133,13 +123,6 @@ def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
 def _best_exchange(
     at_spans: Rates, group_of: Groups, totals: Rates, members: Groups, others: Groups
 ) -> tuple[float, int, int]:
-    """Returns the best exchange for the slowest group: a rate, the machine to leave the group, the machine to join it.
-
-    The rate is that of the slowest of all groups after the exchange; the best exchange has the highest one. An exchange
-    without a leaving machine (-1) is a move, else the two machines swap groups. totals: the rate of each group.
-    members: the machines of the slowest group. others: the machines of all other groups; if there are none, returns
-    (0.0, -1, -1).
-    """
     if not len(others):
         return 0.0, -1, -1
     slowest = int(totals.argmin())
@@ -154,10 +137,6 @@ def _best_exchange(
 
 
 def _min_rates_of_others(totals: Rates, slowest: int) -> Rates:
-    """Returns, for each group, the least rate among all groups except that one and the slowest one; inf without any.
-
-    totals: the rate of each group, of two groups at least. slowest: the number of the slowest group.
-    """
     order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
     rest = np.full(len(totals), totals[order[0]])
     rest[order[0]] = totals[order[1]] if len(order) > 1 else np.inf
@@ -165,10 +144,6 @@ def _min_rates_of_others(totals: Rates, slowest: int) -> Rates:
 
 
 def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
-    """Returns a copy of the groups in which each unused machine joins the slowest group whose span it can hold.
-
-    See `use_idle`. at_spans: as rates_in_groups returns them.
-    """
     group_of = group_of.copy()
     totals = _group_rates(at_spans, group_of)
     machines = np.arange(len(group_of))
@@ -183,7 +158,6 @@ def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
 
 
 def _group_rates(at_spans: Rates, group_of: Groups) -> Rates:
-    """Returns the rate of each group at its span: the sum over its machines. at_spans: see rates_in_groups."""
     placed = np.flatnonzero(group_of >= 0)
     totals = np.zeros(at_spans.shape[1])
     np.add.at(totals, group_of[placed], at_spans[placed, group_of[placed]])

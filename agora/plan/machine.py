@@ -1,7 +1,4 @@
-"""Describes what one machine contributes to a run, as a plan sees it. Pure.
-
-Knows: speeds, bytes, rates of links. Must not know: models, peers, where the numbers are from.
-"""
+"""Describes what one machine contributes to a run, as a plan sees it. Pure."""
 
 from __future__ import annotations
 

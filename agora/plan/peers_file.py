@@ -2,8 +2,7 @@
 
 A file has one table [[machine]] for each machine or kind of machine, and may have `precision`: "bf16" (the default, as
 on GPUs) or "float32" (as on CPUs). Source of the accelerators' speeds: layer times that the planner Zorse (arXiv
-2507.10392) ships for Llama 7B to 33B, forward and backward in 16 bits. Knows: TOML, keys, units. Must not know: files,
-models, plans.
+2507.10392) ships for Llama 7B to 33B, forward and backward in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from agora.plan.machine import Machine
 
 MAX_FILE_CHARACTERS: Final = 1 << 20
 MAX_MACHINES: Final = 2048
+# The part of a device's memory that stages may take; the rest is for the device's context and for fragmentation.
 USABLE_MEMORY: Final = 0.9
-"""The part of a device's memory that stages may take; the rest is for the device's context and for fragmentation."""
 BYTES_PER_MBIT: Final = 1e6 / 8
 PRECISIONS: Final = ("bf16", "float32")
 
@@ -127,11 +126,6 @@ def read_peers(text: str, source: str) -> PeersFile:
 
 
 def _expand_counts(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -> tuple[Machine, ...]:
-    """Returns all machines, `count` of each table; if that is above 1, with numbered names: "gpu-1", "gpu-2".
-
-    kinds: the machine of each table. tables: parallel to `kinds`; their `count` is used. source: the file's name in
-    errors. Raises InputError for more than MAX_MACHINES, and for two of the same name.
-    """
     machines: list[Machine] = []
     for kind, table in zip(kinds, tables, strict=True):
         count = table.get("count", 1)
@@ -148,12 +142,6 @@ def _expand_counts(kinds: list[Machine], tables: list[dict[str, Any]], source: s
 
 
 def _read_machine(table: Mapping[str, Any], where: str) -> Machine:
-    """Returns the machine that a [[machine]] table describes; its memories are multiplied by USABLE_MEMORY.
-
-    Compute and memory come from its accelerator unless the table gives them; download is upload by default, host memory
-    and latency are 0. Raises InputError for an unknown key, a malformed value, or if compute, memory or upload is
-    missing. where: the table's name in errors.
-    """
     for key in table:
         if key not in MACHINE_KEYS:
             raise InputError(f"{where} has no key {describe(key)}; {suggest(key, MACHINE_KEYS)}")
@@ -180,10 +168,6 @@ def _read_machine(table: Mapping[str, Any], where: str) -> Machine:
 
 
 def _read_name(table: Mapping[str, Any], where: str) -> str:
-    """Returns the name of a table's machine: its `name`, by default its `kind`.
-
-    Raises InputError unless it has 1 to 64 printable characters. where: the table's name in errors.
-    """
     name = table.get("name", table.get("kind", ""))
     if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable():
         raise InputError(f"{where} has the name {describe(name)}; give it 1 to 64 printable characters.")
@@ -191,10 +175,6 @@ def _read_name(table: Mapping[str, Any], where: str) -> str:
 
 
 def _find_accelerator(table: Mapping[str, Any], where: str) -> Accelerator | None:
-    """Returns the accelerator that the table's `kind` names; None without that key. Raises InputError if unknown.
-
-    where: the table's name in errors.
-    """
     if "kind" not in table:
         return None
     kind = table["kind"]
@@ -204,10 +184,6 @@ def _find_accelerator(table: Mapping[str, Any], where: str) -> Accelerator | Non
 
 
 def _read_number(key: str, value: object, where: str) -> float:
-    """Returns `value` as a float. Raises InputError unless it is a finite number within the bounds of `key`.
-
-    The value of "count" must be an integer; true and false are no numbers. where: the table's name in errors.
-    """
     bounds = NUMBER_KEYS[key]
     is_number = isinstance(value, int if key == "count" else int | float) and not isinstance(value, bool)
     expected = "an integer" if key == "count" else "a number"

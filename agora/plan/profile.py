@@ -1,8 +1,7 @@
 """Measures how fast this machine computes a run's own layers, and keeps the result in a file for the next start.
 
 One layer of the run, with random weights, computes its forward and its backward at a few numbers of rows; a line
-through the times gives the time of a microbatch of any size. Knows: torch, stages, the clock, one file. Must not know:
-peers, daemons, which stages are held.
+through the times gives the time of a microbatch of any size.
 """
 
 from __future__ import annotations
@@ -32,16 +31,12 @@ from agora.plan.graph_bytes import MicrobatchSize
 from agora.train.device import has_native_bf16
 
 VERSION: Final = 1
-ROWS: Final = (1, 2, 4)
-"""Numbers of rows that are timed, up to a microbatch's rows and as far as the time allows."""
+ROWS: Final = (1, 2, 4)  # numbers of rows that are timed, up to a microbatch's rows and as far as the time allows
 REPEATS: Final = 5
-BUDGET_S: Final = 1.0
-"""Seconds that a measurement may take at a start."""
-USUAL_FLOPS: Final = 2e10
-"""Operations per second of a usual processor, for the decision whether to measure at all."""
+BUDGET_S: Final = 1.0  # seconds that a measurement may take at a start
+USUAL_FLOPS: Final = 2e10  # operations per second of a usual processor, for the decision whether to measure at all
 MAX_FILE_BYTES: Final = 4096
-MAX_FLOPS: Final = 1e17
-"""No accelerator reaches more; a profile file with more is ignored."""
+MAX_FLOPS: Final = 1e17  # no accelerator reaches more; a profile file with more is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +160,6 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _make_filled_stage(manifest: Manifest, layers: range) -> Stage:
-    """Returns a stage of `layers` on the CPU with small random weights, always the same ones.
-
-    Such weights compute as fast as real ones; frozen ones are quantised where the run does that.
-    """
     with torch.device("meta"):
         stage = family_of(manifest.model).make_stage(layers)
     stage.allocate()
@@ -186,11 +177,6 @@ def _make_filled_stage(manifest: Manifest, layers: range) -> Stage:
 def _measure_seconds(
     stage: Stage, manifest: Manifest, device: torch.device, rows: int, deadline: float, clock: Callable[[], float]
 ) -> float:
-    """Returns the median of the seconds that `stage` takes for forward and backward of `rows` random rows on `device`.
-
-    Runs once to warm up, then is timed REPEATS times, or fewer once `deadline`, by `clock`, has passed, but at least
-    once.
-    """
     tokens = torch.zeros(rows, manifest.model.context, dtype=torch.int64, device=device)
     entry = tokens
     if not stage.is_first:
@@ -208,11 +194,6 @@ def _measure_seconds(
 
 
 def _forward_and_backward(stage: Stage, entry: Tensor, tokens: Tensor, device: torch.device) -> None:
-    """Computes a stage's output and gradients once, drops them, and waits until the device is done.
-
-    Gradients are those of trained parameters and, if it requires one, of `entry`, the stage's input. Products are in
-    bf16 where the device computes that natively. tokens: the microbatch's token ids.
-    """
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_native_bf16(device)):
         output = stage(entry, tokens)
     inputs: list[Tensor] = [parameter for _, parameter in stage.trained_parameters()]

@@ -1,7 +1,5 @@
 """Finds the best plan for given machines: groups of replicas, one span for each group. Deterministic.
 
-Knows: the search's order and its budget. Must not know: model families, devices, peers.
-
 1. coverage.py finds how few machines can hold the model: that is the least number of groups.
 2. For each number of groups, first_groups.py divides the machines, cuts.py finds the best spans, exactly, and
    local_search.py exchanges machines until no exchange helps.
@@ -30,22 +28,18 @@ from agora.plan.local_search import Grouping, disturb, improve, scatter, use_idl
 from agora.plan.machine import Machine
 from agora.plan.span_rates import Rates, span_rates
 
-COUNTS_TRIED_ONE_BY_ONE: Final = 8
-"""The first numbers of groups are tried one by one."""
+COUNTS_TRIED_ONE_BY_ONE: Final = 8  # the first numbers of groups are tried one by one
+# Factor from one tried number of groups to the next, after the first ones: neighbours differ little.
 COUNT_GROWTH: Final = 1.3
-"""Factor from one tried number of groups to the next, after the first ones: neighbours differ little."""
-PROMISING: Final = 3
-"""Number of best groupings that are searched further."""
-GOOD_ENOUGH: Final = 0.9995
-"""The search ends when a plan reaches this part of the upper bound."""
+PROMISING: Final = 3  # number of best groupings that are searched further
+GOOD_ENOUGH: Final = 0.9995  # the search ends when a plan reaches this part of the upper bound
+# Upper bound on machines x stages^2 x random changes of one grouping: it limits the time for a swarm of any size.
 SEARCH_WORK: Final = 24_000_000
-"""Upper bound on machines x stages^2 x random changes of one grouping: it limits the time for a swarm of any size."""
 MIN_DISTURBANCES: Final = 10
-MAX_DISTURBANCES: Final = 150
-"""Bounds on the number of random changes of one grouping, whatever SEARCH_WORK allows."""
+MAX_DISTURBANCES: Final = 150  # bounds on the number of random changes of one grouping, whatever SEARCH_WORK allows
+# The probability that a random change starts from entirely random groups; in small swarms these reach groupings that
+# exchanges do not.
 RANDOM_RESTARTS: Final = 0.5
-"""The probability that a random change starts from entirely random groups; in small swarms these reach groupings that
-exchanges do not."""
 
 
 def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *, start: Plan | None = None) -> Plan:
@@ -71,11 +65,6 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
 def _best_grouping(
     rates: Rates, holders: Coverage, good_enough: float, rng: random.Random, start: Plan | None
 ) -> Grouping | None:
-    """Returns the fastest grouping found, over several numbers of groups; of equally fast ones, that with fewer groups.
-
-    The PROMISING best, each of another number of groups, are searched further by random changes. good_enough: a rate at
-    which the search ends. start: a plan that it begins from, too. Returns None if no grouping found holds the model.
-    """
     best_of_count: dict[int, Grouping] = {}
     for grouping in _from_plan(rates, start):
         best_of_count[grouping.group_count] = grouping
@@ -95,11 +84,6 @@ def _best_grouping(
 
 
 def _starting_groupings(rates: Rates, group_count: int, holders: Coverage) -> Iterator[Grouping | None]:
-    """Yields the groupings that the search begins from, each improved, see `improve`; None for impossible ones.
-
-    Three divide all machines into `group_count` groups. If some machines, but not all, can hold the whole model, three
-    more groupings set these machines apart (ALONE) and divide the rest.
-    """
     alone = rates[:, 0, -1] > 0
     for groups in first_groups(rates, group_count, holders, np.zeros_like(alone)):
         yield improve(rates, groups, group_count)
@@ -110,15 +94,10 @@ def _starting_groupings(rates: Rates, group_count: int, holders: Coverage) -> It
 
 
 def _preference(grouping: Grouping) -> tuple[float, int]:
-    """Returns a sort key that is greater for the better of two groupings: the higher rate, then fewer groups."""
     return grouping.rate, -grouping.group_count
 
 
 def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
-    """Returns the best grouping found with one more group than `grouping`; None if none found holds the model.
-
-    Tries the divisions of split_groups, as many as SEARCH_WORK allows, and improves the PROMISING best of them.
-    """
     group_count = grouping.group_count + 1
     max_candidates = max(MIN_DISTURBANCES, SEARCH_WORK // (10 * _count_additions(rates)))
     candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), max_candidates))
@@ -129,20 +108,12 @@ def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
 
 
 def _from_plan(rates: Rates, start: Plan | None) -> list[Grouping]:
-    """Returns a list of the grouping of the plan `start`, improved; [] without a plan or if it makes no grouping.
-
-    A plan makes no grouping if spans of its groups overlap or leave out a stage.
-    """
     groups = groups_of_plan(start, len(rates)) if start is not None else None
     grouping = improve(rates, *groups) if groups is not None else None
     return [grouping] if grouping is not None else []
 
 
 def _group_counts(fewest: int, most: int) -> Iterator[int]:
-    """Yields the numbers of groups to try, rising from `fewest` to `most`, both included: some of them, all different.
-
-    The first COUNTS_TRIED_ONE_BY_ONE follow each other, the later ones grow by COUNT_GROWTH.
-    """
     count = fewest
     while count < most:
         yield count
@@ -151,11 +122,7 @@ def _group_counts(fewest: int, most: int) -> Iterator[int]:
 
 
 def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
-    """Returns the best grouping found by random changes, each then improved; at least as good as `grouping`.
-
-    Each change is of the newest grouping that was no slower than the one before it, or makes wholly random groups, of
-    the same number. Ends early at the rate `good_enough`, and otherwise after the changes that SEARCH_WORK allows.
-    """
+    # Ends early at the rate `good_enough`, and otherwise after the changes that SEARCH_WORK allows.
     best = current = grouping
     for _ in range(max(MIN_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _count_additions(rates)))):
         if best.rate >= good_enough:
@@ -170,17 +137,11 @@ def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: rand
 
 
 def _count_additions(rates: Rates) -> int:
-    """Returns about how many additions one call of best_cuts takes: the number of entries of `rates`."""
     machines, begins, ends = rates.shape
     return int(machines * begins * ends)
 
 
 def _explain_lack(cost: RunCost, machines: Sequence[Machine], holders: Coverage) -> str:
-    """Returns an error's sentence: how many stages fit the machines, and how much device memory the others need.
-
-    The sentence has the machines' memory in all, too. The need of the other stages is the least memory with which one
-    machine could hold all of them. holders: the machines found that hold the most stages, not all.
-    """
     rest = Span(holders.reached, cost.stage_count - 1)
     lacking = cost.memory(rest).device / 1e9
     together = sum(machine.memory for machine in machines) / 1e9

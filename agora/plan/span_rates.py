@@ -1,7 +1,4 @@
-"""Computes the rate of every machine at every span of a run, as one array that a search can look up. Pure.
-
-Knows: numpy, and the formulas of RunCost, which it calls once for each span. Must not know: groups, plans.
-"""
+"""Computes the rate of every machine at every span of a run, as one array that a search can look up. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from numpy.typing import NDArray
 from agora.plan.cost import RunCost
 from agora.plan.machine import Machine
 
+# Microbatches per second; the last two axes are a span's [first stage, last stage + 1]; 0 where that is not a span.
 Rates: TypeAlias = NDArray[np.float64]
-"""Microbatches per second; the last two axes are a span's [first stage, last stage + 1]; 0 where that is not a span."""
 
 
 def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
@@ -57,20 +54,12 @@ class _SpanNeeds:
                 self._set((begin, end), cost, Span(begin, end - 1))
 
     def _set(self, index: tuple[int, int], cost: RunCost, span: Span) -> None:
-        """Sets the traffic, operations and memory of `span` in the arrays, in all training modes, as `cost` says.
-
-        index: of the span in the arrays: (first stage, last stage + 1).
-        """
         self.upload[index], self.download[index] = cost.upload_bytes(span), cost.download_bytes(span)
         for number, mode in enumerate(cost.training_modes(span)):
             self.flops[(number, *index)] = mode.flops
             self.device[(number, *index)], self.host[(number, *index)] = mode.need.device, mode.need.host
 
     def rates_of(self, machine: Machine) -> Rates:
-        """Returns the machine's rate at each span, as `RunCost.rate` computes it for the first training mode that fits.
-
-        Shape [stages + 1, stages + 1]; 0 where no mode fits.
-        """
         fits = (self.device <= machine.memory) & (self.host <= machine.host_memory)
         first = np.argmax(fits, axis=0)[None]
         flops = np.take_along_axis(self.flops, first, axis=0)[0]
