@@ -1,7 +1,5 @@
 """Draws when machines join, leave, are killed and hang in a simulation. Pure, apart from the random generator's state.
 
-Knows: rates per hour. Must not know: peers, stages, what follows from a departure.
-
 The shapes `p3` and `g4dn` stand for two published logs of preemptible machines: which fraction of the mean fleet leaves
 per hour, and the most machines that leave at the same moment. How many leave together is drawn from 1 to that number.
 """

@@ -1,7 +1,6 @@
 """The directory of a simulation: keeps claims in the shards of their stages, and finds the servers of a stage.
 
-Knows: claims, their lifetime, shards, and that a key keeps a bounded number of records. Must not know: when peers read
-(simulated_reader.py does), nodes of a DHT, or microbatches. A peer that dies keeps its claim until the claim ends.
+A peer that dies keeps its claim until the claim ends.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ from agora.swarm.directory_shards import judge_reading
 from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_S
 from agora.swarm.view import PeerView
 
-RUN: Final = RunId("00" * 32)
-"""The run whose hashes place the peers."""
-DEEPEST = 12
-"""The greatest depth of a shard that is kept: a stage of 100,000 peers is read at this depth."""
-FETCH_SAMPLE = 8
-"""Maximum number of a stage's servers among which a newcomer chooses those to fetch from."""
+RUN: Final = RunId("00" * 32)  # the run whose hashes place the peers
+DEEPEST = 12  # the greatest depth of a shard that is kept: a stage of 100,000 peers is read at this depth
+FETCH_SAMPLE = 8  # maximum number of a stage's servers among which a newcomer chooses those to fetch from
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,6 @@ class DirectoryModel:
 
     @property
     def stage_count(self) -> int:
-        """The number of stages of the run."""
         return len(self._work)
 
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:
@@ -95,7 +90,6 @@ class DirectoryModel:
                 del self._servers[stage][peer]
 
     def _shards_of(self, claimed: PeerView) -> list[Shard]:
-        """Returns the shards in which a claim is found: of each of its stages one at every depth up to DEEPEST."""
         bits = shard_bits(self._hashes[claimed.peer], DEEPEST)
         return [Shard(stage, bits[:depth]) for stage in claimed.span.stages for depth in range(DEEPEST + 1)]
 

@@ -1,6 +1,6 @@
 """Simulated time: events in order of time, and deadlines that are nearly always removed before they pass.
 
-Knows: times, functions to call. Must not know: what the functions do, or any real clock. Two events at the same time
+Two events at the same time
 happen in the order in which they were added, so that a simulation is the same at each run.
 """
 
@@ -76,10 +76,6 @@ class DeadlineWheel(Generic[K]):
             del self._slots[slot][key]
 
     def _pass_slot(self, slot: int) -> None:
-        """Removes the keys of one slot one by one and calls `on_expired` for each; such a call may remove other keys.
-
-        slot: the deadline in units of `grain_s`.
-        """
         keys = self._slots[slot]
         while keys:
             key = next(iter(keys))

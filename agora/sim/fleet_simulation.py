@@ -1,7 +1,4 @@
-"""Simulated peers that join, serve, move, leave, hang and die, and that read the directory.
-
-Knows: that placement rules decide which span each peer holds. Must not know: how microbatches travel.
-"""
+"""Simulated peers that join, serve, move, leave, hang and die, and that read the directory."""
 
 from __future__ import annotations
 
@@ -23,15 +20,12 @@ from agora.sim.state_fetch import SimulatedFetch
 from agora.swarm.membership import LIFETIME_S
 from agora.swarm.view import View
 
-DRAIN_S = 60.0
-"""Seconds after which a peer that moves or leaves gives up the work that it has not finished."""
-DRAIN_POLL_S = 1.0
-"""Seconds between two checks whether a peer that moves or leaves has finished."""
-HANG_S = 60.0
-"""Seconds after which a peer that hangs is ended, by its watchdog or its owner."""
+DRAIN_S = 60.0  # seconds after which a peer that moves or leaves gives up the work that it has not finished
+DRAIN_POLL_S = 1.0  # seconds between two checks whether a peer that moves or leaves has finished
+HANG_S = 60.0  # seconds after which a peer that hangs is ended, by its watchdog or its owner
 
+# Seconds for which a peer that has gone is remembered: longer than its claim may be in any other peer's view.
 DEPARTED_KEPT_S = LIFETIME_S + 600.0
-"""Seconds for which a peer that has gone is remembered: longer than its claim may be in any other peer's view."""
 
 
 class PlacementRules(Protocol):
@@ -76,8 +70,7 @@ class FleetSimulation:
         self._last_number = 0
         self.stages = len(state_bytes)
         self._readers: dict[PeerId, SimulatedReader] = {}
-        self.peers: dict[PeerId, SimulatedPeer] = {}
-        """The peers that have not gone, hung ones included."""
+        self.peers: dict[PeerId, SimulatedPeer] = {}  # the peers that have not gone, hung ones included
         self._departed: dict[PeerId, SimulatedPeer] = {}
         self.hops: HopSimulation
         self.origins: OriginSimulation
@@ -118,7 +111,6 @@ class FleetSimulation:
         self._events.after(after_s, self._enter_service, peer)
 
     def _enter_service(self, peer: SimulatedPeer) -> None:
-        """Makes a placed peer begin to train, its reads and its periodic placement checks, if it still serves."""
         if peer.presence is Presence.SERVING:
             self._begin_training(peer)
             self._watch(peer)
@@ -135,20 +127,12 @@ class FleetSimulation:
         return peer
 
     def _watch(self, peer: SimulatedPeer) -> None:
-        """Schedules a peer's next read of the directory and its first placement check; both repeat.
-
-        Schedules no placement check if the rules give no interval.
-        """
         read_s = self._readers[peer.id].interval_s()
         self._events.after(read_s, self._read, peer)
         if (wait_s := self._rules.judge_interval_s()) is not None:
             self._events.after(read_s + wait_s, self._judge_placement, peer)
 
     def _choose(self, peer: SimulatedPeer) -> None:
-        """Makes a standing-by peer read the directory and choose a span, claim it and begin to fetch its state.
-
-        The peer goes on standing by if the rules choose none. Does nothing if it is not standing by.
-        """
         if peer.presence is Presence.STANDBY:
             reader = self._readers[peer.id]
             reader.read(None, self._events.now)
@@ -157,10 +141,6 @@ class FleetSimulation:
                 self._claim_and_fetch(peer, span)
 
     def _claim_and_fetch(self, peer: SimulatedPeer, span: Span) -> None:
-        """Claims `span` as "joining" and starts to fetch its stages' state from some peers that claim to serve them.
-
-        `_serve` is called when the state has arrived; immediately if there are no such peers.
-        """
         peer.span = span
         peer.presence = Presence.JOINING
         peer.incarnation += 1
@@ -175,10 +155,6 @@ class FleetSimulation:
         SimulatedFetch(self._events, peer, size, self._rng, self._serve).start(list(donors.values()))
 
     def _serve(self, peer: SimulatedPeer) -> None:
-        """Called when a peer has its stages' state: claims its span as "serving" and makes it begin to train.
-
-        Does nothing if the peer is no longer joining.
-        """
         if peer.presence is not Presence.JOINING or peer.span is None:
             return
         peer.presence = Presence.SERVING
@@ -187,7 +163,6 @@ class FleetSimulation:
         self._begin_training(peer)
 
     def _begin_training(self, peer: SimulatedPeer) -> None:
-        """Makes a peer that serves read the directory, and makes it an origin if its span begins at stage 0."""
         self._read_directory(peer)
         if peer.span is not None and peer.span.first == 0:
             self.origins.begin(peer)
@@ -195,11 +170,6 @@ class FleetSimulation:
     # --- staying
 
     def _read(self, peer: SimulatedPeer) -> None:
-        """Makes a peer read the directory, and schedules its next read.
-
-        Counts the records that the peer publishes until then. If the known servers of the stage after its span have
-        changed, routes the microbatches that wait for such a server. Does nothing once the peer is down.
-        """
         if not peer.is_up:
             return
         if self._read_directory(peer):
@@ -210,10 +180,6 @@ class FleetSimulation:
         self._events.after(interval_s, self._read, peer)
 
     def _read_directory(self, peer: SimulatedPeer) -> bool:
-        """Reads the shards due for a peer, and updates its `replicas`: the peers that serve the stage after its span.
-
-        Returns whether `replicas` has changed; False if there is no such stage, or no span.
-        """
         reader = self._readers[peer.id]
         if not reader.read(peer.span, self._events.now) or peer.span is None or peer.span.last + 1 >= self.stages:
             return False
@@ -224,11 +190,6 @@ class FleetSimulation:
         return True
 
     def _judge_placement(self, peer: SimulatedPeer) -> None:
-        """Begins to move a serving peer if the rules decide so twice, before and after a new read; counts the move.
-
-        A peer that stands by chooses a span instead. Schedules the next such call. Does nothing once the peer is
-        down.
-        """
         if not peer.is_up:
             return
         if peer.presence is Presence.STANDBY:
@@ -245,26 +206,16 @@ class FleetSimulation:
             self._events.after(wait_s, self._judge_placement, peer)
 
     def _reconsider(self, peer: SimulatedPeer) -> Span | None:
-        """Returns the span to which the rules move a peer, by the peer's own view; None: it stays."""
         reader = self._readers[peer.id]
         return self._rules.reconsider(self._events.now, peer, lambda: reader.view(peer.span))
 
     def _drain(self, peer: SimulatedPeer, then: Callable[[], None]) -> None:
-        """Makes a peer publish that it leaves and refuse new work; calls `then` when the peer has finished its work.
-
-        Work that is not finished after DRAIN_S is handed back to its callers before `then`.
-        """
         peer.presence = Presence.LEAVING
         if peer.span is not None:
             self._directory.claim(peer, peer.span, "leaving")
         self._wait_for_drain(peer, self._events.now + DRAIN_S, then)
 
     def _wait_for_drain(self, peer: SimulatedPeer, until: float, then: Callable[[], None]) -> None:
-        """Calls `then` when a leaving peer holds no more work, checked every DRAIN_POLL_S, or at `until`.
-
-        At `until`, first ends the work that is left without an answer. Before `then` is called, the peer forgets
-        what it knew as an origin and of its next stage. Does nothing if the peer is no longer leaving.
-        """
         if peer.presence is not Presence.LEAVING:
             return
         if peer.visits and self._events.now < until:
@@ -284,7 +235,6 @@ class FleetSimulation:
         self._drain(peer, lambda: self._go(peer))
 
     def _go(self, peer: SimulatedPeer) -> None:
-        """Removes a peer that has finished its work, and withdraws its claim immediately, before the claim expires."""
         self._directory.withdraw(peer.id)
         self._end(peer)
 
@@ -306,29 +256,17 @@ class FleetSimulation:
         self._events.after(HANG_S, self._end, peer)
 
     def _vanish(self, peer: SimulatedPeer) -> None:
-        """Ends a peer now; its claim stays in the directory until the claim expires."""
         self._expire_claim_later(peer)
         self._end(peer)
 
     def _expire_claim_later(self, peer: SimulatedPeer) -> None:
-        """Schedules the removal of the peer's claim from the directory for when the claim expires.
-
-        That is LIFETIME_S after the claim's last publication, whose moment is drawn at random. A claim of a newer
-        incarnation stays.
-        """
         self._events.after(self._directory.seconds_to_end(), self._end_claim, peer.id, peer.incarnation)
 
     def _end_claim(self, peer: PeerId, incarnation: int) -> None:
-        """Removes a peer's claim if the claim is still of this incarnation."""
         if self._directory.is_current(peer, incarnation):
             self._directory.withdraw(peer)
 
     def _end(self, peer: SimulatedPeer) -> None:
-        """Takes a peer out of the simulation and breaks its connections; does nothing if it has gone already.
-
-        Counts its open microbatches as lost. Leaves its claim as it is, and keeps the peer for `find` for
-        DEPARTED_KEPT_S.
-        """
         if self.peers.pop(peer.id, None) is None:
             return
         if peer.origin is not None:
@@ -341,7 +279,7 @@ class FleetSimulation:
         self.hops.break_connections(peer)
 
     def _forget(self, peer: PeerId) -> None:
-        """Forgets a peer that has gone, so that `find` raises for it; called when no view can name it any more."""
+        # Forgets a peer that has gone, so that `find` raises for it; called when no view can name it any more.
         del self._departed[peer]
 
     def pick(self, count: int) -> list[SimulatedPeer]:

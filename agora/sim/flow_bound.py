@@ -1,7 +1,5 @@
 """The greatest rate, in microbatches per second, at which machines that hold given spans can train together. Pure.
 
-Knows: spans, speeds, the work of each stage. Must not know: links, routing, time.
-
 It is the maximum flow of a pipeline: the greatest rate r for which shares x[p, s] exist with, for each stage s, the sum
 of x over the holders of s at least r, and for each peer p, the sum of x[p, s] * work[s] over its span at most speed[p].
 Since spans are intervals, serving the stages in order, each by the holders whose spans end first, finds such shares
@@ -15,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from agora_protocol.ids import Span
 
-PRECISION = 1e-6
-"""The bisection ends when its two bounds differ by at most this fraction of the upper one."""
+PRECISION = 1e-6  # the bisection ends when its two bounds differ by at most this fraction of the upper one
 
 
 def flow_bound(holders: Iterable[tuple[Span, float]], work: Sequence[float]) -> float:
@@ -74,11 +71,6 @@ def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> floa
 
 
 def _rate_bound(speeds: Mapping[Span, float], work: Sequence[float]) -> float:
-    """Returns an upper bound for flow_bound: total speed / total work, or less if one stage's holders allow less.
-
-    A stage's holders allow the sum of their speeds divided by the stage's work. speeds: by span, the sum of the speeds
-    of its holders.
-    """
     total = sum(speeds.values()) / sum(work)
     alone = (
         sum(speed for span, speed in speeds.items() if stage in span) / amount

@@ -1,7 +1,6 @@
 """How a microbatch passes through simulated peers: the nested calls of pipeline/hop.py and router.py, as events.
 
-Knows: which event follows which; the product's RoutingTable chooses every callee. Must not know: which peers join or
-leave, what an origin does with a microbatch that came back. Only the jitter of links is drawn at random.
+Only the jitter of links is drawn at random.
 """
 
 from __future__ import annotations
@@ -83,11 +82,6 @@ class HopSimulation:
             self._begin(visit)
 
     def _arrive(self, call: Call) -> None:
-        """Called when a call reaches its callee: sends a kept answer, joins a running visit, begins one, or refuses.
-
-        The call fails if the callee does not hold the stage or the time is too short, and after SILENCE_S if the callee
-        hangs. If the call is accepted, its caller learns the length of the callee's queue.
-        """
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
         if peer.presence is Presence.HUNG:
             self._events.after(SILENCE_S, self._on_failed, call)
@@ -120,10 +114,6 @@ class HopSimulation:
         self._reply(call, self._on_accepted, call, peer.device.queue_length)
 
     def _refusal_s(self, peer: SimulatedPeer) -> float | None:
-        """Returns None if a peer can take a visit, else the seconds until it may be asked again: mean visit / slots.
-
-        The seconds lie within the ledger's retry limits; for a peer that does not serve they are CLOSED_RETRY_MS.
-        """
         if peer.presence is not Presence.SERVING:
             return CLOSED_RETRY_MS / 1000.0
         if len(peer.visits) < self._workload.slots:
@@ -132,7 +122,6 @@ class HopSimulation:
         return min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS) / 1000.0
 
     def _begin(self, visit: Visit) -> None:
-        """Takes a slot, adds the peer to the path, queues the forward, at the last stage forward and backward."""
         peer, workload = visit.peer, self._workload
         peer.visits[visit.key] = visit
         visit.started = self._events.now
@@ -147,17 +136,12 @@ class HopSimulation:
     # --- on to the next stage
 
     def _on_forward_done(self, visit: Visit) -> None:
-        """Called at the end of a visit's forward: routes the visit to a peer of the next stage, unless cancelled."""
         if visit.state == "forward":
             visit.state = "routing"
             self._route(visit)
 
     def _route(self, visit: Visit) -> bool:
-        """Calls the peer that the routing table chooses for a visit, or ends the visit if its deadline is too near.
-
-        Returns whether the visit need not wait: it was sent on, or has ended. Otherwise appends it to `peer.waiting`,
-        and schedules the routing of all that wait for when the table says so.
-        """
+        # Otherwise appends it to `peer.waiting`, and schedules the routing of all that wait for when the table says so.
         peer, now, stage = visit.peer, self._events.now, visit.last + 1
         until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
         if until - now < MIN_ATTEMPT_S:
@@ -177,7 +161,6 @@ class HopSimulation:
         return False
 
     def _wake(self, peer: SimulatedPeer, wakes_at: float) -> None:
-        """Routes a peer's waiting visits; does nothing if an earlier wake-up has replaced this one."""
         if peer.wakes_at == wakes_at:
             peer.wakes_at = math.inf
             self.route_waiting(peer)
@@ -191,10 +174,6 @@ class HopSimulation:
                 return
 
     def _call(self, visit: Visit, callee: SimulatedPeer, payload: int, until: float) -> None:
-        """Charges the chosen callee in the routing table and sends it the boundary; fails the call if it is gone.
-
-        payload: the boundary's bytes. until: simulated second at which the attempt ends.
-        """
         now, peer = self._events.now, visit.peer
         attempt = peer.table.record_sent(now, visit.last + 1, callee.id, payload, until)
         call = Call(visit, callee, attempt)
@@ -211,15 +190,10 @@ class HopSimulation:
     # --- what comes back
 
     def _reply(self, call: Call, then: Callable[..., None], *args: object) -> None:
-        """Schedules `then(*args)` for when a message without tensors, sent now, reaches the caller; counts it."""
         self._measurements.messages += 1
         self._events.after(call.callee.equipment.link.outward_delay_s(), then, *args)
 
     def _on_accepted(self, call: Call, queue: int) -> None:
-        """Called when the caller learns that its call was accepted: records queue and ping in the routing table.
-
-        Not if the call has ended or the caller is down. Counts a message to each peer upstream of it.
-        """
         visit = call.caller
         if call.ended or not visit.peer.is_up:
             return
@@ -228,17 +202,11 @@ class HopSimulation:
         self._measurements.messages += sum(stage < visit.entry_stage for stage in visit.microbatch.path.peer_by_stage)
 
     def _on_busy(self, call: Call, retry_s: float) -> None:
-        """Called when the caller receives BUSY: backs off from the callee for `retry_s`, and routes the visit again."""
         if self._end(call):
             call.caller.peer.table.record_busy(self._events.now, call.attempt, retry_s)
             self._reroute(call)
 
     def _on_failed(self, call: Call, is_unavailable: bool = False) -> None:
-        """Called when the caller learns that a call has failed: counts it, drops the callee from the path, reroutes.
-
-        is_unavailable: the callee answered Unavailable. Then no time counts as wasted, and its failures in a row are
-        counted up to UNAVAILABLE_FAILURES only.
-        """
         if self._end(call):
             now, attempt = self._events.now, call.attempt
             wasted_s = 0.0 if is_unavailable else now - attempt.started
@@ -251,7 +219,6 @@ class HopSimulation:
             self._reroute(call)
 
     def _on_deadline(self, call: Call) -> None:
-        """Called at a call's deadline: the call fails at its caller, and the callee's visit loses this caller."""
         if not call.ended and call.caller.peer.is_up:
             self._measurements.timeouts += 1
             callee_visit = call.visit
@@ -259,7 +226,6 @@ class HopSimulation:
             self._forget_caller(callee_visit, call)
 
     def _end(self, call: Call) -> bool:
-        """Marks a call as ended and forgets it at both ends; returns whether its caller is up and waited for it."""
         if call.ended:
             return False
         call.ended = True
@@ -268,17 +234,12 @@ class HopSimulation:
         return call.caller.peer.is_up and call.caller.state == "downstream" and call.caller.call is call
 
     def _reroute(self, call: Call) -> None:
-        """Routes a visit whose call has failed, before the visits that wait at the same peer."""
         visit = call.caller
         visit.call, visit.state = None, "routing"
         self._route(visit)
         self.route_waiting(visit.peer)
 
     def _on_answered(self, call: Call, queue: int) -> None:
-        """Called when the gradient reaches the caller: records times, queues the caller's backward, routes what waits.
-
-        Does nothing if the caller no longer waits. queue: length of the callee's queue at the end of its visit.
-        """
         if not self._end(call):
             return
         now, visit, callee, peer = self._events.now, call.caller, call.visit, call.caller.peer
@@ -298,15 +259,10 @@ class HopSimulation:
         self.route_waiting(peer)
 
     def _on_backward_done(self, visit: Visit) -> None:
-        """Called at the end of a visit's backward: records its seconds, the wait included, and finishes the visit."""
         visit.peer.backward_s = visit.peer.backward_s.with_sample(self._events.now - visit.queued_at)
         self._on_finished(visit)
 
     def _on_finished(self, visit: Visit) -> None:
-        """Called when a visit's work is done: records times, frees the slot, keeps and sends the answer.
-
-        Ignores a visit that was cancelled. Reports the origin's own visit as completed.
-        """
         if visit.state == "cancelled":
             return
         peer, now = visit.peer, self._events.now
@@ -325,7 +281,6 @@ class HopSimulation:
             self._report_completed(visit)
 
     def _keep_answer(self, visit: Visit) -> None:
-        """Keeps a visit's answer at its peer for repeated calls; forgets the peer's oldest beyond KEPT_ANSWERS."""
         answers = visit.peer.answers
         answers[visit.key] = visit
         visit.microbatch.kept.append(visit)
@@ -333,7 +288,6 @@ class HopSimulation:
             del answers[next(iter(answers))]
 
     def _send_answer(self, visit: Visit, call: Call) -> None:
-        """Sends the gradient to the caller of `call`, unless the call has ended; counts two messages."""
         if call.ended:
             return
         self._measurements.messages += 2  # "finished" plus the answer
@@ -344,7 +298,6 @@ class HopSimulation:
     # --- visits that end without an answer
 
     def _give_up(self, visit: Visit) -> None:
-        """Ends a visit without an answer: its callers get Unavailable; an origin's own visit is a failed attempt."""
         callers = list(visit.callers)
         self._cancel(visit)
         for call in callers:
@@ -353,7 +306,6 @@ class HopSimulation:
             self.root.on_unfinished(visit, 0.0, True)
 
     def _cancel(self, visit: Visit) -> None:
-        """Ends a visit without a message to its callers; abandons its open call, and later work for no other caller."""
         visit.peer.visits.pop(visit.key, None)
         if visit.state == "forward":
             visit.peer.device.discard(visit)
@@ -368,7 +320,6 @@ class HopSimulation:
             self._forget_caller(call.visit, call)
 
     def _forget_caller(self, visit: Visit | None, call: Call) -> None:
-        """Removes a caller that has gone; cancels the visit if none is left, unless committed, root or answered."""
         if visit is None or call not in visit.callers:
             return
         visit.callers.remove(call)
@@ -393,7 +344,6 @@ class HopSimulation:
         peer.waiting.clear()
 
     def _report_completed(self, visit: Visit) -> None:
-        """Reports a visit's microbatch to the origin as completed; removes the microbatch's kept answers everywhere."""
         kept, visit.microbatch.kept = visit.microbatch.kept, []
         for answered in kept:
             answered.peer.answers.pop(answered.key, None)

@@ -1,7 +1,4 @@
-"""What a simulation counts while it runs, and the samples that it takes at equal intervals.
-
-Knows: counters, samples over time. Must not know: why anything happened, how a report looks.
-"""
+"""What a simulation counts while it runs, and the samples that it takes at equal intervals."""
 
 from __future__ import annotations
 

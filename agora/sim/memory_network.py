@@ -3,7 +3,7 @@
 Every peer joins with a handler and gets back its agora.calls.Caller. Works in virtual time and in real time. Each fault
 is counted in `faults.fired`, and each call that ended without an answer or a refusal is kept in `unanswered`.
 
-Knows: calls, links, faults. Must not know: what is asked or answered. The tests run the daemon's own objects on it.
+The tests run the daemon's own objects on it.
 """
 
 from __future__ import annotations
@@ -194,14 +194,9 @@ class MemoryNetwork:
         deadline: float,
         on_progress: OnProgress | None,
     ) -> asyncio.Task[Reply]:
-        """Starts the target's handler on a request, as a task that returns the reply; returns the task.
-
-        The handler's deadline is the call's, or the request's own `deadline_ms` if that ends first. The task raises
-        DeadlinePassed if the handler raises TimeoutError, and never ends at a silent or frozen target.
-        """
-
+        # The task raises DeadlinePassed if the handler raises TimeoutError, and never ends at a silent or frozen
+        # target.
         def progress(call_progress: CallProgress) -> None:
-            """Passes a progress message to the caller, after the uplink's delay; drops it if a peer is frozen."""
             if not on_progress or caller.frozen or target.frozen:
                 return
             if target.uplink is None:
@@ -214,7 +209,7 @@ class MemoryNetwork:
         call = MemoryCall(caller.peer, request, list(tensors), min(deadline, loop_time() + left_s), progress)
 
         async def handle() -> Reply:
-            """Counts the request, runs the handler, returns its reply; never ends if the target is frozen or silent."""
+            # Counts the request, runs the handler, returns its reply; never ends if the target is frozen or silent.
             await target.block_if_frozen()
             target.calls_in += 1
             if target.peer in self.silent:
@@ -230,7 +225,7 @@ class MemoryNetwork:
         return task
 
     def _on_task_ended(self, task: asyncio.Task[Reply]) -> None:
-        """Forgets an ended task; retrieves its error, so that asyncio does not log it."""
+        # Forgets an ended task; retrieves its error, so that asyncio does not log it.
         self.tasks.discard(task)
         if not task.cancelled():
             task.exception()
@@ -238,12 +233,6 @@ class MemoryNetwork:
     async def _reply(
         self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply], deadline: float
     ) -> Reply:
-        """Waits for the answer, a fault or the deadline; returns the answer once it has arrived at the caller.
-
-        Raises the handler's error; ConnectionBroken when the target dies, when the two peers are cut off, and at random
-        with the probabilities in `faults`; DeadlinePassed, after cancelling the handler, when there is no answer in
-        time. Also cancels the handler if this call is cancelled. Counts the random faults in `faults.fired`.
-        """
         will_break = self.rng.random() < self.faults.break_call
         until = min(deadline, loop_time() + self.rng.uniform(0.0, 0.3)) if will_break else deadline
         try:
@@ -272,7 +261,6 @@ class MemoryNetwork:
         return reply
 
     async def _travel(self, sender: MemoryPeer, to: PeerId, size: int) -> None:
-        """Waits as long as `size` bytes sent now travel; without an uplink, a time drawn from `faults.latency_s`."""
         if sender.uplink is None:
             await asyncio.sleep(self.rng.uniform(*self.faults.latency_s))
         else:
@@ -280,6 +268,5 @@ class MemoryNetwork:
             await asyncio.sleep(sender.uplink.arrival(to, size, now) - now)
 
     def _cancel(self, caller: MemoryPeer, target: MemoryPeer, handling: asyncio.Task[Reply]) -> None:
-        """Cancels the handler of a call that has ended, unless one of the two peers is frozen."""
         if not caller.frozen and not target.frozen:
             handling.cancel()

@@ -1,7 +1,4 @@
-"""The peers that hold stage 0 of a simulation, and the microbatches that they open, as pipeline/opening.py decides.
-
-Knows: when to open a microbatch, and how long an attempt may take. Must not know: how a microbatch travels.
-"""
+"""The peers that hold stage 0 of a simulation, and the microbatches that they open, as pipeline/opening.py decides."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from agora.sim.hop_simulation import HopSimulation
 from agora.sim.measurements import Measurements
 from agora.sim.simulated_peer import OriginState, Presence, SimulatedMicrobatch, SimulatedPeer, Visit
 
+# The time for an attempt, and the time before it, double at most this often, so that no number overflows.
 MAX_DOUBLINGS = 16
-"""The time for an attempt, and the time before it, double at most this often, so that no number overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +70,7 @@ class OriginSimulation:
             self._open(peer)
 
     def _open(self, peer: SimulatedPeer) -> None:
-        """Opens microbatches at a peer, one after the other, until opening.next_opening decides otherwise.
-
-        Begins the first attempt of each, and updates the origin's credit. Opens none if the peer does not serve as an
-        origin.
-        """
+        # Opens microbatches at a peer, one after the other, until opening.next_opening decides otherwise.
         state = peer.origin
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
@@ -94,10 +87,6 @@ class OriginSimulation:
             self._attempt(SimulatedMicrobatch(identity, peer, now))
 
     def _credit(self, state: OriginState, inputs: OpeningInputs) -> opening.Credit:
-        """Returns how many microbatches an origin may have in flight, and why.
-
-        That is rules.max_in_flight, or if it is 0 opening.measured_credit; at most rules.slots in both cases.
-        """
         rules = self._rules
         if rules.max_in_flight:
             limit = min(rules.max_in_flight, rules.slots)
@@ -108,7 +97,6 @@ class OriginSimulation:
         )
 
     def _staleness_ceiling(self, peer: SimulatedPeer) -> opening.StalenessCeiling:
-        """Returns how many microbatches this origin may have in flight by schedule.staleness, if that is a bound."""
         rules = self._rules
         if not rules.staleness or not rules.step_microbatches:
             return opening.NO_CEILING
@@ -117,12 +105,6 @@ class OriginSimulation:
         return opening.staleness_ceiling(rules.staleness, rules.step_microbatches, rank, origins, predicts=True)
 
     def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
-        """Starts the next attempt of a microbatch at its origin's own hop, with a deadline; adds 1 to `attempts`.
-
-        The first attempt gets TIMEOUT_FACTOR times an attempt's mean seconds, at least MIN_TIMEOUT_S; before any
-        attempt was measured, `first_timeout_s`. Each further attempt gets twice the time, up to MAX_TIMEOUT_S. Does
-        nothing if the peer is not up or is no longer an origin.
-        """
         peer = microbatch.origin
         if peer.origin is None or not peer.is_up:
             return

@@ -1,7 +1,4 @@
-"""Decides which stages simulated machines hold, by the daemon's own placement and rebalancing.
-
-Knows: which functions decide, and their arguments. Must not know: time, what a machine does with the decision.
-"""
+"""Decides which stages simulated machines hold, by the daemon's own placement and rebalancing."""
 
 from __future__ import annotations
 
@@ -17,15 +14,13 @@ from agora.swarm.placement import Ability, StageDemands, choose_placement
 from agora.swarm.rebalancing import judge_interval_s, judge_move
 from agora.swarm.view import View
 
-VERDICT_TTL_S = 2.0
-"""Simulated seconds for which a verdict is reused: whether machines of one span and kind may move."""
+VERDICT_TTL_S = 2.0  # simulated seconds for which a verdict is reused: whether machines of one span and kind may move
 
 
 class _ZeroDraws(random.Random):
     """A random generator that draws 0 each time: with it, judge_move returns a move if any draw could lead to one."""
 
     def random(self) -> float:
-        """Returns 0."""
         return 0.0
 
 
@@ -69,13 +64,8 @@ class DaemonPlacement:
         return judge_interval_s(self._rng)
 
     def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random, served_s: float) -> Span | None:
-        """Returns the span to which rebalancing.judge_move moves the peer; None: it stays.
-
-        served_s: for how many seconds the peer has served its span.
-        """
         placement = judge_move(view, peer.id, self._demands, self._ability(peer.equipment), rng, served_s)
         return None if placement is None else placement.span
 
     def _ability(self, equipment: Equipment) -> Ability:
-        """Returns what a machine can do, in stages of mean work per second and bytes per second."""
         return Ability(equipment.speed / self._mean_work, equipment.link.spec.rate, equipment.max_span_lengths)

@@ -1,7 +1,4 @@
-"""Draws a simulation's samples as SVG pictures.
-
-Knows: lines, axes, SVG. Must not know: what was simulated, files.
-"""
+"""Draws a simulation's samples as SVG pictures."""
 
 from __future__ import annotations
 
@@ -70,10 +67,6 @@ def to_svg(plot: Plot) -> str:
 
 
 def _axes(end: float, top: float) -> list[str]:
-    """Returns the SVG elements of a plot's horizontal grid lines, with values at the left and minutes below.
-
-    end: greatest time, in seconds. top: greatest value.
-    """
     parts = []
     for tick in range(TICKS + 1):
         value, time = top * tick / TICKS, end * tick / TICKS
@@ -85,10 +78,8 @@ def _axes(end: float, top: float) -> list[str]:
 
 
 def _x(time: float, end: float) -> float:
-    """Returns the SVG x coordinate of a time; the time axis reaches from 0 to `end`."""
     return LEFT + (WIDTH - LEFT - RIGHT) * time / end
 
 
 def _y(value: float, top: float) -> float:
-    """Returns the SVG y coordinate of a value; the value axis reaches from 0 at the bottom to `top`."""
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top

@@ -1,7 +1,4 @@
-"""What is simulated: machines, a model, churn and faults; read from a TOML file.
-
-Knows: the names, types and limits of a scenario's settings. Must not know: how anything is simulated.
-"""
+"""What is simulated: machines, a model, churn and faults; read from a TOML file."""
 
 from __future__ import annotations
 
@@ -72,7 +69,6 @@ class SimulatedModel:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return len(self.work)
 
 
@@ -104,7 +100,6 @@ class Scenario:
 
     @property
     def peers(self) -> int:
-        """The number of machines at the start."""
         return sum(group.count for group in self.machines)
 
 
@@ -156,10 +151,6 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
 
 
 def _model(table: SettingsTable) -> SimulatedModel:
-    """Returns the model that the section [model] describes; all settings but `stages` have defaults.
-
-    Raises ScenarioError for unknown keys and wrong values.
-    """
     stages = table.integer("stages", least=1, most=MAX_STAGES)
     model = SimulatedModel(
         work=table.numbers("work", stages, 1.0, above=0.0, most=1e6),
@@ -177,11 +168,6 @@ def _model(table: SettingsTable) -> SimulatedModel:
 
 
 def _machine_group(table: SettingsTable, stages: int) -> MachineGroup:
-    """Returns the group of equal machines that one table [[machines]] describes. stages: number of stages of the run.
-
-    Raises ScenarioError for unknown keys, values out of range, and stages beyond the last one; another InputError for a
-    link or a span that is malformed.
-    """
     span = table.string("stages", "")
     link = table.string("link", DEFAULT_LINK)
     group = MachineGroup(
@@ -199,10 +185,6 @@ def _machine_group(table: SettingsTable, stages: int) -> MachineGroup:
 
 
 def _churn(table: SettingsTable) -> Churn:
-    """Returns the churn that the section [churn] describes: SHAPES[shape], with the settings given in place of its own.
-
-    Raises ScenarioError for unknown keys and wrong values.
-    """
     shape = table.choice("shape", "none", tuple(SHAPES))
     base = SHAPES[shape]
     churn = Churn(

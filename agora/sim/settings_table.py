@@ -1,7 +1,4 @@
-"""One table of a TOML file, read strictly: each setting has a type and limits, and an unknown one is an error.
-
-Knows: names, types, limits. Must not know: what a setting means.
-"""
+"""One table of a TOML file, read strictly: each setting has a type and limits, and an unknown one is an error."""
 
 from __future__ import annotations
 
@@ -118,7 +115,6 @@ class SettingsTable:
         return tuple(self._check_limits(name, entry, least, above, most) for entry in values)
 
     def _check_limits(self, name: str, value: Any, least: float, above: float | None, most: float) -> float:
-        """Returns the value of setting `name` as a float; raises unless it is a number in the limits of `number`."""
         low = least if above is None else above
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= most or (above is not None and value == above):
@@ -127,7 +123,6 @@ class SettingsTable:
         return float(value)
 
     def _value(self, name: str, default: Any) -> Any:
-        """Returns the value of setting `name`, or if missing `default`; raises if that is None. Marks it as read."""
         self._asked.append(name)
         value = self._raw.get(name, default)
         if value is None:

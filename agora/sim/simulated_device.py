@@ -1,6 +1,6 @@
 """A simulated compute device: one job at a time, backwards before forwards, each in order of arrival.
 
-Knows: jobs and how long each takes. Must not know: what they compute. The order of jobs is that of train/device.py.
+The order of jobs is that of train/device.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class SimulatedDevice:
 
     @property
     def queue_length(self) -> int:
-        """The number of jobs that wait or run."""
         return len(self._queues[0]) + len(self._queues[1]) + self._running
 
     def submit(self, order: JobOrder, seconds: float, done: Callable[[Any], None], subject: Any) -> None:
@@ -65,7 +64,6 @@ class SimulatedDevice:
         self._stopped = True
 
     def _start_next(self) -> None:
-        """Starts the oldest backward, or the oldest forward if no backward waits, unless the device is stopped."""
         queue = self._queues[0] or self._queues[1]
         if not queue or self._stopped:
             return
@@ -75,7 +73,6 @@ class SimulatedDevice:
         self._events.after(seconds * self.slowdown, self._end, done, subject)
 
     def _end(self, done: Callable[[Any], None], subject: Any) -> None:
-        """Ends the running job: calls `done(subject)`, then starts the next job; does nothing if stopped."""
         if self._stopped:
             return
         self._running = False

@@ -1,7 +1,4 @@
-"""A simulated machine's access link, with the rates and delays of net/link.py.
-
-Knows: rates, delays, times. Must not know: what is sent, clocks.
-"""
+"""A simulated machine's access link, with the rates and delays of net/link.py."""
 
 from __future__ import annotations
 

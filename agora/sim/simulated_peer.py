@@ -1,8 +1,4 @@
-"""What a simulated swarm consists of: peers, the microbatches in flight, and the calls between peers.
-
-Knows: each peer's own routing table, pace and averages, of the daemon's classes. Must not know: what happens next
-(hop_simulation.py, origin_simulation.py and fleet_simulation.py do).
-"""
+"""What a simulated swarm consists of: peers, the microbatches in flight, and the calls between peers."""
 
 from __future__ import annotations
 
@@ -49,20 +45,16 @@ class Equipment:
 class OriginState:
     """What a peer that holds stage 0 remembers of the microbatches that it opens; see pipeline/origin.py."""
 
-    credit_ceiling: int
-    """The most that a measured credit can be."""
-    open_count: int = 0
-    """How many microbatches are in flight."""
-    pace: Pace = field(default_factory=Pace)
-    """How often a microbatch is completed."""
+    credit_ceiling: int  # the most that a measured credit can be
+    open_count: int = 0  # how many microbatches are in flight
+    pace: Pace = field(default_factory=Pace)  # how often a microbatch is completed
+    # How many microbatches the origin may open for the present step.
     quota: StepQuota = field(default_factory=StepQuota)
-    """How many microbatches the origin may open for the present step."""
+    # How many microbatches the origin may have in flight.
     credit: Credit = field(default_factory=lambda: Credit(1, "not measured yet"))
-    """How many microbatches the origin may have in flight."""
+    # Mean seconds of the attempts that were completed.
     attempt_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
-    """Mean seconds of the attempts that were completed."""
-    next_number: int = 0
-    """The number of the next microbatch."""
+    next_number: int = 0  # the number of the next microbatch
 
 
 class SimulatedPeer:
@@ -75,47 +67,30 @@ class SimulatedPeer:
         self.device = device
         self.presence = Presence.STANDBY
         self.span: Span | None = None
-        self.serving_since = 0.0
-        """Simulated second since which it has served its span."""
+        self.serving_since = 0.0  # simulated second since which it has served its span
         self.incarnation = 0
-        self.table = RoutingTable(peer, stages)
-        """What it knows of the peers that it calls."""
-        self.pace = Pace()
-        """How often its calls are answered."""
-        self.busy_s = MovingAverage(0.1)
-        """Mean seconds of a visit's own work."""
-        self.backward_s = MovingAverage(0.1)
-        """Mean seconds of a backward pass, its wait at the device included."""
-        self.slot_s = MovingAverage(0.1)
-        """Mean seconds of a whole visit."""
+        self.table = RoutingTable(peer, stages)  # what it knows of the peers that it calls
+        self.pace = Pace()  # how often its calls are answered
+        self.busy_s = MovingAverage(0.1)  # mean seconds of a visit's own work
+        self.backward_s = MovingAverage(0.1)  # mean seconds of a backward pass, its wait at the device included
+        self.slot_s = MovingAverage(0.1)  # mean seconds of a whole visit
+        # Seconds of work of its last visits, the work at later stages included.
         self.paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
-        """Seconds of work of its last visits, the work at later stages included."""
-        self.visits: dict[tuple[MicrobatchId, int], Visit] = {}
-        """Its unfinished work, by microbatch and entry stage."""
+        self.visits: dict[tuple[MicrobatchId, int], Visit] = {}  # its unfinished work, by microbatch and entry stage
+        # Finished visits, whose answers are kept, by the same key.
         self.answers: dict[tuple[MicrobatchId, int], Visit] = {}
-        """Finished visits, whose answers are kept, by the same key."""
-        self.waiting: deque[Visit] = deque()
-        """Visits for which no peer of the next stage can be called now."""
-        self.wakes_at = math.inf
-        """When the next routing of `waiting` is scheduled."""
-        self.calls_in: dict[Call, None] = {}
-        """Open calls to this peer."""
-        self.replicas: tuple[PeerView, ...] = ()
-        """The peers known to serve its next stage."""
-        self.origin: OriginState | None = None
-        """None unless it holds stage 0."""
+        self.waiting: deque[Visit] = deque()  # visits for which no peer of the next stage can be called now
+        self.wakes_at = math.inf  # when the next routing of `waiting` is scheduled
+        self.calls_in: dict[Call, None] = {}  # open calls to this peer
+        self.replicas: tuple[PeerView, ...] = ()  # the peers known to serve its next stage
+        self.origin: OriginState | None = None  # none unless it holds stage 0
 
     @property
     def is_up(self) -> bool:
-        """Whether the machine's process runs and answers: it has neither gone nor hung."""
         return self.presence not in (Presence.GONE, Presence.HUNG)
 
     @property
     def has_state(self) -> bool:
-        """Whether it serves, or is leaving and may still work on microbatches; then it has its stages' state.
-
-        Also true of a peer that leaves before it has served; such a peer has no work.
-        """
         return self.presence in (Presence.SERVING, Presence.LEAVING)
 
 
@@ -134,8 +109,8 @@ class SimulatedMicrobatch:
         self.kept: list[Visit] = []  # its visits whose answers peers keep
 
 
+# downstream: a peer of the next stage has been called, and its answer is awaited.
 VisitState = Literal["forward", "routing", "downstream", "backward", "answered", "cancelled"]
-"""downstream: a peer of the next stage has been called, and its answer is awaited."""
 
 
 class Visit:
@@ -180,7 +155,6 @@ class Visit:
 
     @property
     def key(self) -> tuple[MicrobatchId, int]:
-        """Identifies the visit among its peer's visits: the microbatch, and the stage at which it entered."""
         return self.microbatch.id, self.entry_stage
 
 

@@ -1,8 +1,4 @@
-"""A simulated peer's reading of the directory: it reads the shards that the daemon's own functions plan.
-
-Knows: shards read and when, how long their claims stay in a view (swarm/directory_reader.py). Must not know: which peer
-claims what or why, records as bytes, microbatches.
-"""
+"""A simulated peer's reading of the directory: it reads the shards that the daemon's own functions plan."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ from agora.swarm.directory_shards import (
 from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
 from agora.swarm.view import PeerView, StageEstimate, View
 
-RECORDS_OF_A_PEER = 2
-"""Each peer publishes a claim and a progress record, and a read finds both."""
+RECORDS_OF_A_PEER = 2  # each peer publishes a claim and a progress record, and a read finds both
 
 
 class SimulatedReader:
@@ -70,7 +65,6 @@ class SimulatedReader:
         return self._forget(span, now, after) or is_changed
 
     def _forget(self, span: Span | None, now: float, after: int) -> bool:
-        """Forgets shards whose claims are older than _linger_s; returns whether one of them was of stage `after`."""
         lingers = [self._linger_s(stage, span) for stage in range(self._directory.stage_count)]
         ended = [shard for shard, (_, at) in self._known.items() if now - at > lingers[shard.stage]]
         for shard in ended:
@@ -78,11 +72,6 @@ class SimulatedReader:
         return any(shard.stage == after for shard in ended)
 
     def _linger_s(self, stage: int, span: Span | None) -> float:
-        """Returns for how many seconds the claims that were read of a stage stay in the view.
-
-        In a large run claims stay longer than in a small one, by the period of the reads of this stage, which is
-        shorter for the stages of `span` and the stage after it. See swarm/directory_reader.py.
-        """
         if self._plan.is_small:
             return linger_s(0.0)
         is_close = span is not None and span.first <= stage <= span.last + 1
@@ -128,6 +117,5 @@ class SimulatedReader:
         return View(peers, {} if self._plan.is_small else dict(self._estimates(span)))
 
     def _estimates(self, span: Span | None) -> Iterator[tuple[int, StageEstimate]]:
-        """Yields (stage, StageEstimate) for each stage: the estimated number of peers, and how long claims are kept."""
         for stage in range(self._directory.stage_count):
             yield stage, StageEstimate(estimate_peers(self._readings, stage), self._linger_s(stage, span))

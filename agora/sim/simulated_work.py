@@ -1,7 +1,4 @@
-"""What a microbatch costs the machines and links of a simulated swarm. Pure.
-
-Knows: seconds of work and bytes, by stage. Must not know: peers, events, or where the costs come from.
-"""
+"""What a microbatch costs the machines and links of a simulated swarm. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class Workload:
 
     @property
     def stages(self) -> int:
-        """The number of stages of the run."""
         return len(self.work)
 
     def seconds(self, first: int, last: int, speed: float) -> float:

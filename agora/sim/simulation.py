@@ -1,7 +1,4 @@
-"""Runs a scenario: puts the parts together, adds and removes machines, and takes samples.
-
-Knows: which parts there are. Must not know: how a microbatch travels, how a report looks.
-"""
+"""Runs a scenario: puts the parts together, adds and removes machines, and takes samples."""
 
 from __future__ import annotations
 
@@ -26,14 +23,13 @@ from agora.sim.simulated_link import SimulatedLink
 from agora.sim.simulated_peer import Equipment, Presence
 from agora.sim.simulated_work import Workload
 
+# Seconds within which the machines of the start begin to work, each at a random moment.
+#
+# All claims are stored and read before: a machine that knew no peer of its next stage would fail its first calls.
 LATEST_START_S = 1.0
-"""Seconds within which the machines of the start begin to work, each at a random moment.
 
-All claims are stored and read before: a machine that knew no peer of its next stage would fail its first calls.
-"""
-
+# How many times as many new objects as usual there are between two searches for unreachable cycles.
 COLLECTED_EVERY = 1000
-"""How many times as many new objects as usual there are between two searches for unreachable cycles."""
 
 
 class Simulation:
@@ -98,11 +94,6 @@ class Simulation:
     # --- the machines
 
     def _prepare(self) -> None:
-        """Adds the machines of the start, in random order, and schedules their work and the events of the churn.
-
-        Each machine holds the span of its group, or one of balanced_spans if the group has none. It begins to work at a
-        random moment within LATEST_START_S.
-        """
         groups = [group for group in self.scenario.machines for _ in range(group.count)]
         self._rng.shuffle(groups)
         spans = iter(balanced_spans([group for group in groups if group.span is None], self.scenario.model.work))
@@ -115,16 +106,11 @@ class Simulation:
             self.events.at(event.time, self._apply, event)
 
     def _equipment(self, group: MachineGroup) -> Equipment:
-        """Returns new Equipment for a machine of `group`, with a link of its own; machines of a group are equal."""
         stages = self.scenario.model.stages
         max_span_lengths = tuple(min(group.holds, stages - stage) for stage in range(stages))
         return Equipment(group.kind, group.speed, SimulatedLink(group.link), max_span_lengths)
 
     def _apply(self, event: FleetEvent) -> None:
-        """Makes an event of the churn happen: adds event.count machines, or kills, hangs or sends away random ones.
-
-        A machine that joins is of a random group, drawn in proportion to the groups' counts.
-        """
         if event.kind == "join":
             for _ in range(event.count):
                 weights = [group.count for group in self.scenario.machines]
@@ -138,7 +124,7 @@ class Simulation:
     # --- the samples
 
     def _take_sample(self) -> None:
-        """Adds a sample of the time since the last one to the measurements, and counts the seconds of empty stages."""
+        # Adds a sample of the time since the last one to the measurements, and counts the seconds of empty stages.
         measured = self.measurements
         model = self.scenario.model
         now = self.events.now
@@ -169,10 +155,7 @@ class Simulation:
         self._last = (now, measured.completed, measured.messages, *counted)
 
     def _count_empty(self, now: float, seconds: float) -> int:
-        """Adds `seconds`, those since the last sample, to empty_s of every stage that no machine serves now.
-
-        Also updates longest_empty_s. Returns the number of these stages. now: simulated seconds.
-        """
+        # Adds `seconds`, those since the last sample, to empty_s of every stage that no machine serves now.
         held = {
             stage
             for peer in self.fleet.peers.values()
@@ -189,10 +172,6 @@ class Simulation:
 
 @contextmanager
 def _rare_cycle_collection() -> Iterator[None]:
-    """Context manager: inside, Python's garbage collector runs COLLECTED_EVERY times less often.
-
-    Each collection visits all objects, of which a large fleet has millions; hardly any of them are in cycles.
-    """
     thresholds = gc.get_threshold()
     gc.set_threshold(thresholds[0] * COLLECTED_EVERY, *thresholds[1:])
     try:

@@ -1,7 +1,4 @@
-"""The report of a simulation: its figures as one JSON object and as lines of text.
-
-Knows: samples and counters. Must not know: how they were measured, where they are printed.
-"""
+"""The report of a simulation: its figures as one JSON object and as lines of text."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ class SimulationReport:
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """The samples after the warm-up."""
         return [sample for sample in self.measured.samples if sample.time > self.scenario.warmup_s]
 
     def mean(self, what: Callable[[Sample], float]) -> float:
@@ -37,26 +33,18 @@ class SimulationReport:
 
     @property
     def rate(self) -> float:
-        """Mean number of microbatches completed per second; NaN without samples, as all means."""
         return self.mean(lambda sample: sample.rate)
 
     @property
     def fraction_of_bound(self) -> float:
-        """`rate` / the mean flow bound of the machines that served; 0 if that bound is 0 or there is no sample."""
         return _ratio(self.rate, self.mean(lambda sample: sample.bound))
 
     @property
     def fraction_of_best_placement(self) -> float:
-        """`rate` / the mean of best_whole_placement of all machines at each moment; 0 if that mean is 0 or NaN."""
         return _ratio(self.rate, self.mean(lambda sample: sample.best))
 
     @property
     def bound_fraction_of_best_placement(self) -> float:
-        """The mean flow bound of the machines that served / the mean of best_whole_placement of all machines.
-
-        0 if the divisor is 0 or NaN. Below 1 the ratio shows what placement loses. It can exceed 1 if machines hold
-        several stages.
-        """
         return _ratio(self.mean(lambda sample: sample.bound), self.mean(lambda sample: sample.best))
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +114,6 @@ class SimulationReport:
 
 
 def _timeline_entry(sample: Sample) -> dict[str, Any]:
-    """Returns a sample's time, machines, rate and bounds as an entry of the JSON object's timeline."""
     return {
         "time": sample.time,
         "peers": sample.peers,
@@ -138,10 +125,8 @@ def _timeline_entry(sample: Sample) -> dict[str, Any]:
 
 
 def _ratio(value: float, by: float) -> float:
-    """Returns value / by; 0 if `by` is not greater than 0, NaN included."""
     return value / by if by > 0.0 else 0.0
 
 
 def _round_significant(value: float) -> float | None:
-    """Returns a number rounded to 6 significant digits; None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

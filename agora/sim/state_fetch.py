@@ -1,6 +1,6 @@
 """A simulated newcomer's fetch of its stages' state, in pieces from several replicas at the same time.
 
-Knows: bytes, links, donors. Must not know: what the state is, or when a peer serves. Stands for state/transfer.py.
+Stands for state/transfer.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from agora.sim.event_queue import EventQueue
 from agora.sim.simulated_peer import Presence, SimulatedPeer
 
-DONORS = 4
-"""Maximum number of replicas from which a newcomer fetches at the same time."""
-PIECE_S = 0.25
-"""Seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state."""
+DONORS = 4  # maximum number of replicas from which a newcomer fetches at the same time
+PIECE_S = 0.25  # seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state
 
 
 class SimulatedFetch:
@@ -53,11 +51,6 @@ class SimulatedFetch:
             self._done(self._peer)
 
     def _next_piece(self, donor: SimulatedPeer) -> None:
-        """Makes a donor send the next piece, PIECE_S of its uplink, and schedules the one after it for its arrival.
-
-        If no bytes are left or the donor is down, ends this donor's turn instead, and calls `done` if it was the last
-        donor. Does nothing if the peer no longer fetches this state.
-        """
         if self._peer.presence is not Presence.JOINING or self._peer.incarnation != self._incarnation:
             return  # the peer is gone, or fetches other stages by now
         if self._left <= 0.0 or not donor.is_up:

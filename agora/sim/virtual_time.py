@@ -1,6 +1,6 @@
-"""An event loop with a simulated clock: it jumps to the next timer when nothing is ready, so tests wait no real time.
+"""An event loop with a simulated clock: it jumps to the next timer when nothing is ready.
 
-Knows: asyncio's selectors and timers. Must not know: what runs in it.
+So tests wait no real time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ class _JumpingSelector(selectors.SelectSelector):
     """A selector that never blocks: each `select` adds its timeout to the clock `now`, in seconds."""
 
     def __init__(self) -> None:
-        """Starts the clock at 1000 s."""
         super().__init__()
         self.now = 1000.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Adds `timeout` to the clock and returns the ready files. Raises DeadlockError if `timeout` is None."""
         if timeout is None:
             raise DeadlockError
         self.now += max(0.0, timeout)
